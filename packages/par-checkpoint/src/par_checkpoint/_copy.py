@@ -1,10 +1,11 @@
 """Copying a checkpoint from one folder to another: the same files, checked on the way, committed like a save."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from crc32c import crc32c
@@ -22,8 +23,27 @@ from .transfer.ranks import Ranks, attempt
 from .transfer.workers import Workers
 
 
+class Carrier(Protocol):
+    """What brings blocks to a copy where no rank sees all of the source."""
+
+    @property
+    def files(self) -> Collection[str]:
+        """The files whose blocks it brings."""
+
+    def carry(self, manifest: Manifest, staging: Staging, target: Folder, ranks: Ranks, *, by_file: bool) -> None:
+        """Every rank: writes its share of all blocks; `by_file` where each file has one writer."""
+
+
 def copy_checkpoint(
-    source: Folder, target: Folder, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int, of: str | None = None
+    source: Folder,
+    target: Folder,
+    ranks: Ranks,
+    nonce: str,
+    *,
+    overwrite: bool,
+    threads: int,
+    of: str | None = None,
+    carrier: Carrier | None = None,
 ) -> bool:
     """Copies a whole checkpoint; it appears at once and whole, or not at all. Collective.
 
@@ -31,13 +51,14 @@ def copy_checkpoint(
     write one file, else the files.
 
     Args:
-        source: The checkpoint, which all ranks see.
+        source: The checkpoint, which all ranks see, unless there is a carrier.
         target: The folder to make it in.
         ranks: The ranks that copy, through a communicator that nothing else uses meanwhile.
         nonce: A name for the copy, new and the same on every rank.
         overwrite: Whether to replace a checkpoint that is there.
         threads: Number of threads of a rank that read, checksum and write; each holds a block.
         of: The version of the source that is meant (see `Folder.version`, on rank 0); None: that which is there.
+        carrier: What brings the blocks of large files; None: ranks read them from the source.
 
     Returns:
         Whether it is copied. It is not if another checkpoint has taken its place in the source.
@@ -57,7 +78,7 @@ def copy_checkpoint(
     data, by_file = found
     manifest = decode_manifest(data)
     source.use(manifest)
-    copy = _Copy(source, target.stage(nonce, by_owner=by_file), manifest, target, overwrite, by_file)
+    copy = _Copy(source, target.stage(nonce, by_owner=by_file), manifest, target, overwrite, by_file, carrier)
     try:
         copy.run(ranks, threads)
     except Exception:
@@ -77,10 +98,16 @@ class _Copy:
     target: Folder
     overwrite: bool
     by_file: bool
+    carrier: Carrier | None
 
     def run(self, ranks: Ranks, threads: int) -> None:
         """Copies and commits; whatever fails, the staging folder goes."""
-        large = {name: record for name, record in self.manifest.files.items() if record.size > self._unit(record)}
+        carrier = self.carrier
+        large = {
+            name: record
+            for name, record in self.manifest.files.items()
+            if (record.size > self._unit(record) if carrier is None else name in carrier.files and record.crcs)
+        }
 
         def make() -> object:
             self.target.repair()
@@ -95,7 +122,11 @@ class _Copy:
         try:
             invitation = ranks.on_first(make)
             ranks.agree(lambda: self.staging.attach(invitation))
-            _, error = attempt(lambda: self._copy_share(large, ranks, threads))
+            if carrier is None:
+                _, error = attempt(lambda: self._copy_share(large, ranks, threads))
+            else:
+                share = partial(carrier.carry, self.manifest, self.staging, self.target, ranks, by_file=self.by_file)
+                _, error = attempt(share)
             ranks.raise_first(error)
             if self.staging.joins:
                 ranks.agree(lambda: self.staging.complete((ranks.rank, ranks.size)))

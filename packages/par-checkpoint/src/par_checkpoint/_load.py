@@ -1,7 +1,7 @@
 """Loading: look, match, check, read, set; nothing is changed before everything that can be checked beforehand is."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -36,9 +36,11 @@ from .state.restore import (
 from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.consistent import retry_while_replaced, version_of
 from .storage.folder import Folder, in_tiers, open_folder
+from .storage.local import LocalFolder
 from .storage.outline import Outline, read_outline
 from .storage.steps import read_manifest
 from .storage.verify import check_blocks, check_same
+from .tiers.kept import KeptFolder, find_kept
 from .transfer.fill import Filling, fill_
 from .transfer.ranks import Ranks, Session, session_of, words
 
@@ -169,10 +171,16 @@ def load(
     chosen, folders = ranks.agree(opened)
     folder = folders[0] if tiers is None else _nearest(folders, ranks)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
+
+    def version() -> str | None:
+        if isinstance(folder, KeptFolder):
+            ranks.agree(folder.check_there)
+        return ranks.on_first(lambda: version_of(folder))
+
     report, _ = retry_while_replaced(
-        lambda: ranks.on_first(lambda: version_of(folder)),
+        version,
         lambda: _load(into, folder, session, chosen),
-        ranks.on_first(lambda: version_of(folder)),
+        version(),
         folder.url,
         checked=lambda outcome: outcome[1],
     )
@@ -189,7 +197,7 @@ def load(
 
 
 def _nearest(folders: Sequence[Folder], ranks: Ranks) -> Folder:
-    """The first folder in which all ranks see the same whole checkpoint.
+    """The first folder in which all ranks see the same whole checkpoint, or its hosts have all parts of one.
 
     Raises:
         CheckpointError: There is none; on every rank.
@@ -201,14 +209,36 @@ def _nearest(folders: Sequence[Folder], ranks: Ranks) -> Folder:
         found = [0] * 8 if manifest is None else words(encode_manifest(manifest))
         return found, found
 
+    passed: list[str] = []
     for folder in folders:
         mine, sums = ranks.tell(partial(seen, folder), 8)
         if any(sums) and sums == [ranks.size * word for word in mine]:
-            return folder
-    raise CheckpointError(
-        f"none of the tiers has a whole checkpoint that all ranks see: {', '.join(folder.url for folder in folders)}; "
-        "look at them with `par-checkpoint ls`, or load another one"
-    )
+            found = folder
+            break
+        kept, missing = find_kept(folder, ranks) if isinstance(folder, LocalFolder) else (None, None)
+        if missing is not None:
+            passed.append(f"{folder.url!r} has not all parts of a checkpoint: {missing}")
+        if kept is not None:
+            found = kept
+            break
+    else:
+        raise CheckpointError(
+            f"none of the tiers has a whole checkpoint that all ranks see: "
+            f"{', '.join(folder.url for folder in folders)}; {''.join(f'{text}; ' for text in passed)}look at them "
+            "with `par-checkpoint ls`, or load another one"
+        )
+    if passed and ranks.rank == 0:
+        warnings.warn(f"{'; '.join(passed)}. What is loaded is in {found.url!r}", stacklevel=4)
+    return found
+
+
+def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
+    """Whether this rank reads the block of a number in a file when all blocks are compared with their checksums."""
+    if isinstance(folder, KeptFolder):  # whose headers and small files the first rank compares when it reads them
+        return lambda name, number: (
+            number >= 0 and name in folder.homes.parts and folder.reader(name, number) == ranks.rank
+        )
+    return lambda _, number: (number + 1) % ranks.size == ranks.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,11 +328,13 @@ def _load(into: _Into, folder: Folder, session: Session, options: LoadOptions) -
     if same:
         ranks.on_first(lambda: check_same(folder, outline, same))
     if options.verify == "full":
-        ranks.agree(lambda: check_blocks(folder, outline, options.threads, (ranks.rank, ranks.size)))
+        ranks.agree(lambda: check_blocks(folder, outline, options.threads, _share_of(folder, ranks)))
 
+    homes = folder.homes if isinstance(folder, KeptFolder) and not folder.is_everywhere(ranks.size) else None
     filling = Filling(
         session=session,
-        near=folder.cached and len(set(ranks.hosts())) == 1,
+        near=folder.cached and homes is None and len(set(ranks.hosts())) == 1,
+        homes=homes,
         folder=folder,
         outline=outline,
         device=device_for(options.device, model),

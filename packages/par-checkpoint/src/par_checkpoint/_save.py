@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from os import PathLike
@@ -45,7 +45,10 @@ from .state.collect import (
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
 from .storage.folder import Folder, Staging, in_tiers, open_folder
+from .storage.local import LocalFolder
 from .storage.sharing import ALIGNMENT, Sharing
+from .tiers.copies import copy_on
+from .tiers.saving import PartFolder, PartStaging, Saved, check_copies, commit_parts, part_folder
 from .transfer.claims import claims_of_all, words_of
 from .transfer.memory import Local
 from .transfer.ranks import Ranks, Session, session_of, words
@@ -86,6 +89,7 @@ def save(
     progress: bool | None = None,
     step: int | None = None,
     tiers: Sequence[Path] | None = None,
+    copies: int | None = None,
     options: SaveOptions | None = None,
 ) -> Save:
     """Saves whole tensors, from however they are cut, into a folder that knows nothing of ranks. Collective.
@@ -134,6 +138,9 @@ def save(
             then the name of the checkpoint in each of them. The save is over when the first has it; the next ones are
             copied to in the background, each from the one before it, and each is whole by itself. Neither a step nor
             the next save waits for them.
+        copies: Where the first tier is local to each host, as "/dev/shm" is: on how many hosts each host's part is kept
+            there. 2: on its own, and, copied in the background, on the next one, so that `load` needs no other tier
+            when a host is lost. None: all ranks see the first tier, like the others.
         options: An object with values for the keywords from `max_shard_size` to `step`; a keyword goes before it.
 
     Returns:
@@ -188,6 +195,7 @@ def save(
         claims = Claims.of(content.entries)
         folders = [open_folder(each) for each in in_tiers(path, tiers)]
         folder = folders[0]
+        check_copies(copies, tiers, folder, style)
         if writer == "pwrite" and not folder.positional:
             raise ValueError(
                 f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
@@ -198,11 +206,16 @@ def save(
         )
         nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
         kinds = [folder.sharing == kind for kind in Sharing]
-        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words()]
+        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words(), copies or 0, (copies or 0) ** 2]
         return (chosen, content, folders, claims, compared), told
 
-    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + len(Sharing) + 4 * 8)
+    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + len(Sharing) + 4 * 8 + 2)
+    *sums, of_copies, of_squares = sums
+    if ranks.size * of_squares != of_copies**2:  # which are equal where all have said the same
+        raise ValueError(f"copies is {copies} on this rank, and another number on others; give the same on all ranks")
     session.settle(chosen.pending)
+    if copies is not None and isinstance(folder, LocalFolder):
+        folder = part_folder(folder, copies, ranks)
     nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[4:12])
     sharing = max(kind for kind, count in zip(Sharing, sums[1:4], strict=True) if count)
     layout_differs, samples_differ, state_differs = compared.differences(sums[12:], ranks.size)
@@ -213,7 +226,10 @@ def save(
     if state_differs:
         content = replace(content, state=_united(content.state, compared.state, ranks))
 
-    staging = folder.stage(nonce, by_owner=prepared.owners is not None)
+    if isinstance(folder, PartFolder):
+        staging: Staging = folder.stage_part(nonce, prepared, copies=copies or 1, overwrite=overwrite)
+    else:
+        staging = folder.stage(nonce, by_owner=prepared.owners is not None)
     job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
     job.stage(ranks)
     handle = Save(folder.url, session.timeout)
@@ -225,21 +241,31 @@ def save(
     else:
         with job.workers() as workers:
             job.write(ranks, None, workers)
-    if further:
-        copies = _copies(session.beside, [folder, *further], nonce, chosen, overwrite=overwrite)
-        handle._copy_on(copies, session.copied[-1]._tiers_thread() if session.copied else None)
+    if further or isinstance(folder, PartFolder):
+        copy_further = _copies(session.beside, [folder, *further], nonce, chosen, overwrite=overwrite, saved=job.saved)
+        handle._copy_on(copy_further, session.copied[-1]._tiers_thread() if session.copied else None)
         session.copied.append(handle)
     handle.blocked_seconds += time.perf_counter() - begin
     return handle
 
 
 def _copies(
-    ranks: Ranks, folders: Sequence[Folder], nonce: str, options: SaveOptions, *, overwrite: bool
+    ranks: Ranks,
+    folders: Sequence[Folder],
+    nonce: str,
+    options: SaveOptions,
+    *,
+    overwrite: bool,
+    saved: Sequence[Saved],
 ) -> Callable[[], None]:
     """What copies a checkpoint from each folder to the next, when the first has it."""
 
     def copy() -> None:
-        for source, target in pairwise(folders):
+        if saved:
+            next_tier = folders[1] if len(folders) > 1 else None
+            if not copy_on(saved[0], next_tier, ranks, nonce, overwrite=overwrite, threads=options.threads):
+                return  # a later save has taken its place, and is copied next
+        for source, target in pairwise(folders[1:] if saved else folders):
             of = ranks.on_first(source.version)
             if not copy_checkpoint(source, target, ranks, nonce, overwrite=overwrite, threads=options.threads, of=of):
                 return  # a later save has taken its place, and is copied next
@@ -316,7 +342,7 @@ def _prepare(
     Raises:
         ValueError: Ranks that disagree about a tensor, or elements that no rank holds; on every rank.
     """
-    ranks = session.ranks
+    ranks, apart = session.ranks, isinstance(folder, PartFolder)
     limit, by_owner, stem = parse_size(options.max_shard_size), options.writer == "owner", options.stem
     if style == "torch":  # one file for each object, from one rank
         limit, by_owner = sys.maxsize, True
@@ -326,7 +352,7 @@ def _prepare(
     def make() -> Prepared:
         tensors = merge(claims_of_all(ranks, claims))
         check_covered(tensors)
-        is_shared = not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
+        is_shared = not apart and not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
         alignment = ALIGNMENT[sharing] if is_shared else 8
         files = lay_out(tensors, limit, stem, None if by_owner else folder.block, alignment)
         owners = _owners(files, ranks.size) if by_owner else None
@@ -338,10 +364,14 @@ def _prepare(
             owners=owners,
             hosts=ranks.hosts(),
             alone=is_shared or not folder.cached,
+            apart=apart,
         )
-        return Prepared(tensors=tensors, files=files, plan=planner.save(), owners=owners)
+        plan = planner.save()
+        return Prepared(
+            tensors=tensors, files=files, plan=plan, owners=owners, writers=plan.dealt_to() if apart else None
+        )
 
-    same = "save", digest, limit, by_owner, sharing, stem, folder.block(1), folder.cached
+    same = "save", digest, limit, by_owner, sharing, stem, folder.block(1), folder.cached, apart
     return session.planned(same, make)
 
 
@@ -365,6 +395,8 @@ class _Job:
     options: SaveOptions
     style: str
     overwrite: bool
+    saved: list[Saved] = field(default_factory=list)
+    """Where each host keeps its part: what was saved, once it is."""
 
     @cached_property
     def local(self) -> Local:
@@ -392,6 +424,8 @@ class _Job:
         def make_and_see() -> None:
             invitation = ranks.on_first(make)
             ranks.agree(lambda: self.staging.attach(invitation))
+            if isinstance(self.staging, PartStaging):
+                ranks.agree(self.staging.check_local)
 
         self._or_discard(ranks, make_and_see)
 
@@ -476,6 +510,8 @@ class _Job:
                     )
 
                 ranks.on_first(finish)
+                if isinstance(self.staging, PartStaging):
+                    self.saved.append(commit_parts(self.staging, ranks))
 
             self._or_discard(ranks, write_and_commit)
         self.staging.close()

@@ -47,12 +47,14 @@ class Prepared:
         files: All files.
         plan: This rank's part.
         owners: By file, the one rank that writes it; None where all do.
+        writers: By file: the rank that writes each block; None where that is not wanted.
     """
 
     tensors: Sequence[GlobalTensor]
     files: Sequence[File]
     plan: Plan
     owners: Sequence[int] | None
+    writers: Sequence[Sequence[int]] | None = None
 
 
 def lay_out(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from .blocks import Area
 from .claims import GlobalTensor
 from .deal import Rotation, Shares, Together, Windows
+from .homes import Homes
 from .overlap import BoxIndex
 from .tasks import Blocks, Dealt, Parts, Plan, parts_of
 
@@ -39,8 +40,11 @@ class Planner:
         owners: By file: the one rank that may write it. None lets several ranks write into a file.
         hosts: By rank: the number of its machine; None: all share one.
         alone: Whether no two ranks may write into one block.
+        apart: Whether each host writes files of its own: then any rank may write the blocks that it holds.
         window: Number of blocks that one request of a load brings, counted from a file's first one on: one rank reads
             all of them where it can. 0: blocks are read by themselves.
+        homes: Where a load finds which block; None: every rank sees all of them.
+        names: For each file its name, by which `homes` knows it.
     """
 
     def __init__(
@@ -53,11 +57,15 @@ class Planner:
         owners: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         alone: bool = False,
+        apart: bool = False,
         window: int = 0,
+        homes: Homes | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self._tensors, self._areas, self._rank, self._size = tensors, areas, rank, size
-        self._owners, self._hosts, self._alone = owners, hosts, alone
+        self._owners, self._hosts, self._alone, self._apart = owners, hosts, alone or apart, apart
         self._by_window, self._window = window > 0, max(window, 1)
+        self._homes, self._names = homes, names
         self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
         self._begins: dict[int, int] = {}  # by file: where its first area begins
         for area in areas:
@@ -106,7 +114,8 @@ class Planner:
 
     def _dealt_by_many(self, *, saving: bool, near: bool) -> list[list[Dealt | Parts]]:
         """By area: its runs of blocks, in order."""
-        shared = {} if saving and self._owners else self._shared(saving=saving)
+        is_free = bool(self._owners) or self._apart if saving else self._homes is not None
+        shared = {} if is_free else self._shared(saving=saving)
         dealt = list[list[Dealt | Parts]]()
         for number, area in enumerate(self._areas):
             if saving and self._owners:
@@ -175,7 +184,7 @@ class Planner:
 
     def _in_runs(self, index: BoxIndex, width: int, block: int, *, saving: bool) -> bool:
         """Whether every block of a tensor is best written or read in parts."""
-        if self._alone and saving:
+        if self._alone if saving else self._homes is not None:
             return False
         if self._by_window and not index.are_runs:  # as many requests as runs
             return False
@@ -203,6 +212,9 @@ class Planner:
             return
         most = max((size for _, size in held), default=0)  # about as much as any: at least half as much
         main = tuple(sorted({rank for rank, size in held if 2 * size >= most})) or (block.file % self._size,)
+        if self._homes is not None and not saving:
+            yield from self._where_kept(number, first, stop, main, some)
+            return
         is_whole = all(overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in overlaps for rank in main)
         if saving and is_whole:
             yield self._rotated(first, stop, main, sends=False)
@@ -223,6 +235,22 @@ class Planner:
             much = {rank for rank, size in held if 4 * size >= block.size}
             readers = tuple(sorted(some if len(some) <= _READERS else much)) or main
             yield self._together(first, stop, readers, sends=not some <= set(readers))
+
+    def _where_kept(self, number: int, first: int, stop: int, main: tuple[int, ...], some: set[int]) -> Iterator[Dealt]:
+        """Blocks that only some ranks can read: of those the ones that need most of it do, or any where none needs it.
+
+        Args:
+            number: Number of the area.
+            first: The first block.
+            stop: One past the last.
+            main: Ranks that need about as much of a block as any.
+            some: All ranks that need something of it.
+        """
+        assert self._homes is not None  # noqa: S101 - it is asked before
+        for low, high, seeing in self._homes.runs(self._names[self._areas[number].file], first, stop):
+            among = set(seeing)
+            readers = tuple(rank for rank in main if rank in among) or tuple(sorted(some & among)) or seeing
+            yield self._rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
 
     def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
         """Blocks that ranks take in turn, going on where they stopped the last time."""

@@ -260,6 +260,20 @@ class Plan:
         """For each block that this rank writes or reads, the number of its file."""
         return [self._blocks.areas[area].file for area in self._mine[:, 1].tolist()]
 
+    def dealt_to(self) -> "list[array[int]]":
+        """By area: for each block, the rank that writes or reads it, where none is written in parts."""
+        found = []
+        for area, runs in zip(self._blocks.areas, self._blocks.dealt, strict=True):
+            ranks = array("q", bytes(8 * area.count))
+            for run in runs:
+                if isinstance(run, Parts):
+                    raise RuntimeError(f"blocks from {run.first} on have several writers; a bug of par-checkpoint")
+                for rank, _, numbers in run.deal.segments(run.first, run.stop):
+                    for number in numbers:
+                        ranks[number] = rank
+            found.append(ranks)
+        return found
+
     def rounds(self, size: int | None) -> Iterator[tuple[list[Task], list[Task]]]:
         """This rank's blocks and those of others of turns 0 .. size - 1, of turns size .. 2 size - 1, and so on.
 

@@ -1,6 +1,6 @@
 """Comparing files with their checksums."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from os import PathLike
@@ -35,20 +35,22 @@ def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
     return read_consistently(folder, lambda: _wrong(folder, deep=deep))
 
 
-def check_blocks(folder: Folder, outline: Outline, threads: int = 2, share: tuple[int, int] = (0, 1)) -> None:
+def check_blocks(
+    folder: Folder, outline: Outline, threads: int = 2, is_mine: Callable[[str, int], bool] = lambda *_: True
+) -> None:
     """Reads all data, or this rank's share of it, and compares every block with its checksum, where there are some.
 
     Args:
         folder: The checkpoint's folder.
         outline: What it holds.
         threads: How many blocks to read at a time.
-        share: This rank's number and the number of ranks: of n ranks the i-th reads every n-th block from the i-th on.
+        is_mine: Whether this rank reads the block of a number in a file; -1 is the header.
 
     Raises:
         CorruptError: The first block that differs, and the tensors in it.
     """
     for name, record in {} if outline.manifest is None else outline.manifest.files.items():
-        for text in _wrong_blocks(folder, name, record, outline.directories, threads, share):
+        for text in _wrong_blocks(folder, name, record, outline.directories, threads, is_mine):
             raise CorruptError(f"{text}. Nothing was changed")
 
 
@@ -129,12 +131,15 @@ def _wrong_blocks(
     record: FileRecord,
     directories: Mapping[str, Directory],
     threads: int = 2,
-    share: tuple[int, int] = (0, 1),
+    is_mine: Callable[[str, int], bool] = lambda *_: True,
 ) -> Iterator[str]:
     """Every block of a file, its header first, that has another checksum than the manifest says, in words."""
     ranges = [(number, *ends) for number, ends in enumerate(block_ranges(record.size, record.data_begin, record.block))]
     if record.data_begin:
         ranges.insert(0, (-1, 0, record.data_begin))
+    mine = [block for block in ranges if is_mine(name, block[0])]
+    if not mine:
+        return
     with closing(folder.open(name)) as source, ThreadPoolExecutor(threads) as pool:
 
         def checksum(block: tuple[int, int, int]) -> int:
@@ -143,7 +148,6 @@ def _wrong_blocks(
             source.read_into(begin, memory)
             return crc32c(memory)
 
-        mine = ranges[share[0] :: share[1]]
         for (number, begin, end), crc in zip(mine, pool.map(checksum, mine), strict=True):
             if number < 0 and crc != record.header_crc:
                 yield f"the header of {folder.url}/{name} is corrupt: its checksum is wrong"

@@ -13,6 +13,7 @@ from ..format.crc import decode_crcs, encode_crcs
 from ..format.manifest import BLOCK
 from ..plan.claims import Claims, Entry, GlobalTensor, merge, section_of, with_unique_keys
 from ..plan.files import File, data_areas, tensor_areas
+from ..plan.homes import Homes
 from ..plan.plan import Planner
 from ..plan.tasks import Plan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
@@ -31,6 +32,7 @@ class Filling:
     Args:
         session: The ranks that read together, and the plans that they know.
         near: Whether they share a machine, and what any of them has read of the files.
+        homes: Which ranks see which block; None: all see all.
         folder: The checkpoint's folder.
         outline: What it holds.
         device: The device on which tensors of the meta device are made.
@@ -42,6 +44,7 @@ class Filling:
 
     session: Session
     near: bool
+    homes: Homes | None
     folder: Folder
     outline: Outline
     device: torch.device
@@ -68,7 +71,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
 
     (made, in_blocks, claims), digest_of_all = ranks.tell(claim, 8)
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
-    at_once = 0 if filling.folder.cached else filling.folder.in_flight
+    at_once, homes = 0 if filling.folder.cached else filling.folder.in_flight, filling.homes
 
     def make() -> tuple[list[GlobalTensor], list[File], Plan, int]:
         tensors = merge(claims_of_all(ranks, claims))
@@ -77,10 +80,20 @@ def fill_(targets: Targets, filling: Filling) -> None:
         block = max((file.block for file in files), default=BLOCK)
         total = sum(file.size for file in files)
         window = window_of(total, filling.budget, block, ranks.size, at_once) if at_once else 0
-        planner = Planner(tensors, areas, ranks.rank, ranks.size, hosts=ranks.hosts(), window=window // block)
+        planner = Planner(
+            tensors,
+            areas,
+            ranks.rank,
+            ranks.size,
+            hosts=ranks.hosts(),
+            window=window // block,
+            homes=homes,
+            names=[file.name for file in files],
+        )
         return tensors, files, planner.load(near=filling.near), window
 
-    same = "load", tuple(digest_of_all), outline.digest(), filling.near, at_once and (at_once, filling.budget)
+    kept = None if homes is None else homes.digest()
+    same = "load", tuple(digest_of_all), outline.digest(), filling.near, at_once and (at_once, filling.budget), kept
     tensors, files, plan, window = filling.session.planned(same, make)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
     reading = Reading(

@@ -1,0 +1,221 @@
+"""What goes on in the background once every host has its part: copies on the neighbours, and one in the next tier."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from heapq import merge
+
+import torch
+from crc32c import crc32c
+
+from .._copy import copy_checkpoint
+from .._errors import CheckpointError, corrupt
+from ..format.bytes import bytes_of
+from ..format.manifest import FileRecord, Manifest
+from ..storage.files import Writer
+from ..storage.folder import Folder, Staging
+from ..transfer.ranks import Ranks
+from .kept import KeptFolder, KeptSource
+from .saving import Hosts, PartFolder, PartStaging, Saved
+from .travel import Move, travel
+
+
+def _kept_of(saved: Saved) -> KeptFolder:
+    """The checkpoint, to read: each host has its own part alone."""
+    staging, folder = saved.staging, saved.staging.folder
+    headers = {file.name: file.header for file in staging.files}
+    return KeptFolder(
+        folder.whole,
+        staging.record(saved.common),
+        {folder.part: folder.path},
+        [folder.hosts.ranks(host) for host in range(len(folder.hosts.names))],
+        {**headers, **saved.common.small},
+    )
+
+
+def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int) -> bool:
+    """Copies parts to the neighbours of their hosts, and the checkpoint to the next tier. Collective.
+
+    Args:
+        saved: The save.
+        next_tier: The checkpoint's folder in the next tier, which all ranks see; None: there is none.
+        ranks: The ranks that saved, through a communicator that nothing else uses meanwhile.
+        nonce: A name for the copy in the next tier, new and the same on every rank.
+        overwrite: Whether to replace a checkpoint in the next tier.
+        threads: Number of threads of a rank that write small files there.
+
+    Returns:
+        Whether it is copied. It is not if a later save has taken its place in this tier.
+
+    Raises:
+        CheckpointError, OSError: A copy could not be made; the parts are still there.
+    """
+    kept = _kept_of(saved)
+
+    def is_there() -> bool:
+        def look() -> tuple[None, list[int]]:
+            try:
+                kept.check_there()
+            except CheckpointError:
+                return None, [1]
+            return None, [0]
+
+        return ranks.tell(look, 1)[1] == [0]
+
+    if not is_there():
+        return False
+    try:
+        _copy_to_neighbours(saved, kept, ranks)
+        if next_tier is not None:
+            carrier = _Carrier(kept, saved.staging.folder.hosts)
+            copy_checkpoint(kept, next_tier, ranks, nonce, overwrite=overwrite, threads=threads, carrier=carrier)
+    except Exception:
+        if not is_there():
+            return False
+        raise
+    return True
+
+
+def _copy_to_neighbours(saved: Saved, kept: KeptFolder, ranks: Ranks) -> None:
+    """Copies the part of each host to as many hosts after it as are asked for.
+
+    A copy is committed as the part was: it appears at once and whole on its host, or not at all.
+    """
+    staging = saved.staging
+    hosts = staging.folder.hosts
+    for distance in range(1, staging.copies):
+        part = (hosts.mine - distance) % len(hosts.names)
+        folder = PartFolder(staging.folder.whole, hosts, part)
+        copy = PartStaging(folder, staging.nonce, staging.files, staging.homes, copies=1, overwrite=True)
+        acts: list[Callable[[], None]] = [
+            partial(copy.attach, staging.asked),
+            partial(_bring, kept, copy, distance, ranks),
+            partial(copy.complete_part, saved.common),
+            copy.publish_part,
+        ]
+        try:
+            for act in acts:
+                ranks.agree(act)
+        finally:
+            copy.close()
+    if hosts.leads:
+        staging.folder.sweep_others(staging.record(saved.common).save)
+
+
+def _bring(kept: KeptFolder, copy: PartStaging, distance: int, ranks: Ranks) -> None:
+    """Sends the blocks of this host's part to a neighbour, and writes those of another one here."""
+    hosts, count = copy.folder.hosts, len(copy.folder.hosts.names)
+
+    def moves_of(part: int) -> Iterator[tuple[int, int, Move]]:
+        sources, owners = hosts.ranks(part), hosts.ranks((part + distance) % count)
+        for place, (name, number) in enumerate(_blocks_of(kept, part)):
+            source, owner = sources[place % len(sources)], owners[place % len(owners)]
+            if ranks.rank in (source, owner):
+                size = _size(kept.files_of[name], number)
+                yield place, part, Move(file=name, number=number, size=size, source=source, owner=owner)
+
+    ours = merge(moves_of(hosts.mine), moves_of(copy.folder.part), key=lambda move: move[:2])
+    _make(kept, (move for _, _, move in ours), ranks, lambda move: copy.writer(move.file))
+
+
+def _blocks_of(kept: KeptFolder, part: int) -> Iterator[tuple[str, int]]:
+    """The blocks of a part: file, and number in it."""
+    for name, homes in kept.homes.parts.items():
+        for number, home in enumerate(homes):
+            if home == part:
+                yield name, number
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """Brings the blocks of all hosts into a tier that all ranks see; see `Carrier` of `_copy`."""
+
+    kept: KeptFolder
+    hosts: Hosts
+
+    @property
+    def files(self) -> Collection[str]:
+        """The files with tensors."""
+        return self.kept.homes.parts.keys()
+
+    def carry(self, manifest: Manifest, staging: Staging, target: Folder, ranks: Ranks, *, by_file: bool) -> None:
+        """Copies this rank's blocks; where one rank writes a file, others send it theirs.
+
+        What the target takes as one is written by one rank: of the host that has the first block of it.
+        """
+        kept, hosts = self.kept, self.hosts
+        by_host = [hosts.ranks(host) for host in range(len(hosts.names))]
+
+        def moves() -> Iterator[Move]:
+            for place, (name, homes) in enumerate(kept.homes.parts.items()):
+                record = manifest.files[name]
+                step = max(target.block(record.size - record.data_begin) // record.block, 1)
+                for number, home in enumerate(homes):
+                    first = homes[number // step * step]
+                    owners = by_host[first]
+                    owner = place % ranks.size if by_file else owners[number // step % len(owners)]
+                    sources = by_host[home]
+                    source = owner if owner in sources else sources[number % len(sources)]
+                    if ranks.rank in (owner, source):
+                        size = _size(record, number)
+                        yield Move(file=name, number=number, size=size, source=source, owner=owner)
+
+        _make(kept, moves(), ranks, lambda move: staging.writer(move.file), headers=True)
+
+
+def _make(
+    kept: KeptFolder, moves: Iterator[Move], ranks: Ranks, open_: Callable[[Move], Writer], *, headers: bool = False
+) -> None:
+    """Makes moves from a checkpoint's parts into files.
+
+    Args:
+        kept: The checkpoint.
+        moves: The moves in which this rank takes part.
+        ranks: The ranks.
+        open_: Opens the file that a block is written to.
+        headers: Whether a header is written with the first block.
+    """
+    sources: dict[str, KeptSource] = {}
+    writers: dict[str, Writer] = {}
+
+    def check(move: Move, block: torch.Tensor) -> None:
+        if crc32c(bytes_of(block)) != kept.files_of[move.file].crcs[move.number]:
+            where = f"block {move.number} in the memory of rank {move.source}'s host"
+            raise corrupt(f"{kept.url}/{move.file}", f"{where} is not what was written, and was not copied")
+
+    def read(move: Move, block: torch.Tensor) -> None:
+        if move.file not in sources:
+            sources[move.file] = kept.open(move.file)
+        record = kept.files_of[move.file]
+        sources[move.file].read_into(record.data_begin + move.number * record.block, bytes_of(block))
+        check(move, block)
+
+    def take(move: Move, block: torch.Tensor) -> None:
+        record = kept.files_of[move.file]
+        if move.source != ranks.rank:
+            check(move, block)
+        if move.file not in writers:
+            writers[move.file] = open_(move)
+        if headers and move.number == 0:
+            writers[move.file].write_at(0, memoryview(kept.small[move.file]))
+        writers[move.file].write_at(record.data_begin + move.number * record.block, bytes_of(block))
+
+    error: BaseException | None = None
+    try:
+        error = travel(moves, ranks, read, take)
+    finally:
+        for source in sources.values():
+            source.close()
+        for writer in writers.values():
+            if error is not None:
+                writer.abort()
+    if error is not None:
+        raise error
+    for writer in writers.values():
+        writer.finish()
+
+
+def _size(record: FileRecord, number: int) -> int:
+    """Bytes of a block of a file."""
+    begin = record.data_begin + number * record.block
+    return min(begin + record.block, record.size) - begin

@@ -1,0 +1,261 @@
+"""Finding the parts of a checkpoint on the hosts that load it, and reading them: each rank what its host has."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._errors import CheckpointError, CorruptError, ReplacedError
+from ..format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest
+from ..plan.homes import Homes
+from ..storage.commit import scan
+from ..storage.local import LocalFolder, LocalSource
+from ..transfer.ranks import Ranks
+from .part import RECORD, SUFFIX, PartRecord, decode_part, part_of, read_part
+
+SaveId = tuple[int, str]
+
+
+class KeptFolder(LocalFolder):
+    """A checkpoint whose parts lie on several hosts, see `Folder`; to read.
+
+    Small files and headers are told to the first rank; blocks are read where they are.
+
+    Args:
+        whole: The checkpoint's folder in the tier, on this host.
+        record: What one of the parts says of itself.
+        paths: By number of the parts that this host has: their folders.
+        ranks: By part: the ranks whose host has it.
+        small: By name: the bytes of small files, and the headers of those with tensors. On the first rank.
+    """
+
+    def __init__(
+        self,
+        whole: LocalFolder,
+        record: PartRecord,
+        paths: Mapping[int, Path],
+        ranks: Sequence[tuple[int, ...]],
+        small: Mapping[str, bytes],
+    ) -> None:
+        own = whole.target
+        super().__init__(whole.url, at=own.at, exchange=own.exchange, patience=own.patience, lease=own.lease)
+        self.record, self.paths, self.small = record, paths, small
+        self.homes = Homes(record.homes, [tuple(of_part) for of_part in ranks])
+        self.files_of: Mapping[str, FileRecord] = {}
+        if MANIFEST in small:
+            self.use(decode_manifest(small[MANIFEST]))
+
+    def is_everywhere(self, size: int) -> bool:
+        """Whether each of that many ranks sees all parts."""
+        return all(len(ranks) == size for ranks in self.homes.ranks)
+
+    def use(self, manifest: Manifest | None) -> None:
+        """Reads from now on the checkpoint of this manifest, which another rank has found."""
+        self.files_of = {} if manifest is None else manifest.files
+
+    def recover(self) -> None:
+        """Nothing is to be found again: the parts are known."""
+
+    def version(self) -> str:
+        """A text that stands for the save."""
+        return f"{self.record.written}-{self.record.nonce}"
+
+    def check_there(self) -> None:
+        """Raises ReplacedError if this host's parts are no longer those that were found."""
+        for path in self.paths.values():
+            try:
+                is_there = decode_part((path / RECORD).read_bytes(), str(path)).save == self.record.save
+            except (CheckpointError, OSError):
+                is_there = False
+            if not is_there:
+                raise ReplacedError(
+                    f"{path} was replaced or removed while it was read; read it when it rests, or save to another path"
+                )
+
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        return True
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file."""
+        small = {name: len(data) for name, data in self.small.items()}
+        return small | {name: record.size for name, record in self.files_of.items()}
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Bytes begin .. end - 1 of a file, by default all."""
+        known = self.small.get(name, b"")
+        size = self.files_of[name].size if name in self.files_of else len(known)
+        end = size if end is None else end
+        if end <= len(known):
+            return known[begin:end]
+        with closing(self.open(name)) as source:
+            data = bytearray(end - begin)
+            source.read_into(begin, memoryview(data))
+        return bytes(data)
+
+    def open(self, name: str) -> "KeptSource":  # type: ignore[override]
+        """A file of which this host's blocks can be read."""
+        return KeptSource(self, name)
+
+    def reader(self, name: str, number: int) -> int:
+        """The rank that looks at a block for all."""
+        ranks = self.homes.ranks[self.homes.parts[name][number]]
+        return ranks[number % len(ranks)]
+
+
+class KeptSource:
+    """A file that is being read, from the parts of it on this host; see `Source`. Threads may read at once."""
+
+    stride = LocalSource.stride
+
+    def __init__(self, folder: KeptFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._record = folder.files_of[name]
+        self.size = self._record.size
+        self._sources = {part: LocalSource(path / f"{name}{SUFFIX}") for part, path in folder.paths.items()}
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fills the view with the bytes from `begin` on."""
+        while len(view):
+            number, end = -1, self._record.data_begin
+            if begin >= end:
+                number = (begin - end) // self._record.block
+                end += (number + 1) * self._record.block
+            count = min(len(view), end - begin)
+            self._source_of(number).read_into(begin, view[:count])
+            begin, view = begin + count, view[count:]
+
+    def _source_of(self, number: int) -> LocalSource:
+        """The part of the file that a block lies in, or, for the header, any part."""
+        parts = self._folder.homes.parts[self._name]
+        wanted = parts[number] if number >= 0 else min(self._sources, default=-1)
+        if wanted not in self._sources:
+            raise CheckpointError(
+                f"block {number} of {self._folder.url}/{self._name} is in part {wanted}, which is on another host than "
+                "the rank that compares tensors that the model ties; load from another tier"
+            )
+        return self._sources[wanted]
+
+    def ranged(self, begin: int, end: int) -> "KeptSource":
+        """Opens the file once more."""
+        del begin, end
+        return KeptSource(self._folder, self._name)
+
+    def close(self) -> None:
+        """Closes the file; again is harmless."""
+        for source in self._sources.values():
+            source.close()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The parts of one checkpoint that a host has.
+
+    Args:
+        parts: By save: the count of its parts, and the numbers of those that are here whole.
+        broken: What is wrong with others, in words.
+    """
+
+    parts: Mapping[SaveId, tuple[int, tuple[int, ...]]]
+    broken: tuple[str, ...]
+
+
+def seen_in(whole: Path) -> tuple[Seen, dict[tuple[SaveId, int], Path]]:
+    """The parts in the folder of a checkpoint on this host.
+
+    Returns:
+        What to tell other ranks, and by save and number of each whole part: its folder.
+    """
+    paths: dict[tuple[SaveId, int], Path] = {}
+    counts: dict[SaveId, int] = {}
+    broken = []
+    for entry in sorted(scan(whole), key=lambda entry: entry.name):
+        if part_of(entry.name) is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        try:
+            record, _ = read_part(Path(entry.path))
+        except CorruptError as error:
+            broken.append(str(error))
+            continue
+        paths[record.save, record.part] = Path(entry.path)
+        counts[record.save] = len(record.hosts)
+    parts = {save: (count, tuple(part for of, part in paths if of == save)) for save, count in counts.items()}
+    return Seen(parts, tuple(broken)), paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the ranks see of the parts of a checkpoint together.
+
+    Args:
+        ranks: By save: for each of its parts, the ranks whose host has it.
+        broken: What is wrong with parts, in words.
+    """
+
+    ranks: Mapping[SaveId, Sequence[tuple[int, ...]]]
+    broken: Sequence[str]
+
+    @property
+    def whole(self) -> SaveId | None:
+        """The latest save all of whose parts are there."""
+        return max((save for save, parts in self.ranks.items() if all(parts)), default=None)
+
+    def missing(self) -> str:
+        """What is missing of the latest save that has any part here, in words."""
+        save = max(self.ranks)
+        parts = self.ranks[save]
+        lost = [str(part) for part, ranks in enumerate(parts) if not ranks]
+        which = f"part {lost[0]} is" if len(lost) == 1 else f"parts {', '.join(lost[:8])} are"
+        return "; ".join([f"of {len(parts)} parts, {which} on no host that loads", *self.broken[:3]])
+
+
+def united(seen: Sequence[tuple[Sequence[int], Seen]]) -> Found:
+    """What ranks see together.
+
+    Args:
+        seen: Ranks, and what they see; equal ones once.
+    """
+    found: dict[SaveId, list[tuple[int, ...]]] = {}
+    for ranks, own in seen:
+        for save, (count, parts) in own.parts.items():
+            places = found.setdefault(save, [()] * count)
+            for part in parts:
+                places[part] = tuple(sorted((*places[part], *ranks)))
+    return Found(ranks=found, broken=[text for _, own in seen for text in own.broken])
+
+
+def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str | None]:
+    """The checkpoint of a tier that is local to each host, if its hosts have all parts of one save. Collective.
+
+    Args:
+        whole: The checkpoint's folder in the tier.
+        ranks: The ranks that load.
+
+    Returns:
+        The checkpoint, or None and what is missing of one, or None twice where there is nothing.
+    """
+    seen, paths = ranks.agree(lambda: seen_in(whole.path))
+    found = united(ranks.distinct(seen))
+    if not found.ranks:
+        return None, "; ".join(found.broken[:3]) or None
+    save = found.whole
+    if save is None:
+        return None, found.missing()
+    mine = {part: path for (of, part), path in paths.items() if of == save}
+    places = found.ranks[save]
+    first = min(min(of_part) for of_part in places)
+    own = ranks.agree(lambda: small_in(next(iter(mine.values()))) if ranks.rank == first else {})
+    small = next(files for _, files in ranks.distinct(own) if files)  # the first rank may be on a host that was lost
+    record = decode_part(small[RECORD], f"{whole.url}/{RECORD}")
+    return KeptFolder(whole, record, mine, places, small), None
+
+
+def small_in(part: Path) -> dict[str, bytes]:
+    """By name, what every part has: its record, the small files, and the headers of those with tensors."""
+    record, manifest = read_part(part)
+    small = {RECORD: (part / RECORD).read_bytes()}
+    for name in (MANIFEST, *manifest.files, *manifest.beside):
+        count = manifest.files[name].data_begin if name in record.homes else -1
+        with (part / f"{name}{SUFFIX}").open("rb") as file:
+            small[name] = file.read(count)
+    return small

@@ -1,0 +1,162 @@
+"""A part of a checkpoint on one host: its blocks, where they lie in the whole files, and what all parts have.
+
+    /dev/shm/run/step-100/part-00000-of-00002/
+        model.safetensors.part         as long as the whole file, with its header; of the data this part's blocks alone
+        par_checkpoint.json.part       the manifest of the whole checkpoint, and other small files, in every part
+        par_checkpoint.part.json       which part of which save, and for each block the part that it is in
+
+What other parts have are zeros here, so no file has a name that transformers, or a load of a folder, would take for a
+whole one. A copy of a part has the same bytes, on another host.
+"""
+
+import json
+import re
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crc32c import crc32c
+
+from .._errors import CheckpointError, CorruptError, corrupt
+from ..format.manifest import MANIFEST, Manifest, decode_manifest
+from ..format.strict_json import is_count, parse_object
+
+RECORD = "par_checkpoint.part.json"
+SUFFIX = ".part"
+
+_FORMAT = 1
+_HEAD = b'{"checksum": "%08x"'
+_FIELDS = {"checksum", "format", "part", "written", "nonce", "hosts", "manifest", "homes"}
+_NAME = re.compile("part-([0-9]{5,})-of-([0-9]{5,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRecord:
+    """What a part says of itself.
+
+    Args:
+        part: Its number.
+        written: When the save was committed: nanoseconds of the first rank's clock.
+        nonce: The save's.
+        hosts: The names of the hosts, by the number of the part that each of them wrote.
+        manifest: crc32c of the manifest's bytes.
+        homes: By name of a file: for each of its blocks, the part that it is in.
+    """
+
+    part: int
+    written: int
+    nonce: str
+    hosts: tuple[str, ...]
+    manifest: int
+    homes: Mapping[str, Sequence[int]]
+
+    @property
+    def save(self) -> tuple[int, str]:
+        """Which save the part is of; a later one is greater."""
+        return self.written, self.nonce
+
+
+def part_name(part: int, count: int) -> str:
+    """The name of the folder of a part."""
+    return f"part-{part:05d}-of-{count:05d}"
+
+
+def part_of(name: str) -> tuple[int, int] | None:
+    """The number of the part whose folder has this name, and the count of parts; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def encode_part(record: PartRecord) -> bytes:
+    """The bytes of a part's record."""
+    fields = {
+        "format": _FORMAT,
+        "part": record.part,
+        "written": record.written,
+        "nonce": record.nonce,
+        "hosts": list(record.hosts),
+        "manifest": record.manifest,
+        "homes": {name: _big_endian(array("H", homes)).tobytes().hex() for name, homes in record.homes.items()},
+    }
+    data = b", " + json.dumps(fields).encode()[1:] + b"\n"
+    return _HEAD % crc32c(data) + data
+
+
+def decode_part(data: bytes, where: str) -> PartRecord:
+    """Reads and checks a part's record.
+
+    Args:
+        data: Its bytes.
+        where: Its name, for messages.
+
+    Raises:
+        CorruptError: It is not what was written.
+        CheckpointError: A later version wrote it.
+    """
+    size = len(_HEAD % 0)
+    if data[:size] != _HEAD % crc32c(data[size:]):
+        raise corrupt(where, "does not match its own checksum")
+    fields = parse_object(data, where)
+    if fields.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{where} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install a later one"
+        )
+    part, written, nonce, hosts, homes = (fields.get(name) for name in ("part", "written", "nonce", "hosts", "homes"))
+    if (
+        set(fields) != _FIELDS
+        or not (is_count(part) and is_count(written) and is_count(fields["manifest"]) and isinstance(nonce, str))
+        or not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts) and part < len(hosts))  # type: ignore[operator]
+        or not isinstance(homes, dict)
+    ):
+        raise corrupt(where, "is no record of a part")
+    decoded = {name: _decode_homes(text, len(hosts), where) for name, text in homes.items()}
+    return PartRecord(
+        part=part,  # type: ignore[arg-type]
+        written=written,  # type: ignore[arg-type]
+        nonce=nonce,
+        hosts=tuple(hosts),
+        manifest=fields["manifest"],  # type: ignore[arg-type]
+        homes=decoded,
+    )
+
+
+def read_part(folder: Path) -> tuple[PartRecord, Manifest]:
+    """The record of a part, and the manifest of the whole, if the part is whole.
+
+    Raises:
+        CorruptError: A file is missing, truncated or not what was written.
+        CheckpointError: A later version wrote it.
+    """
+    try:
+        record = decode_part((folder / RECORD).read_bytes(), str(folder / RECORD))
+        data = (folder / f"{MANIFEST}{SUFFIX}").read_bytes()
+        if crc32c(data) != record.manifest:
+            raise corrupt(f"{folder}/{MANIFEST}{SUFFIX}", "is not the manifest of this part's save")
+        manifest = decode_manifest(data)
+        for name, file in manifest.files.items():
+            size = (folder / f"{name}{SUFFIX}").stat().st_size
+            if size != file.size:
+                raise corrupt(f"{folder}/{name}{SUFFIX}", f"has {size} bytes, but {file.size} were written")
+    except FileNotFoundError as error:
+        raise CorruptError(f"{error.filename} is missing: the part is not whole") from error
+    if part_of(folder.name) != (record.part, len(record.hosts)):
+        raise corrupt(str(folder / RECORD), f"is of part {record.part} of {len(record.hosts)}")
+    return record, manifest
+
+
+def _decode_homes(text: object, parts: int, where: str) -> "array[int]":
+    if not isinstance(text, str) or len(text) % 4 or re.fullmatch("[0-9a-f]*", text) is None:
+        raise corrupt(where, f"{text!r:.40} is no row of parts")
+    homes = _big_endian(array("H", bytes.fromhex(text)))
+    if homes and max(homes) >= parts:
+        raise corrupt(where, f"names part {max(homes)} of {parts}")
+    return homes
+
+
+def _big_endian(values: "array[int]") -> "array[int]":
+    """The numbers with the bytes of each in the order in which they are written, or back."""
+    if sys.byteorder == "little":
+        values.byteswap()
+    return values

@@ -1,0 +1,262 @@
+"""A first tier of each host's own, and copies on the neighbours: hosts by their names alone, in one world."""
+
+import os
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import _save as saving
+from par_checkpoint.storage import local
+from par_checkpoint.storage.local import LocalSource
+from par_checkpoint.storage.sharing import Sharing
+
+SHAPES = {"rows": (2047, 1023), "columns": (513, 2048), "all": (3, 700001), "few": (3,)}
+CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate(), "few": Replicate()}
+
+
+@contextmanager
+def on_hosts(*names):
+    """Each rank on the host of a name."""
+    with mock.patch.object(socket, "gethostname", return_value=names[dist.get_rank()]):
+        yield
+
+
+def drawn():
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def cut(values, shape=None):
+    """The values on a mesh of (replicas, parts)."""
+    mesh = init_device_mesh("cpu", shape or (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    return {name: distribute_tensor(values[name], mesh, [Replicate(), CUTS[name]]) for name in values}
+
+
+def empty(shape=None):
+    return cut({name: torch.zeros(shape) for name, shape in SHAPES.items()}, shape)
+
+
+def is_same(model, values):
+    return all(torch.equal(model[name].full_tensor(), values[name]) for name in values)
+
+
+def tiers_of(folder, host):
+    return [str(folder / host / "memory"), str(folder / "disk")]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_lost_host_comes_back_from_its_neighbours_memory(tmp_path, async_):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        save("run/step-1", model=cut(values), tiers=tiers, copies=2, async_=async_, extra={"x": 5}, step=1).wait()
+        dist.barrier()
+        parts = sorted(path.name for path in (tmp_path / host / "memory/run/step-1").iterdir())
+        assert parts == ["part-00000-of-00002", "part-00001-of-00002"]
+        assert verify(tmp_path / "disk/run/step-1") == []
+        dist.barrier()
+        for lost in names:
+            model, read, read_into = empty(), [], LocalSource.read_into
+
+            def counted(source, begin, view, read=read, read_into=read_into):
+                read.append(str(source._path))
+                read_into(source, begin, view)
+
+            if host == lost:
+                (tmp_path / host / "memory").rename(tmp_path / host / "away")
+            dist.barrier()
+            with mock.patch.object(LocalSource, "read_into", counted):
+                report = load("run/step-1", model=model, tiers=tiers)
+            assert report.extra == {"x": 5}
+            assert report.step == 1
+            assert is_same(model, values)
+            assert not [path for path in read if "disk" in path], "no slower tier is read"
+            assert bool(read) == (host != lost)
+            dist.barrier()
+            if host == lost:
+                (tmp_path / host / "away").rename(tmp_path / host / "memory")
+            dist.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
+    """Three hosts of one, two and one ranks; any one may be lost, and other ranks may load, in other cuts."""
+    names, values, rank = ("a", "b", "b", "c"), drawn(), dist.get_rank()
+    pair = dist.new_group([0, 3])
+    with on_hosts(*names):
+        folder = tmp_path / names[rank]
+        tiers = [str(folder / "memory")]
+        save("c", model=cut(values, (2, 2)), tiers=tiers, copies=2, max_shard_size="3MB").wait()
+        dist.barrier()
+        for lost in "abc":
+            if names[rank] == lost and rank != 2:
+                (folder / "memory").rename(folder / "away")
+            dist.barrier()
+            for shape in ((1, 4), (2, 2), (4, 1)):
+                model = empty(shape)
+                load("c", model=model, tiers=tiers, verify="full" if shape == (4, 1) else "auto")
+                assert is_same(model, values)
+            if lost == "b" and rank in (0, 3):  # two new hosts go on, which have all parts between them
+                whole = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+                load("c", model=whole, tiers=tiers, group=pair)
+                assert all(torch.equal(whole[name], values[name]) for name in values)
+            dist.barrier()
+            if names[rank] == lost and rank != 2:
+                (folder / "away").rename(folder / "memory")
+            dist.barrier()
+        if rank < 3:  # two hosts at once
+            shutil.rmtree(folder / "memory", ignore_errors=True)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="of 3 parts, part 0 is on no host that loads"):
+            load("c", model=empty(), tiers=tiers)
+
+
+@pytest.mark.ranks(2)
+def test_without_a_copy_a_lost_host_means_the_next_tier_and_a_broken_part_is_none(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        save("c", model=cut(values), tiers=tiers, copies=1).wait()
+        model = empty()
+        load("c", model=model, tiers=tiers[:1])
+        assert is_same(model, values)
+        dist.barrier()
+        part = tmp_path / "b/memory/c/part-00001-of-00002"
+        if host == "b":
+            os.truncate(part / "model.safetensors.part", 1000)
+        dist.barrier()
+        for message in ("part 1 is on no host that loads.*has 1000 bytes", "part 1 is on no host that loads"):
+            model = empty()
+            if dist.get_rank() == 0:  # which tells of it, for all
+                with pytest.warns(UserWarning, match=rf"{message}.*What is loaded is in '.*disk/c'"):
+                    load("c", model=model, tiers=tiers)
+            else:
+                load("c", model=model, tiers=tiers)
+            assert is_same(model, values)
+            with pytest.raises(CheckpointError, match=r"none of the tiers has a whole checkpoint.*part 1 is on"):
+                load("c", model=model, tiers=tiers[:1])
+            if host == "b":
+                shutil.rmtree(part, ignore_errors=True)
+            dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_later_save_of_the_same_name_and_one_whose_copies_never_came(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers, opened, copy = tiers_of(tmp_path, host), threading.Event(), saving.copy_on
+        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options))
+        with held:
+            handles = []
+            for number in range(3):
+                model = cut({name: value + number for name, value in values.items()})
+                handles.append(save("c", model=model, tiers=tiers, copies=2, overwrite=True))
+            opened.set()
+            for handle in handles:
+                handle.wait()
+        dist.barrier()
+        for kept in (tiers, tiers[1:]):
+            model = empty()
+            load("c", model=model, tiers=kept)
+            assert is_same(model, {name: value + 2 for name, value in values.items()})
+        dist.barrier()
+        with mock.patch.object(saving, "copy_on", return_value=True):  # both hosts have their part, and no more
+            save("c", model=cut(values), tiers=tiers, copies=2, overwrite=True).wait()
+        dist.barrier()
+        model = empty()
+        load("c", model=model, tiers=tiers)
+        assert is_same(model, values)
+        dist.barrier()
+        shutil.rmtree(tmp_path / "a" / "memory", ignore_errors=True)  # a host is lost before the copies came
+        dist.barrier()
+        model = empty()
+        if dist.get_rank() == 0:
+            with pytest.warns(UserWarning, match="part 0 is on no host"):
+                load("c", model=model, tiers=tiers)
+        else:
+            load("c", model=model, tiers=tiers)
+        assert is_same(model, {name: value + 2 for name, value in values.items()}), "of the next tier"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharing", [Sharing.RANGES, Sharing.FILES])
+def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
+    """To a tier in which ranks write one file together, and to one in which each file has one writer."""
+    names, values, sharing_of = ("a", "b"), drawn(), local.sharing_of
+    with (
+        on_hosts(*names),
+        mock.patch.object(local, "sharing_of", lambda path: sharing if "disk" in str(path) else sharing_of(path)),
+    ):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        save("good", model=cut(values), tiers=tiers, copies=2, max_shard_size="5MB").wait()
+        dist.barrier()
+        assert verify(tmp_path / "disk/good") == []
+        opened, copy = threading.Event(), saving.copy_on
+        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options))
+        with held:
+            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            if host == "b":
+                path = tmp_path / "b/memory/c/part-00001-of-00002/model.safetensors.part"
+                data = bytearray(path.read_bytes())
+                data[-5] ^= 1
+                path.write_bytes(data)
+            opened.set()
+            with pytest.raises(CheckpointError, match=r"block 5 in the memory of rank 1's host is not what was"):
+                handle.wait()
+        dist.barrier()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["good"]
+        own = f"part-0000{'ab'.index(host)}-of-00002"
+        assert [path.name for path in (tmp_path / host / "memory/c").iterdir()] == [own]
+        with pytest.raises(CheckpointError, match="is corrupt"):
+            load("c", model=empty(), tiers=tiers)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
+    names, model = ("a", "b"), cut(drawn())
+    memory = str(tmp_path / names[dist.get_rank()] / "memory")
+    cases = [
+        ({"copies": 0, "tiers": [memory]}, ValueError, "copies is 0; give 1"),
+        ({"copies": True, "tiers": [memory]}, TypeError, "copies is True; give on how many hosts"),
+        ({"copies": 2}, ValueError, "copies is 2, but there are no tiers"),
+        ({"copies": 3, "tiers": [memory]}, ValueError, r"copies is 3, but the ranks are on 2 hosts \(a, b\); give 2"),
+        ({"copies": 2, "tiers": ["memory://x", memory]}, ValueError, "the first tier, of 'memory://x/c', is no folder"),
+        ({"copies": 2, "tiers": [str(tmp_path / "shared")]}, ValueError, "hosts [ab] and [ab] share the first tier"),
+        ({"copies": 2, "tiers": [memory], "style": "torch"}, ValueError, "style is 'torch', of which one rank writes"),
+        ({"copies": dist.get_rank() + 1, "tiers": [memory]}, ValueError, "and another number on others"),
+    ]
+    with on_hosts(*names):
+        for options, kind, match in cases:
+            with pytest.raises(kind, match=match):
+                save("c", model=model, **options)
+            dist.barrier()
+            assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left of it"
+            dist.barrier()
+        save("c", model=model, tiers=[memory], copies=1).wait()
+        with pytest.raises(FileExistsError, match="pass overwrite=True"):
+            save("c", model=model, tiers=[memory], copies=1)
+        (tmp_path / names[dist.get_rank()] / "memory/c/notes").write_text("mine")
+        with pytest.raises(CheckpointError, match="holds what is no part of a host, such as notes"):
+            save("c", model=model, tiers=[memory], copies=1, overwrite=True)
+
+
+def test_copies_on_one_host(tmp_path):
+    model = {"w": torch.ones(3)}
+    save("c", model=model, tiers=[tmp_path], copies=1)  # as without
+    assert verify(tmp_path / "c") == []
+    with pytest.raises(ValueError, match=r"copies is 2, but the ranks are on 1 host \("):
+        save("d", model=model, tiers=[tmp_path], copies=2)
