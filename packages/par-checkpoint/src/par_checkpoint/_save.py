@@ -195,7 +195,8 @@ def save(
         claims = Claims.of(content.entries)
         folders = [open_folder(each) for each in in_tiers(path, tiers)]
         folder = folders[0]
-        check_copies(copies, tiers, folder, style)
+        if copies is not None:
+            check_copies(copies, tiers, folder, style)
         if writer == "pwrite" and not folder.positional:
             raise ValueError(
                 f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "

@@ -55,7 +55,7 @@ def check_copies(copies: object, tiers: object, folder: Folder, style: str) -> N
     """Raises unless copies of hosts' parts can be asked for: what is wrong with them, apart from the hosts.
 
     Args:
-        copies: On how many hosts each part is to be; None: the first tier is one that all ranks see.
+        copies: On how many hosts each part is to be.
         tiers: The tiers that were given.
         folder: The checkpoint's folder in the first tier.
         style: The style of the files.
@@ -63,8 +63,6 @@ def check_copies(copies: object, tiers: object, folder: Folder, style: str) -> N
     Raises:
         TypeError, ValueError: What was given, the rule, and what to give.
     """
-    if copies is None:
-        return
     if isinstance(copies, bool) or not isinstance(copies, int):
         raise TypeError(f"copies is {copies!r}; give on how many hosts each host's part is to be, such as 2, or None")
     if copies < 1:
