@@ -7,6 +7,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from par_checkpoint import CheckpointError, load, save, verify
 
@@ -51,6 +53,25 @@ def test_one_is_stored_and_both_are_loaded(style, tmp_path):
     model.step(optimizer)
     other.step(again)
     assert torch.equal(other.head.weight, model.head.weight)
+
+
+class Wide(nn.Module):
+    """The two weights alone, of more than a block, each cut into rows over the ranks."""
+
+    def __init__(self, value, mesh, tied):
+        super().__init__()
+        self.embed = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+        self.head = self.embed if tied else nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+
+
+@pytest.mark.ranks(2)
+def test_an_untied_model_in_rows_gets_the_values_twice(tmp_path):
+    mesh, value = init_device_mesh("cpu", (2,)), torch.randn(3001, 500, generator=torch.Generator().manual_seed(0))
+    save(tmp_path / "c", model=Wide(value, mesh, tied=True))
+    other = Wide(torch.zeros_like(value), mesh, tied=False)
+    load(tmp_path / "c", model=other)
+    assert torch.equal(other.embed.full_tensor(), value)
+    assert torch.equal(other.head.full_tensor(), value)
 
 
 @pytest.mark.parametrize("style", ["huggingface", "torch"])

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from .claims import GlobalTensor
 
@@ -89,20 +90,21 @@ class Area:
                 )
         return Block(file=self.file, begin=begin, end=end, spans=tuple(spans))
 
-    def stretches(self) -> Iterator[tuple[int, int, int | None]]:
-        """The blocks in runs: first, one past the last, and the place in `placed` of the tensor that all of it lies in.
+    def stretches(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """The blocks in runs: first, one past the last, and the numbers of the tensors of which each has all of it.
 
-        A block with parts of several tensors is a run by itself, of no tensor.
+        These are several where they are filled from the same bytes. A block with parts of tensors that lie one after
+        the other is a run by itself, of no tensor.
         """
         upcoming = 0
-        for place, (_, first, last) in enumerate(self.placed):
+        for (first, last), placed in groupby(self.placed, key=lambda tensor: tensor[1:]):
             low = max(-(-(first - self.begin) // self.block), upcoming)
             high = self.count if last == self.end else (last - self.begin) // self.block
             if low < high:
-                yield from ((number, number + 1, None) for number in range(upcoming, low))
-                yield low, high, place
+                yield from ((number, number + 1, ()) for number in range(upcoming, low))
+                yield low, high, tuple(tensor for tensor, _, _ in placed)
                 upcoming = high
-        yield from ((number, number + 1, None) for number in range(upcoming, self.count))
+        yield from ((number, number + 1, ()) for number in range(upcoming, self.count))
 
     @cached_property
     def _firsts(self) -> list[int]:

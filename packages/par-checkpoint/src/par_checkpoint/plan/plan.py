@@ -106,9 +106,7 @@ class Planner:
             ]
         else:
             dealt = self._dealt_by_many(saving=saving, near=near)
-        blocks = Blocks(
-            self._tensors, self._indexes, self._areas, dealt, self._rank, hosts=self._hosts, saving=saving
-        )
+        blocks = Blocks(self._tensors, self._indexes, self._areas, dealt, self._rank, hosts=self._hosts, saving=saving)
         peers = any(isinstance(run, Dealt) and run.sends for runs in dealt for run in runs)
         return Plan(blocks, max(self._turns), peers=peers, window=self._window)
 
@@ -164,17 +162,19 @@ class Planner:
 
     def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
         """The runs of an area into which all of its holders may write."""
-        for first, stop, place in area.stretches():
-            if place is None:
+        for first, stop, tensors in area.stretches():
+            if not tensors:
                 yield from self._run(number, first, stop, saving=saving, near=near)
                 continue
-            tensor, begin, _ = area.placed[place]
-            index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
-            if not index.is_one_box and self._in_runs(index, width, area.block, saving=saving):
+            index, width = self._indexes[tensors[0]], self._tensors[tensors[0]].dtype.itemsize
+            is_alone = len(tensors) == 1 and not index.is_one_box
+            if is_alone and self._in_runs(index, width, area.block, saving=saving):
                 yield Parts(first, stop)
                 continue
+            begin = next(begin for tensor, begin, _ in area.placed if tensor == tensors[0])
             reached = first
-            for element in index.slices:  # a block that such an edge lies in is a run by itself
+            edges = {element for tensor in tensors for element in self._indexes[tensor].slices}
+            for element in sorted(edges):  # a block that such an edge lies in is a run by itself
                 block, inside = divmod(begin + element * width - area.begin, area.block)
                 for end in (block, block + 1 if inside else block):
                     if reached < end < stop:
