@@ -11,9 +11,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from par_checkpoint import load, save
 from par_checkpoint.storage.local import LocalSource
+from par_checkpoint.transfer.ranks import Ranks
 
 SHAPES = {"rows": (1024, 77), "columns": (513, 2048), "all": (3, 70001)}
 CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
+
+
+def cut(shape, values):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    return {name: distribute_tensor(values[name], mesh, [Replicate(), CUTS[name]]) for name in values}
 
 
 @pytest.mark.ranks(4)
@@ -28,10 +34,6 @@ def test_what_is_read_by_ranks_on_one_machine_and_on_two(tmp_path, hosts):
         read.append(len(view))
         read_into(source, begin, view)
 
-    def cut(shape, values):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        return {name: distribute_tensor(values[name], mesh, [Replicate(), CUTS[name]]) for name in values}
-
     with mock.patch.object(socket, "gethostname", return_value=f"host{dist.get_rank() * hosts // 4}"):
         save(tmp_path / "c", model=cut((2, 2), values), max_shard_size="3MB")
         for shape in ((1, 4), (4, 1)):
@@ -44,3 +46,49 @@ def test_what_is_read_by_ranks_on_one_machine_and_on_two(tmp_path, hosts):
             dist.all_reduce(total)
             stored = sum(value.nbytes for value in values.values())
             assert stored <= total <= (1.1 * stored if hosts == 2 else 4.1 * stored)
+
+
+@pytest.mark.ranks(4)
+def test_each_byte_crosses_to_a_host_once_and_a_rank_meets_few(tmp_path):
+    values = {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in SHAPES.items()}
+    stored = sum(value.nbytes for value in values.values())
+    few = 1 << 14  # bytes of checksums, and of what lets each piece begin at an even place
+    rank, receive = dist.get_rank(), Ranks.receive
+    crossed, sources = [], set()
+
+    def counted(ranks, buffer, source):
+        sources.add(source)
+        crossed.append(buffer.numel() * (hosts[source] != hosts[rank]))
+        return receive(ranks, buffer, source)
+
+    def moved():
+        total = torch.tensor(sum(crossed))
+        dist.all_reduce(total)
+        crossed.clear()
+        return total
+
+    for hosts in ([0, 0, 0, 1], [0, 0, 1, 1]):
+        group = dist.new_group(backend="gloo")  # one that has not asked for hosts yet
+        with (
+            mock.patch.object(socket, "gethostname", return_value=f"host{hosts[rank]}"),
+            mock.patch.object(Ranks, "receive", counted),
+        ):
+            save(tmp_path / f"{hosts}", model=cut((2, 2), values), max_shard_size="3MB", group=group)
+            assert moved() < few or hosts == [0, 0, 0, 1]  # where rank 3 has the other half of the columns from afar
+            for shape in ((4, 1), (2, 2)):
+                model = cut(shape, {name: torch.zeros(size) for name, size in SHAPES.items()})
+                sources.clear()
+                load(tmp_path / f"{hosts}", model=model, group=group)
+                assert all(torch.equal(model[name].full_tensor(), values[name]) for name in values)
+                assert stored / 2 < moved() <= stored + few
+                assert sources <= {rank ^ 1, rank ^ 2} or hosts == [0, 0, 0, 1]
+
+
+@pytest.mark.ranks(3)
+def test_a_replica_that_rounds_what_it_loads_hands_on_the_bytes_of_the_file(tmp_path):
+    value = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
+    save(tmp_path / "c", model={"w": value})
+    mine = torch.zeros_like(value, dtype=torch.float32 if dist.get_rank() == 2 else torch.bfloat16)
+    with mock.patch.object(socket, "gethostname", return_value=f"host{min(dist.get_rank(), 1)}"):
+        load(tmp_path / "c", model={"w": mine}, dtype=torch.bfloat16, group=dist.new_group(backend="gloo"))
+    assert torch.equal(mine, value.to(mine.dtype))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from par_checkpoint.format.bytes import bytes_of, copy_elements_
-from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of
+from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of, with_unique_keys
 from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
 from par_checkpoint.plan.plan import Planner
 from par_checkpoint.transfer.exchange import by_wave
@@ -110,8 +110,8 @@ def exchanged(rounds):
 
 def holders_of(world, held, piece):
     """The ranks that hold all of a piece."""
-    locals_ = [Local.of(entries, held) for entries in world]
-    return [rank for rank, local in enumerate(locals_) if any(p.holds(piece) for p in local.parts.get(piece.tensor, ()))]
+    parts = [Local.of(entries, held).parts.get(piece.tensor, ()) for entries in world]
+    return [rank for rank, of_rank in enumerate(parts) if any(part.holds(piece) for part in of_rank)]
 
 
 def blocks_of(areas, held):
@@ -262,6 +262,30 @@ def test_boxes_cut_inside_an_index_of_the_first_dim_that_is_more_than_a_block(re
         return
     kept = emptied(world)
     loaded(world, held, data_areas(files), expected, 2, near=way == "near", window=2 * (way == "windows"))
+    assert are_equal(world, kept)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 0), (1, 1), (0, None), (None, 0)])
+@pytest.mark.parametrize("way", ["load", "near", "windows"])
+def test_two_tensors_that_are_filled_from_the_same_bytes(dims, way):
+    """As a head and an embedding are that the files tie and the model does not."""
+    value = torch.arange(1.0, 12 * BLOCK // 4 + 1).view(12, BLOCK // 4)  # a row is a block
+    world = [[], []]
+    for dim in dims:
+        for rank, edges in enumerate([(0, 5), (5, 12)] if dim is not None else [(0, 12)] * 2):
+            record = rectangle(tuple(value.shape), dim or 0, *edges, rank)
+            local = torch.zeros(record.local_numel)
+            for box in record.boxes:
+                box.of(local).copy_(value[box.slices])
+            world[rank].append(Entry(key=key_of("model", "w"), dtype=value.dtype, sharding=record, local=local))
+    world = [list(with_unique_keys(entries)) for entries in world]
+    held = held_by(world)
+    (file,) = laid_out(held[:1])
+    stored = contents([file], held, {"w": value})
+    _, begin, end = file.placed[0]
+    areas = data_areas([replace(file, placed=((0, begin, end), (1, begin, end)))])
+    kept = emptied(world)
+    loaded(world, held, areas, stored, 2, near=way == "near", window=2 * (way == "windows"))
     assert are_equal(world, kept)
 
 

@@ -71,13 +71,15 @@ def name_of(key: str) -> str:
 def with_unique_keys(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The entries, with other keys but the same names where several are filled from one tensor in the files.
 
-    So it is with the head of a model that ties it to the embedding in the files and not in memory.
+    So it is with the head of a model that ties it to the embedding in the files and not in memory. And ranks that cast
+    what they load have keys for their own dtype: a replica of another dtype must not hand on rounded values.
     """
     seen: Counter[str] = Counter()
     for entry in entries:
         seen[entry.key] += 1
-        count = seen[entry.key]
-        yield entry if count == 1 else replace(entry, key=f"{entry.key}{_AGAIN}{count}")
+        count, dtype = seen[entry.key], entry.local.dtype
+        kind = f"{count}" if dtype == entry.dtype else f"{count} as {dtype}"
+        yield entry if kind == "1" else replace(entry, key=f"{entry.key}{_AGAIN}{kind}")
 
 
 @dataclass(frozen=True, kw_only=True)

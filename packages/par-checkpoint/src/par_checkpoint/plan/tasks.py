@@ -158,13 +158,13 @@ class Blocks:
         run = self.run_of(area, number)
         pieces: list[Piece] = []
         for span, overlap in self._overlaps(block):
+            index = overlap.index
             for box in overlap.boxes_of(self.rank):
                 if not self.saving:
-                    for hop in self._hops(run, overlap.index, box, rank):
+                    for hop in self._hops(run, index, box, rank):
                         pieces += _pieces(span, overlap, box, hop.source, hop.to, hop.wave)
-                elif box not in overlap.index.held_by(rank):
-                    if _in_turn(self.givers(overlap.index, box, rank), turn) == self.rank:
-                        pieces += _pieces(span, overlap, box, self.rank, rank)
+                elif box not in index.held_by(rank) and _in_turn(self.givers(index, box, rank), turn) == self.rank:
+                    pieces += _pieces(span, overlap, box, self.rank, rank)
         return Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
 
     def givers(self, index: BoxIndex, box: int, taker: int) -> Sequence[int]:
@@ -172,7 +172,7 @@ class Blocks:
         return self._replicas_of(index, box).givers(taker)
 
     def _hops(self, run: Dealt | Parts, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
-        """The hops of a box, from the rank that sends it on to all that do not read it, in which this rank takes part."""
+        """The hops in which this rank takes part, of a box from the rank that sends it to all that do not read it."""
         readers = run.deal.ranks if isinstance(run, Dealt) and isinstance(run.deal, Together) else ()
         return self._replicas_of(index, box, readers).hops(reader, self.rank)
 

@@ -225,9 +225,9 @@ class _Reader:
         return None
 
     def _swap(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
-        """Gives other ranks pieces of the blocks that this one has read, takes its pieces of theirs, and hands these on.
+        """Gives other ranks pieces of the blocks that this one has read, takes its pieces of theirs and passes them on.
 
-        What it hands on lies in its tensors by then: so nothing is held in between, however many ranks read at a time.
+        What it passes on lies in its tensors by then: nothing is held in between, however many ranks read at a time.
         """
         local = self._reading.local
         block_of = {id(piece): block for task, block in shared for piece in task.pieces}
