@@ -44,19 +44,17 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
 empty = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-save("c", model=cut((2, 2), values), max_shard_size="4MB")
-assert verify("c") == []
 LocalSource.read_into, Ranks.receive = counted_read, counted_receive
-report = {"host": socket.gethostname()}
+save("c", model=cut((2, 2), values), max_shard_size="4MB")
+report = {"host": socket.gethostname(), "saved": moved["crossed"]}
+report["sizes"] = {name: each.nbytes for name, each in values.items()}
+assert verify("c") == []
 for shape in ((1, 4), (2, 2), (4, 1)):
     model = cut(shape, empty)
     moved.update(read=0, crossed=0)
     load("c", model=model)
     same = all(torch.equal(model[name].full_tensor(), values[name]) for name in values)
-    report["x".join(map(str, shape))] = {
-        **moved, "same": same, "needed": sum(each.to_local().nbytes for each in model.values())
-    }
-report["bytes"] = sum(each.nbytes for each in values.values())
+    report["x".join(map(str, shape))] = {**moved, "same": same}
 with open(f"report-{dist.get_rank()}.json", "w") as file:
     json.dump(report, file)
 dist.destroy_process_group()
@@ -69,12 +67,14 @@ def test_what_two_hosts_save_is_loaded_in_other_cuts_and_no_byte_is_read_twice(h
         hosts.finish(process)
     reports = [json.loads((hosts.folder / f"report-{rank}.json").read_text()) for rank in range(4)]
     assert sorted(report["host"] for report in reports) == ["host0", "host0", "host1", "host1"]
-    total = reports[0]["bytes"]
+    sizes = reports[0]["sizes"]
+    total = sum(sizes.values())
     for cut in ("1x4", "2x2", "4x1"):
         of_cut = [report[cut] for report in reports]
         assert all(each["same"] for each in of_cut), cut
         read = sum(each["read"] for each in of_cut)
         assert total <= read <= 1.02 * total, (cut, of_cut)  # every byte once, and headers, on all hosts together
-        for host in ("host0", "host1"):  # no more comes from the other host than its ranks need
-            mine = [report[cut] for report in reports if report["host"] == host]
-            assert sum(each["crossed"] for each in mine) <= sum(each["needed"] for each in mine), (cut, host)
+        crossed = sum(each["crossed"] for each in of_cut)
+        needed = sizes["all"] + sizes["columns"] / 2 if cut == "1x4" else total
+        assert crossed <= 1.001 * needed, (cut, of_cut)  # what both hosts need crosses once, however many ranks hold it
+    assert sum(report["saved"] for report in reports) < 1 << 16  # each host has all: only checksums cross
