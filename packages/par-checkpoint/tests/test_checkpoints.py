@@ -1,5 +1,7 @@
 """A run's checkpoints: when they are due, which stay, and where training goes on."""
 
+import shutil
+import socket
 import threading
 from functools import partial
 from unittest import mock
@@ -9,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import Checkpoints, _checkpoints, prune
+from par_checkpoint import Checkpoints, _save, prune
 from par_checkpoint.storage.steps import step_name
+from par_checkpoint.tiers import retention
 from par_checkpoint.transfer import write as writing
 
 
@@ -97,7 +100,7 @@ def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_
     def prune(*_, **__):
         raise PermissionError("step-00000001 belongs to somebody else")
 
-    monkeypatch.setattr(_checkpoints, "prune", prune)
+    monkeypatch.setattr(retention, "remove_steps", prune)
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     act = partial(checkpoints.save, 1, model=model, async_=async_)
     act = act().wait if async_ else act
@@ -111,7 +114,7 @@ def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_
 @pytest.mark.ranks(2)
 def test_no_rank_waits_while_old_steps_are_removed_after_a_save_in_the_background(tmp_path):
     model, removed, may_remove = {"w": torch.ones(5)}, threading.Event(), threading.Event()
-    prune = _checkpoints.prune
+    prune = retention.remove_steps
 
     def slow(*args, **options):
         assert may_remove.wait(30)
@@ -120,7 +123,7 @@ def test_no_rank_waits_while_old_steps_are_removed_after_a_save_in_the_backgroun
 
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save(1, model=model)
-    with mock.patch.object(_checkpoints, "prune", slow):
+    with mock.patch.object(retention, "remove_steps", slow):
         handle = checkpoints.save(2, model=model, async_=True)
         dist.barrier()  # of the trainer, which goes on
         assert (tmp_path / "step-00000001").exists()
@@ -185,3 +188,75 @@ def test_steps_whose_files_are_cut_short_or_gone_are_passed_over_and_do_not_push
 def test_an_empty_root_is_refused():
     with pytest.raises(ValueError, match="root is an empty path"):
         Checkpoints("")
+
+
+@pytest.mark.ranks(2)
+def test_over_tiers_each_keeps_its_own_number_of_steps_and_the_nearest_newest_is_gone_on_from(tmp_path):
+    """The first tier is local to two hosts; while copies are held, nothing goes that is still to be copied."""
+    names, rank = ("a", "b"), dist.get_rank()
+    with mock.patch.object(socket, "gethostname", return_value=names[rank]):
+        memory, disk = tmp_path / names[rank] / "memory", tmp_path / "disk"
+        tiers = [str(memory), str(disk)]
+        checkpoints = Checkpoints("gpt", tiers=tiers, copies=2, keep_last=[1, 2])
+        model = {"w": torch.zeros(3 << 20)}
+        assert checkpoints.latest() is None
+        assert checkpoints.load(model=model) is None
+        opened, copy = threading.Event(), _save.copy_on
+        with mock.patch.object(_save, "copy_on", lambda *args, **options: opened.wait(30) and copy(*args, **options)):
+            for step in range(1, 5):
+                model["w"].fill_(step)
+                handle = checkpoints.save(step, model=model, async_=True)
+                handle.wait_for_copy()
+            checkpoints.load(model=model)  # waits until the first tier has it
+            dist.barrier()
+            assert steps(memory / "gpt") == [1, 2, 3, 4]
+            assert not disk.exists()
+            opened.set()
+            handle.wait()
+        dist.barrier()
+        assert (steps(memory / "gpt"), steps(disk / "gpt")) == ([4], [3, 4])
+        assert checkpoints.latest() == checkpoints.path(4) == f"{memory}/gpt/step-00000004"
+        with pytest.raises(ValueError, match="step 3 comes before step 4"):
+            checkpoints.save(3, model=model)
+        dist.barrier()
+        again = Checkpoints("gpt", tiers=tiers, copies=2)
+        if rank == 0:
+            shutil.rmtree(memory)
+        dist.barrier()
+        for lost, told in (("disk", None), ("memory", "part 0 is on no host")):
+            model["w"].zero_()
+            if lost == "memory" and rank == 1:  # of both hosts but for one part
+                shutil.rmtree(memory / "gpt/step-00000004/part-00000-of-00002")
+            dist.barrier()
+            if told and rank == 0:
+                with pytest.warns(UserWarning, match=told):
+                    assert again.load(model=model).step == 4
+            else:
+                assert again.load(model=model).step == 4
+            assert model["w"][7] == 4
+            if lost == "disk":
+                assert again.latest().startswith(str(memory))
+        with pytest.raises(ValueError, match="step 3 comes before step 4"):
+            again.save(3, model=model)
+
+
+def test_tiers_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="keep_last has 2 numbers, and there are no tiers"):
+        Checkpoints(tmp_path, keep_last=[1, 2])
+    with pytest.raises(ValueError, match="keep_last has 2 numbers, and there are 1 tiers"):
+        Checkpoints("gpt", tiers=[tmp_path], keep_last=[1, 2])
+    with pytest.raises(ValueError, match="the checkpoint's name in each of them"):
+        Checkpoints("/gpt", tiers=[tmp_path])
+
+
+def test_over_tiers_of_one_host(tmp_path):
+    tiers = [tmp_path / "memory", tmp_path / "disk"]
+    checkpoints, model = Checkpoints("gpt", tiers=tiers, keep_last=1), nn.Linear(3, 2)
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        checkpoints.save(step, model=model).wait()
+    assert [steps(tier / "gpt") for tier in tiers] == [[2], [2]]
+    shutil.rmtree(tiers[0])
+    nn.init.zeros_(model.weight)
+    assert checkpoints.load(model=model).step == 2
+    assert model.weight[0, 0] == 2

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -17,19 +18,26 @@ from ._options import LoadOptions, SaveOptions, takes_options, usable_timeout
 from ._save import save
 from .state.conversion import Convert
 from .state.model import Model, Names
-from .storage.steps import latest, newest, prune, step_name, step_of
-from .transfer.ranks import session_of
+from .storage.folder import in_tiers
+from .storage.steps import Pruned, latest, newest, step_name, step_of
+from .tiers.nearest import newest_step
+from .tiers.retention import prune_tier
+from .transfer.ranks import Ranks, session_of
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        root: The folder that holds `step-00000100` and so on; a URL goes through fsspec.
+        root: The folder that holds `step-00000100` and so on; a URL goes through fsspec. With tiers: its name in each
+            of them, such as "gpt".
         every: Number of steps between two saves.
         keep_last: Number of the newest checkpoints to keep; older ones are removed when a later one is there whole, in
-            the background if that is saved there. None: all stay.
+            the background if that is saved there. None: all stay. With tiers: one number for all, or a list of one for
+            each. There older ones go when the later one is in all tiers.
         keep_every: Checkpoints of steps that are multiples of this number stay for good. None: of no step.
+        tiers: Folders or URLs, the nearest first; see `par_checkpoint.save`.
+        copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
         group: The ranks that save and load together; default: the world.
 
     Example:
@@ -40,7 +48,7 @@ class Checkpoints:
             checkpoints.save(step + 1, model=model, optimizer=optimizer, async_=True)
 
     Raises:
-        ValueError: A number that is not positive, or an empty root.
+        ValueError: A number that is not positive, an empty root, or tiers that cannot be.
     """
 
     def __init__(
@@ -48,31 +56,57 @@ class Checkpoints:
         root: str | PathLike[str],
         *,
         every: int = 1,
-        keep_last: int | None = 3,
+        keep_last: int | Sequence[int | None] | None = 3,
         keep_every: int | None = None,
+        tiers: Sequence[str | PathLike[str]] | None = None,
+        copies: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; give 1 or more")
         self.root = fspath(root)
         if not self.root:
             raise ValueError("root is an empty path; give a folder, such as 'runs/gpt', or '.' for this one")
+        self.tiers, self.copies = tiers, copies
+        self._roots = in_tiers(self.root, tiers)  # the folder of the steps in each tier
+        self._keep_last = self._kept_in_each(keep_last)
+        for name, value in (("every", every), *(("keep_last", n) for n in self._keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give 1 or more")
         self.every = every
-        self._keep_last, self._keep_every, self._group = keep_last, keep_every, group
+        self._keep_every, self._group = keep_every, group
         self._kept: set[str] = set()  # steps that a warning has named
+        self._newest: int | None = None  # the newest step that this has saved to tiers
+
+    def _kept_in_each(self, keep_last: int | Sequence[int | None] | None) -> list[int | None]:
+        """How many steps stay in each tier."""
+        if keep_last is None or isinstance(keep_last, int):
+            return [keep_last] * len(self._roots)
+        if self.tiers is None or len(keep_last) != len(self._roots):
+            raise ValueError(
+                f"keep_last has {len(keep_last)} numbers, and there are "
+                f"{'no' if self.tiers is None else len(self._roots)} tiers; give one number, or one for each tier"
+            )
+        return list(keep_last)
 
     def path(self, step: int) -> str:
-        """The folder of a step."""
-        return f"{self.root.rstrip('/')}/{step_name(step)}"
+        """The folder of a step, in the first tier if there are several."""
+        return f"{self._roots[0].rstrip('/')}/{step_name(step)}"
+
+    def _name(self, step: int) -> str:
+        """The path of a step that `save` and `load` take."""
+        return self.path(step) if self.tiers is None else f"{self.root.rstrip('/')}/{step_name(step)}"
 
     def due(self, step: int) -> bool:
         """Whether `save` saves at this step."""
         return step % self.every == 0
 
     def latest(self) -> str | None:
-        """The folder of the newest whole checkpoint, the same on every rank; None if there is none."""
-        return latest(self.root, group=self._group)
+        """The folder of the newest whole checkpoint, in the nearest tier that has it; None if there is none.
+
+        The same on every rank, but for folders of a tier that is local to each host.
+        """
+        if self.tiers is None:
+            return latest(self.root, group=self._group)
+        return newest_step(self._roots, session_of(self._group, LoadOptions.timeout).ranks)[1]
 
     @takes_options(SaveOptions)
     def save(
@@ -147,9 +181,9 @@ class Checkpoints:
         if not force and not self.due(step):
             return None
         session = session_of(self._group, usable_timeout(timeout))
-        session.ranks.on_first(lambda: self._check_newest(step))
+        self._check_newest(step, session.ranks)
         handle = save(
-            self.path(step),
+            self._name(step),
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -174,26 +208,56 @@ class Checkpoints:
             threads=threads,
             timeout=timeout,
             progress=progress,
+            tiers=self.tiers,
+            copies=self.copies,
             options=options,
         )
-        if self._keep_last is not None:
+        if handle._tiers_thread() is not None:
+            self._newest = step
+            in_parts = self.copies is not None and len(set(session.ranks.hosts())) > 1
+            handle._at_last(partial(self._prune, step, session.beside, in_parts=in_parts))
+        elif any(count is not None for count in self._keep_last):
             # A save in the background removes old steps there, too: the trainer waits for neither.
             among = session.background if session.pending is handle else session.ranks
-            handle._at_end(lambda: among.on_first(self._prune))
+            handle._at_end(partial(self._prune, step, among))
         return handle
 
-    def _prune(self) -> None:
-        """Removes old steps; warns once of each that stays although it should go."""
-        pruned = prune(self.root, keep_last=self._keep_last or 1, keep_every=self._keep_every)
+    def _prune(self, step: int, ranks: Ranks, *, in_parts: bool = False) -> None:
+        """Removes old steps from each tier; warns once of each that stays although it should go. Collective.
+
+        Args:
+            step: The step that is there by now; later ones may still be on their way from tier to tier.
+            ranks: The ranks, through a communicator that nothing else uses meanwhile.
+            in_parts: Whether each host has its part in the first tier.
+        """
+        for number, (root, count) in enumerate(zip(self._roots, self._keep_last, strict=True)):
+            if count is not None:
+                pruned = prune_tier(
+                    root,
+                    ranks,
+                    in_parts=in_parts and number == 0,
+                    keep_last=count,
+                    keep_every=self._keep_every,
+                    upto=step,
+                )
+                if ranks.rank == 0:
+                    self._tell(pruned)
+
+    def _tell(self, pruned: Pruned) -> None:
         for path, why in pruned.kept.items():
             if path not in self._kept:
                 self._kept.add(path)
                 warnings.warn(f"{path!r} is not removed, although it is old: {why}", stacklevel=2)
 
-    def _check_newest(self, step: int) -> None:
-        """Raises ValueError if a whole checkpoint of a later step is there."""
-        path = newest(self.root)
-        found = None if path is None else step_of(path.rpartition("/")[2])
+    def _check_newest(self, step: int, ranks: Ranks) -> None:
+        """Raises ValueError if a whole checkpoint of a later step is there. Collective."""
+        if self.tiers is None:
+            path = ranks.on_first(lambda: newest(self.root))
+            found = None if path is None else step_of(path.rpartition("/")[2])
+        elif self._newest is None:
+            found = newest_step(self._roots, ranks)[0]
+        else:  # no slower tier is asked, once it is known
+            found = self._newest
         if found is not None and found > step:
             raise ValueError(
                 f"step {step} comes before step {found}, which is in {self.root!r} and would be gone on from: to go on "
@@ -247,8 +311,16 @@ class Checkpoints:
         Returns:
             The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
         """
-        session_of(self._group, usable_timeout(timeout)).settle("wait")  # the step of a save under way counts
-        path = self.latest()
+        session = session_of(self._group, usable_timeout(timeout))
+        session.settle("wait")  # the step of a save under way counts
+        if self.tiers is None:
+            path = self.latest()
+        else:
+            step, _, passed = newest_step(self._roots, session.ranks)
+            path = None if step is None else self._name(step)
+            if passed and session.ranks.rank == 0:
+                taken = "nothing is" if path is None else f"{path!r} is"
+                warnings.warn(f"{'; '.join(passed)}. So {taken} gone on from", stacklevel=2)
         if path is None:
             return None
         return load(
@@ -270,5 +342,6 @@ class Checkpoints:
             threads=threads,
             timeout=timeout,
             progress=progress,
+            tiers=self.tiers,
             options=options,
         )

@@ -41,6 +41,8 @@ class Save:
         self._tiers: threading.Thread | None = None
         self._tiers_error: BaseException | None = None
         self._tiers_heard = False
+        self._tiers_acts: list[Callable[[], object]] = []
+        self._tiers_ended = True
         self._ended = True
 
     def done(self) -> bool:
@@ -102,9 +104,18 @@ class Save:
             try:
                 if self._error is None:
                     copy()
+                while not self._tiers_ended:
+                    with self._ending:
+                        acts, self._tiers_acts = self._tiers_acts, []
+                        self._tiers_ended = not acts
+                    for act in acts if self._error is None else ():
+                        act()
             except BaseException as error:  # raised by wait() or by the next save, or written to stderr at exit
                 self._tiers_error = error
+            finally:
+                self._tiers_ended = True
 
+        self._tiers_ended = False
         atexit.register(self._write_tiers_error)
         self._tiers = threading.Thread(target=run, name="par-checkpoint-tiers")
         self._tiers.start()
@@ -148,6 +159,18 @@ class Save:
                 self._last_acts.append(act)
                 return
         if self._error is None:
+            act()
+
+    def _at_last(self, act: Callable[[], object]) -> None:
+        """Has something called when the checkpoint is in all tiers, as `_at_end` does when it is in the first one."""
+        if self._tiers is None:
+            self._at_end(act)
+            return
+        with self._ending:
+            if not self._tiers_ended:
+                self._tiers_acts.append(act)
+                return
+        if self._error is None and self._tiers_error is None:
             act()
 
     def _start(self, work: Callable[[threading.Event], None], *, copied: bool) -> None:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -18,7 +17,6 @@ from par_groups import Sharding, settle_, written_
 from ._errors import CheckpointError
 from ._options import LoadOptions, check_options, parse_size, takes_options, usable_timeout
 from .format.index import STEMS
-from .format.manifest import encode_manifest
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
@@ -36,13 +34,12 @@ from .state.restore import (
 from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.consistent import retry_while_replaced, version_of
 from .storage.folder import Folder, in_tiers, open_folder
-from .storage.local import LocalFolder
 from .storage.outline import Outline, read_outline
-from .storage.steps import read_manifest
 from .storage.verify import check_blocks, check_same
-from .tiers.kept import KeptFolder, find_kept
+from .tiers.kept import KeptFolder
+from .tiers.nearest import nearest
 from .transfer.fill import Filling, fill_
-from .transfer.ranks import Ranks, Session, session_of, words
+from .transfer.ranks import Ranks, Session, session_of
 
 Path = str | PathLike[str]
 
@@ -169,7 +166,12 @@ def load(
         return chosen, [open_folder(each) for each in in_tiers(path, tiers)]
 
     chosen, folders = ranks.agree(opened)
-    folder = folders[0] if tiers is None else _nearest(folders, ranks)
+    folder = folders[0]
+    if tiers is not None:
+        found = nearest(folders, ranks)
+        folder = found.whole(folders)
+        if found.passed and ranks.rank == 0:
+            warnings.warn(f"{'; '.join(found.passed)}. What is loaded is in {folder.url!r}", stacklevel=3)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
 
     def version() -> str | None:
@@ -194,42 +196,6 @@ def load(
             )
         report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
     return report
-
-
-def _nearest(folders: Sequence[Folder], ranks: Ranks) -> Folder:
-    """The first folder in which all ranks see the same whole checkpoint, or its hosts have all parts of one.
-
-    Raises:
-        CheckpointError: There is none; on every rank.
-    """
-
-    def seen(folder: Folder) -> tuple[list[int], list[int]]:
-        folder.recover()
-        manifest = read_manifest(folder)
-        found = [0] * 8 if manifest is None else words(encode_manifest(manifest))
-        return found, found
-
-    passed: list[str] = []
-    for folder in folders:
-        mine, sums = ranks.tell(partial(seen, folder), 8)
-        if any(sums) and sums == [ranks.size * word for word in mine]:
-            found = folder
-            break
-        kept, missing = find_kept(folder, ranks) if isinstance(folder, LocalFolder) else (None, None)
-        if missing is not None:
-            passed.append(f"{folder.url!r} has not all parts of a checkpoint: {missing}")
-        if kept is not None:
-            found = kept
-            break
-    else:
-        raise CheckpointError(
-            f"none of the tiers has a whole checkpoint that all ranks see: "
-            f"{', '.join(folder.url for folder in folders)}; {''.join(f'{text}; ' for text in passed)}look at them "
-            "with `par-checkpoint ls`, or load another one"
-        )
-    if passed and ranks.rank == 0:
-        warnings.warn(f"{'; '.join(passed)}. What is loaded is in {found.url!r}", stacklevel=4)
-    return found
 
 
 def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:

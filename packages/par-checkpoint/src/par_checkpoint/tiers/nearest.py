@@ -1,0 +1,98 @@
+"""Which tier a checkpoint is loaded from, and which step of a run is the newest that any tier has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .._errors import CheckpointError
+from ..format.manifest import encode_manifest
+from ..storage.folder import Folder, open_folder
+from ..storage.local import LocalFolder
+from ..storage.steps import read_manifest, step_name, step_of
+from ..transfer.ranks import Ranks, words
+from .kept import find_kept
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest tier that has a whole checkpoint.
+
+    Args:
+        folder: The checkpoint; None: no tier has it.
+        passed: Of nearer tiers that have some parts of one: what is missing, in words.
+    """
+
+    folder: Folder | None
+    passed: tuple[str, ...]
+
+    def whole(self, folders: Sequence[Folder]) -> Folder:
+        """The checkpoint.
+
+        Args:
+            folders: Where it was looked for, for the message.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        if self.folder is not None:
+            return self.folder
+        raise CheckpointError(
+            "none of the tiers has a whole checkpoint that all ranks see: "
+            f"{', '.join(folder.url for folder in folders)}; {''.join(f'{text}; ' for text in self.passed)}look at "
+            "them with `par-checkpoint ls`, or load another one"
+        )
+
+
+def nearest(folders: Sequence[Folder], ranks: Ranks) -> Nearest:
+    """The first folder in which all ranks see the same whole checkpoint, or whose hosts have all parts of one.
+
+    Collective.
+
+    Args:
+        folders: The checkpoint's folder in each tier.
+        ranks: The ranks that load.
+    """
+
+    def seen(folder: Folder) -> tuple[list[int], list[int]]:
+        folder.recover()
+        manifest = read_manifest(folder)
+        found = [0] * 8 if manifest is None else words(encode_manifest(manifest))
+        return found, found
+
+    passed: list[str] = []
+    for folder in folders:
+        mine, sums = ranks.tell(partial(seen, folder), 8)
+        if any(sums) and sums == [ranks.size * word for word in mine]:
+            return Nearest(folder, tuple(passed))
+        kept, missing = find_kept(folder, ranks) if isinstance(folder, LocalFolder) else (None, None)
+        if kept is not None:
+            return Nearest(kept, tuple(passed))
+        if missing is not None:
+            passed.append(f"{folder.url!r} has not all parts of a checkpoint: {missing}")
+    return Nearest(None, tuple(passed))
+
+
+def newest_step(roots: Sequence[str], ranks: Ranks) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """The newest step that any tier has whole. Collective.
+
+    Args:
+        roots: The folder of the steps in each tier.
+        ranks: The ranks that load.
+
+    Returns:
+        The step, its folder in the nearest tier that has it, and what is missing of later ones, in words.
+    """
+    tiers = [open_folder(root) for root in roots]
+
+    def steps() -> set[int]:
+        mine = [tier for tier in tiers if ranks.rank == 0 or isinstance(tier, LocalFolder)]
+        return {step for tier in mine for name in tier.folders() if (step := step_of(name)) is not None}
+
+    every = {step for _, of_ranks in ranks.distinct(sorted(ranks.agree(steps))) for step in of_ranks}
+    passed: list[str] = []
+    for step in sorted(every, reverse=True):
+        found = nearest([tier.child(step_name(step)) for tier in tiers], ranks)
+        if found.folder is not None:
+            return step, found.folder.url, tuple(passed)
+        passed.extend(found.passed)
+    return None, None, tuple(passed)

@@ -1,0 +1,79 @@
+"""Which steps stay in which tier, and removing the others."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from .._errors import CheckpointError
+from ..storage.commit import scan
+from ..storage.folder import open_folder
+from ..storage.local import LocalFolder
+from ..storage.owned import remnant_of
+from ..storage.steps import Pruned, remove_steps, step_of
+from ..transfer.ranks import Ranks
+from .part import part_of, read_part
+
+
+def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_every: int | None, upto: int) -> Pruned:
+    """Removes old steps from a tier. Collective.
+
+    Args:
+        root: The folder of the steps in it.
+        ranks: The ranks that save.
+        in_parts: Whether each host has its part there.
+        keep_last: How many of the highest whole steps to keep.
+        keep_every: Multiples of this step are kept, too; None: no others.
+        upto: The step up to which there is something to remove; later ones stay, for they are still being copied.
+
+    Returns:
+        What was removed, and why others stay; on the first rank of each host, of that host.
+    """
+    if not in_parts:
+        return ranks.on_first(lambda: remove_steps(root, keep_last=keep_last, keep_every=keep_every, upto=upto))
+    tier = open_folder(root)
+
+    hosts = ranks.hosts()
+    leads = hosts.index(hosts[ranks.rank]) == ranks.rank
+
+    def remove() -> Pruned:
+        if not leads or not isinstance(tier, LocalFolder):
+            return Pruned()
+        return _prune_parts(tier, keep_last, keep_every, upto)
+
+    return ranks.agree(remove)
+
+
+def _prune_parts(tier: LocalFolder, keep_last: int, keep_every: int | None, upto: int) -> Pruned:
+    """Removes old steps of which this host has parts."""
+    kept, removed = 0, Pruned()
+    steps = {step: name for name in tier.folders() if (step := step_of(name)) is not None and step <= upto}
+    for step, name in sorted(steps.items(), reverse=True):
+        folder = tier.path / name
+        parts = [entry.name for entry in scan(folder) if part_of(entry.name) is not None]
+        if keep_every is not None and step % keep_every == 0 and kept >= keep_last:
+            continue
+        if kept < keep_last and any(_is_whole(folder / part) for part in parts):
+            kept += 1
+            continue
+        if kept < keep_last:
+            removed.kept[str(folder)] = "it has no whole part of a checkpoint, so nobody knows what may go with it"
+            continue
+        remnants = [remnant.target for entry in scan(folder) if (remnant := remnant_of(entry.name)) is not None]
+        for part in {*parts, *(target for target in remnants if part_of(target) is not None)}:
+            own = tier.child(name).child(part)
+            own.remove()
+            own.sweep()
+        with suppress(OSError):
+            folder.rmdir()
+        if folder.exists():
+            removed.kept[str(folder)] = "it holds what is no part of a checkpoint"
+        else:
+            removed.append(str(folder))
+    return removed
+
+
+def _is_whole(part: Path) -> bool:
+    try:
+        read_part(part)
+    except CheckpointError:
+        return False
+    return True
