@@ -109,7 +109,10 @@ def types(session: nox.Session) -> None:
 
 
 def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
-    """Tests one package as a user gets it: its wheel, what it declares, and nothing else of ours."""
+    """Tests one package as a user gets it: its wheel, what it declares, and nothing else of ours.
+
+    `-- --cover` leaves out the tests of several ranks, as CI does, which has run them in the environment of all.
+    """
     wheels = build_wheels(session, package, *siblings(package))
     constraints = ["-c", lowest_versions(session, package)] if lowest else []
     extras = ",".join(name for name in project(package).get("optional-dependencies", {}) if name not in ADAPTERS)
@@ -124,7 +127,9 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     session.install("--no-deps", "--force-reinstall", *wheels)
     # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.
     warnings = ["-W", "ignore::DeprecationWarning"] if lowest else []
-    session.run("pytest", *workers(), *warnings, f"packages/{package}/tests", *session.posargs)
+    part = ["-m", "not ranks and not storm and not hosts"] if "--cover" in session.posargs else []
+    others = [argument for argument in session.posargs if argument != "--cover"]
+    session.run("pytest", *workers(), *warnings, f"packages/{package}/tests", *part, *others)
 
 
 def register_package_sessions(package: str) -> None:

@@ -1,0 +1,45 @@
+"""What packages import is what they declare, wherever in a module the import stands."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+PACKAGES = sorted(path.parent for path in Path(__file__).parents[1].glob("packages/*/pyproject.toml"))
+
+THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}}
+"""What comes with torch, and with the models that are given."""
+
+
+def imported(source):
+    """Names of the outer modules that a file imports."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_a_package_imports_what_it_declares(package):
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    wanted = [*project.get("dependencies", [])]
+    wanted += [each for extra in project.get("optional-dependencies", {}).values() for each in extra]
+    declared = {normal(re.split(r"[^\w.-]", each)[0]) for each in wanted} | {package.name}
+    found = {name for source in package.glob("src/**/*.py") for name in imported(source)}
+    assert found
+    known = packages_distributions()
+    missing = {
+        name
+        for name in found - sys.stdlib_module_names - THERE.get(package.name, set())
+        if not declared.intersection(map(normal, known.get(name, [name])))
+    }
+    assert missing == set()
