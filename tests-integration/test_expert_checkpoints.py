@@ -27,6 +27,7 @@ from par_groups import (
     whole,
 )
 from par_testing import for_each
+from par_train import Strategy
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 transformers = pytest.importorskip("transformers", minversion="5.4")
@@ -253,3 +254,37 @@ def test_a_rank_reads_its_own_experts_alone(family, tmp_path):
     everything = sum(tensor.nbytes for tensor in expected.state_dict().values())
     assert own < 0.35 * everything
     assert own <= sum(counted) <= own + HEADERS
+
+
+def own(strategy, experts):
+    layers = strategy.layers
+    return torch.nn.Sequential(layers.LayerNorm(16), layers.MoE(16, 12, experts, 2))
+
+
+def theirs(strategy, experts):
+    del strategy
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT, num_local_experts=experts))
+
+
+@pytest.mark.ranks(2)
+@for_each(case=((own, 8), (theirs, 2)))
+def test_another_number_of_experts_is_one_error_on_every_rank(tmp_path, case):
+    """The router's shape comes first, and says why weights of experts are missing, or are too many."""
+    make, other = case
+    path = tmp_path / make.__name__
+    for experts in (4, other):
+        with Strategy(parallel={"expert": 2}, zero=1) as strategy:
+            model = make(strategy, experts)
+            model, _ = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+            if experts == 4:
+                strategy.save(model, path)
+                continue
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            words = rf"does not fit; nothing was changed.*\n  '\S*gate.weight' is .*\(4, 16\) in .*\({experts}, 16\) in"
+            with pytest.raises(par_checkpoint.CheckpointError, match=words):
+                strategy.load(model, path)
+            with pytest.raises(par_checkpoint.CheckpointError, match=words):
+                par_checkpoint.load(path, model=model)
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                assert torch.equal(parameter, old)

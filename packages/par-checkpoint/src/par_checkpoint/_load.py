@@ -387,9 +387,9 @@ def _check_strict(folder: Folder, report: Report, unmade: Iterable[str]) -> None
         unmade: What is wrong with buffers that nobody computes, in words.
     """
     lines = [
+        *report.mismatched,  # first, since a router of another size says why a thousand weights of experts are missing
         *(f"missing in the checkpoint: {name}" for name in report.missing),
         *(f"not wanted by anybody: {name}" for name in report.unexpected),
-        *report.mismatched,
         *unmade,
     ]
     if lines:
