@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import ProcessGroups, Topology
+from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradients, parallel_of, parallelize
+from par_testing import for_each
 
 from .helpers import assert_steps_equal, close, labels, live, make, stays_wide, tokens
 
@@ -26,7 +27,13 @@ TARGETS = {
 def adapted(family, *, model=None, **options):
     """A model with adapters, both of whose matrices are drawn."""
     config = peft.LoraConfig(
-        **{"r": 3, "lora_alpha": 6, "target_modules": TARGETS[family], "fan_in_fan_out": family == "gpt2", **options}
+        **{
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": TARGETS.get(family),
+            "fan_in_fan_out": family == "gpt2",
+            **options,
+        }
     )
     torch.manual_seed(0)
     inside = peft.get_peft_model(make(family) if model is None else model, config)
@@ -146,3 +153,54 @@ def test_weight_gradients_can_be_put_off():
                 PartialGradients(model, groups).handle_gradient()
             for (name, here), (_, there) in zip(cut.named_parameters(), plain.named_parameters(), strict=True):
                 torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+DEALT = {
+    "own axis": {"expert": 2},
+    "folded": {"expert": {"size": 2, "tensor": 1}, "tensor": {"size": 2, "mode": "1d"}},
+}
+OF_ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
+
+
+def adapted_mixture(**options):
+    model = make("mixtral", output_router_logits=False)
+    return adapted("mixtral", model=model, **{**OF_ATTENTION, **options})
+
+
+@pytest.mark.ranks(2)
+@for_each(way=DEALT)
+def test_adapters_beside_dealt_experts_train_as_on_one_device(way):
+    """Experts and routers are frozen; where ranks see other tokens, each takes a row of the batch. Recomputed, too."""
+    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, stays_wide():
+        whole, cut = adapted_mixture(), adapted_mixture()
+        cut.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        parallelize(cut, groups)
+        axes = ("data", "sequence", "expert")
+        parts = groups.size(axes)
+        rows = slice(None) if parts == 1 else slice(dist.get_rank(), dist.get_rank() + 1)
+        whole(input_ids=tokens(), labels=tokens()).loss.backward()
+        cut(input_ids=tokens()[rows], labels=tokens()[rows]).loss.backward()
+        PartialGradients(cut, groups).handle_gradient()
+        for name, parameter in cut.named_parameters():
+            reference = whole.get_parameter(name)
+            assert (parameter.grad is None) == (not reference.requires_grad), name
+            if parameter.grad is not None:
+                if parts > 1:
+                    dist.all_reduce(parameter.grad)
+                for box in sharding_of(parameter).boxes:
+                    close(box.of(parameter.grad) / parts, reference.grad[box.slices])
+
+
+@pytest.mark.ranks(2)
+@for_each(way=DEALT)
+def test_adapters_on_dealt_experts_are_refused(way):
+    options = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    with ProcessGroups(Topology.from_config(DEALT[way], 2)) as groups, stays_wide():
+        model = adapted_mixture(**options)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(
+            TypeError, match=r"'model.layers.0.mlp.experts' has an adapter \(ParamWrapper\) on .* experts"
+        ):
+            parallelize(model, groups)
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, old)
