@@ -196,9 +196,7 @@ class Frame:
             rank = RankPrediction(
                 place=place.name,
                 parameters=state.parameters,
-                memory=replace(
-                    state.memory_of(job), activations=activations, logits=logits, attention=work.attention
-                ),
+                memory=replace(state.memory_of(job), activations=activations, logits=logits, attention=work.attention),
                 moves=(*state.moves, *work.moves),
                 seconds=seconds_of(
                     work.seconds,
