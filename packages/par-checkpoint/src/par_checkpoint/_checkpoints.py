@@ -214,28 +214,26 @@ class Checkpoints:
         )
         if handle._tiers_thread() is not None:
             self._newest = step
-            in_parts = self.copies is not None and len(set(session.ranks.hosts())) > 1
-            handle._at_last(partial(self._prune, step, session.beside, in_parts=in_parts))
+            handle._at_last(partial(self._prune, step, session.beside))
         elif any(count is not None for count in self._keep_last):
             # A save in the background removes old steps there, too: the trainer waits for neither.
             among = session.background if session.pending is handle else session.ranks
             handle._at_end(partial(self._prune, step, among))
         return handle
 
-    def _prune(self, step: int, ranks: Ranks, *, in_parts: bool = False) -> None:
+    def _prune(self, step: int, ranks: Ranks) -> None:
         """Removes old steps from each tier; warns once of each that stays although it should go. Collective.
 
         Args:
             step: The step that is there by now; later ones may still be on their way from tier to tier.
             ranks: The ranks, through a communicator that nothing else uses meanwhile.
-            in_parts: Whether each host has its part in the first tier.
         """
         for number, (root, count) in enumerate(zip(self._roots, self._keep_last, strict=True)):
             if count is not None:
                 pruned = prune_tier(
                     root,
                     ranks,
-                    in_parts=in_parts and number == 0,
+                    in_parts=self.copies is not None and number == 0,
                     keep_last=count,
                     keep_every=self._keep_every,
                     upto=step,

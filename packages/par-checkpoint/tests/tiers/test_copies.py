@@ -256,7 +256,10 @@ def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
 
 def test_copies_on_one_host(tmp_path):
     model = {"w": torch.ones(3)}
-    save("c", model=model, tiers=[tmp_path], copies=1)  # as without
-    assert verify(tmp_path / "c") == []
+    save("c", model=model, tiers=[tmp_path / "memory", tmp_path / "disk"], copies=1).wait()
+    assert verify(tmp_path / "disk" / "c") == []
+    into = {"w": torch.zeros(3)}
+    load("c", model=into, tiers=[tmp_path / "memory"])
+    assert torch.equal(into["w"], model["w"])
     with pytest.raises(ValueError, match=r"copies is 2, but the ranks are on 1 host \("):
         save("d", model=model, tiers=[tmp_path], copies=2)

@@ -81,29 +81,6 @@ def check_copies(copies: object, tiers: object, folder: Folder, style: str) -> N
         raise ValueError(f"copies is {copies} and style is {style!r}, of which one rank writes all; use 'huggingface'")
 
 
-def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> LocalFolder:
-    """The folder of this host's part; where all ranks are on one host, the checkpoint's folder itself. Collective.
-
-    Args:
-        whole: The checkpoint's folder in a tier that is local to each host.
-        copies: On how many hosts each part is to be.
-        ranks: The ranks that save.
-
-    Raises:
-        ValueError: There are fewer hosts than copies of each part; on every rank.
-    """
-    kinds = ranks.distinct(socket.gethostname())
-    host_of = {rank: number for number, (holders, _) in enumerate(kinds) for rank in holders}
-    names = tuple(name for _, name in kinds)
-    hosts = Hosts(names=names, of_rank=tuple(host_of[rank] for rank in range(ranks.size)), rank=ranks.rank)
-    if copies > len(hosts.names):
-        raise ValueError(
-            f"copies is {copies}, but the ranks are on {len(hosts.names)} host{'s' * (len(hosts.names) > 1)} "
-            f"({', '.join(hosts.names[:8])}); give {len(hosts.names)} at most, or start ranks on more hosts"
-        )
-    return whole if len(hosts.names) == 1 else PartFolder(whole, hosts, hosts.mine)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Common:
     """What all parts of a save have in common, beside blocks.
@@ -175,6 +152,29 @@ class PartFolder(LocalFolder):
                 stays = False
             if not stays:
                 folder.remove()
+
+
+def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> PartFolder:
+    """The folder of this host's part. Collective.
+
+    Args:
+        whole: The checkpoint's folder in a tier that is local to each host.
+        copies: On how many hosts each part is to be.
+        ranks: The ranks that save.
+
+    Raises:
+        ValueError: There are fewer hosts than copies of each part; on every rank.
+    """
+    kinds = ranks.distinct(socket.gethostname())
+    host_of = {rank: number for number, (holders, _) in enumerate(kinds) for rank in holders}
+    names = tuple(name for _, name in kinds)
+    hosts = Hosts(names=names, of_rank=tuple(host_of[rank] for rank in range(ranks.size)), rank=ranks.rank)
+    if copies > len(hosts.names):
+        raise ValueError(
+            f"copies is {copies}, but the ranks are on {len(hosts.names)} host{'s' * (len(hosts.names) > 1)} "
+            f"({', '.join(hosts.names[:8])}); give {len(hosts.names)} at most, or start ranks on more hosts"
+        )
+    return PartFolder(whole, hosts, hosts.mine)
 
 
 @dataclass
