@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from copies import draw_copies
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from regions import draw_region
@@ -69,6 +70,7 @@ def main() -> None:
     draw_budgets(IMAGES / "memory-budget.svg")
     draw_region(IMAGES / "region.svg")
     draw_travels(IMAGES / "experts-travel.svg")
+    draw_copies(IMAGES / "checkpoint-copies.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)

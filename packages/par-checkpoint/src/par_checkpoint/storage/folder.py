@@ -58,6 +58,14 @@ def in_tiers(path: str | os.PathLike[str], tiers: Sequence[str | os.PathLike[str
         raise ValueError(f"path is {name!r}; with tiers it is the checkpoint's name in each of them, such as 'step-1'")
     if not roots or len(set(roots)) < len(roots):
         raise ValueError(f"tiers is {list(tiers)!r}; give one or more folders or URLs, all different")
+    seen = [root if "://" in root else os.path.realpath(root) for root in roots]
+    for number, inner in enumerate(seen):
+        for outer in seen[:number] + seen[number + 1 :]:
+            if f"{inner}/".startswith(f"{outer}/"):
+                raise ValueError(
+                    f"tiers is {list(tiers)!r}, of which {roots[number]!r} is another one, or lies in it; give folders "
+                    "that do not hold each other"
+                )
     return [f"{root}/{name}" for root in roots]
 
 
