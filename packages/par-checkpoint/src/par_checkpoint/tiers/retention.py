@@ -48,26 +48,28 @@ def _prune_parts(tier: LocalFolder, keep_last: int, keep_every: int | None, upto
     steps = {step: name for name in tier.folders() if (step := step_of(name)) is not None and step <= upto}
     for step, name in sorted(steps.items(), reverse=True):
         folder = tier.path / name
-        parts = [entry.name for entry in scan(folder) if part_of(entry.name) is not None]
-        if keep_every is not None and step % keep_every == 0 and kept >= keep_last:
+        names = [entry.name for entry in scan(folder)]
+        parts = [name for name in names if part_of(name) is not None]
+        if kept:  # else a save of this step may be under way
+            for remnant in filter(None, map(remnant_of, names)):
+                tier.child(name).child(remnant.target).sweep()
+        if kept >= keep_last and keep_every is not None and step % keep_every == 0:
             continue
-        if kept < keep_last and any(_is_whole(folder / part) for part in parts):
-            kept += 1
-            continue
-        if kept < keep_last:
+        if any(_is_whole(folder / part) for part in parts):
+            if kept < keep_last:
+                kept += 1
+                continue
+        elif parts:
             removed.kept[str(folder)] = "it has no whole part of a checkpoint, so nobody knows what may go with it"
             continue
-        remnants = [remnant.target for entry in scan(folder) if (remnant := remnant_of(entry.name)) is not None]
-        for part in {*parts, *(target for target in remnants if part_of(target) is not None)}:
-            own = tier.child(name).child(part)
-            own.remove()
-            own.sweep()
-        with suppress(OSError):
+        for part in parts:
+            tier.child(name).child(part).remove()
+        with suppress(OSError):  # what is no part of a checkpoint stays
             folder.rmdir()
-        if folder.exists():
-            removed.kept[str(folder)] = "it holds what is no part of a checkpoint"
-        else:
+        if not folder.exists():
             removed.append(str(folder))
+        elif kept:
+            removed.kept[str(folder)] = "it holds what is no part of a checkpoint"
     return removed
 
 
