@@ -396,3 +396,27 @@ def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
     assert not any(plan.peers for plan in plans)
     assert [len(list(plan.mine)) for plan in plans] == [2, 2, 2, 2]
     assert {task.block.begin for task in plans[1].mine}.isdisjoint(task.block.begin for task in plans[3].mine)
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_a_rank_of_many_meets_few(columns):
+    """64 hosts of 8 ranks, which are replicas of a matrix, or hold its columns and are replicas across the hosts."""
+    hosts = [rank // 8 for rank in range(512)]
+    width = 64 // columns
+    claims = [
+        Claims.of_boxes((("model:w", torch.float32, (1024, 64)),), [(0, (0, width * part), (1024, width))])
+        for part in range(columns)
+    ]
+    held = merge([(range(part, 512, columns), claim) for part, claim in enumerate(claims)])
+    files = [replace(file, block=256) for file in lay_out(held, 1 << 40)]  # a row is a block; all read some
+    for rank in (0, 77, 511):
+        plans = [
+            Planner(held, data_areas(files), rank, 512, hosts=hosts).load(near=False),
+            Planner(held, data_areas(files), rank, 512, hosts=hosts).save(),
+        ]
+        loading, saving = (
+            {end for task in (*plan.mine, *plan.others) for piece in task.pieces for end in (piece.source, piece.to)}
+            for plan in plans
+        )
+        assert len(loading) == 1 + 7 + 11  # itself, its host, and hosts 1, 2, ... 32 away, the last of them on one side
+        assert len(saving) == (columns if rank == 0 else 0)  # a few neighbours write, and have all on their hosts
