@@ -1,11 +1,12 @@
-"""A layer of experts on one process and on two gloo ranks, beside transformers' and DeepSpeed's.
+"""A layer of experts on one process and on gloo ranks, beside transformers' and DeepSpeed's, and the least it can take.
 
 Forward and backward of router, dispatch and experts (SwiGLU). Contenders take turns in the same processes, in another
-order each time, with one thread a rank. Run as `python tools/bench/experts.py`; takes five minutes, and writes
-docs/benchmarks/experts.md and .json. Names of cases as arguments measure these alone, and `--turns` says how often; a
-part is printed, not written.
+order each time, with one thread a rank. Run as `python tools/bench/experts.py`; takes some minutes, and writes
+docs/benchmarks/experts.md and .json. Names of cases as arguments measure these anew and leave the others as they are,
+and `--turns` says how often.
 """
 
+import json
 import os
 import statistics
 import time
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from _ranks import spawned
-from _table import Section, table, write_sections
+from _experts_limit import Weights, forward_and_backward
+from _ranks import spawned, world
+from _table import FOLDER, Section, write_sections
 from _turns import chosen_cases, quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +34,7 @@ from par_layers import Dispatch, Experts, Grid, grouped_linear, initialize
 from par_layers.experts import products
 
 OURS, CAPACITY = "par-layers", "par-layers, capacity 1.25"
+LIMIT, LIMIT_OF_CAPACITY = "limit, by hand", "limit, by hand, capacity 1.25"
 GROUPED, EAGER = "transformers, grouped_mm", "transformers, eager"
 NO_DROP, DROP = "DeepSpeed, no drop", "DeepSpeed, capacity 1.25"
 WARM_UPS = 2
@@ -49,6 +52,8 @@ class Case:
         experts: Number of experts.
         top_k: Number of experts of a token.
         calls: Number of steps in a turn.
+        turns: Number of turns for each one that is asked for: more where they are short, so that a pause of the machine
+            spoils few of them.
     """
 
     ranks: int
@@ -58,18 +63,19 @@ class Case:
     experts: int = 8
     top_k: int = 2
     calls: int = 1
+    turns: int = 1
 
 
 CASES = {
-    "one process, 32 tokens, 64 x 64": Case(ranks=1, tokens=32, hidden=64, intermediate=64, calls=50),
-    "one process, 1024 tokens, 256 x 512": Case(ranks=1, tokens=1024, hidden=256, intermediate=512, calls=2),
+    "one process, 32 tokens, 64 x 64": Case(ranks=1, tokens=32, hidden=64, intermediate=64, calls=20, turns=6),
+    "one process, 1024 tokens, 256 x 512": Case(ranks=1, tokens=1024, hidden=256, intermediate=512),
     "one process, 512 tokens, 64 experts of 256 x 64, top 8": Case(
-        ranks=1, tokens=512, hidden=256, intermediate=64, experts=64, top_k=8, calls=3
+        ranks=1, tokens=512, hidden=256, intermediate=64, experts=64, top_k=8
     ),
-    "two ranks, 32 tokens, 64 x 64": Case(ranks=2, tokens=32, hidden=64, intermediate=64, calls=30),
-    "two ranks, 1024 tokens, 256 x 512": Case(ranks=2, tokens=1024, hidden=256, intermediate=512, calls=2),
-    "four ranks, 32 tokens, 64 x 64": Case(ranks=4, tokens=32, hidden=64, intermediate=64, calls=15),
-    "four ranks, 512 tokens, 256 x 512": Case(ranks=4, tokens=512, hidden=256, intermediate=512, calls=2),
+    "two ranks, 32 tokens, 64 x 64": Case(ranks=2, tokens=32, hidden=64, intermediate=64, calls=10, turns=6),
+    "two ranks, 1024 tokens, 256 x 512": Case(ranks=2, tokens=1024, hidden=256, intermediate=512),
+    "four ranks, 32 tokens, 64 x 64": Case(ranks=4, tokens=32, hidden=64, intermediate=64, calls=5, turns=4),
+    "four ranks, 512 tokens, 256 x 512": Case(ranks=4, tokens=512, hidden=256, intermediate=512),
 }
 
 PRODUCTS = ((8, 256), (8, 32), (8, 8), (64, 32), (64, 8))
@@ -79,23 +85,27 @@ PRODUCTS = ((8, 256), (8, 32), (8, 8), (64, 32), (64, 8))
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
     names = [*CASES, "products"]
-    chosen = chosen_cases(__doc__, names, 15, bench="experts", contender="deepspeed")
+    chosen = chosen_cases(__doc__, names, 25, bench="experts", contender="deepspeed")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    rows = [row for name in chosen.cases or CASES if name in CASES for row in times(name, CASES[name], chosen.turns)]
-    both: list[dict[str, object]] = (
-        spawned(1, timed_products, chosen.turns) if "products" in (chosen.cases or names) else []
-    )
-    if chosen.cases:
-        print("\n\n".join("\n".join(table(found)) for found in (rows, both) if found))
-        return
+    rows, both = ([], []) if not chosen.cases else earlier()
+    for name in chosen.cases or CASES:
+        if name in CASES:
+            rows = [row for row in rows if row["case"] != name] + times(name, CASES[name], chosen.turns)
+    rows.sort(key=lambda row: list(CASES).index(str(row["case"])))
+    if "products" in (chosen.cases or names):
+        both = spawned(1, timed_products, chosen.turns)
     of_layer = (
         "Forward and backward of a whole layer, fp32, SwiGLU: router, dispatch, experts and the sum of outputs, with "
         "gradients of tokens and of every parameter. Experts are dealt out over the ranks; each rank has tokens of its "
         "own and one thread. par-layers and transformers have the same router, softmax over the experts and the "
-        "largest ones normalised; DeepSpeed has its own, which computes an auxiliary loss too. Times are those of the "
-        f"slowest rank, medians of {chosen.turns} turns; a ratio is the median of par-layers' time, without and with a "
-        "capacity, to the contender's within a turn: below 1.00 par-layers is quicker. transformers is version "
-        f"{transformers.__version__}, DeepSpeed {version_of('deepspeed')}."
+        "largest ones normalised; DeepSpeed has its own, which computes an auxiliary loss too. The limit is the same "
+        "work as one bare function with a backward by hand (`tools/bench/_experts_limit.py`): no autograd, no check, "
+        f"no option. Times are those of the slowest rank, medians of {chosen.turns} turns or more; CPU is the time "
+        "that a rank computed, the mean of all ranks, without its waiting for others: where quartiles are wide, the "
+        "machine had other work meanwhile, and CPU says more. A ratio is the median of par-layers' time to the "
+        "contender's within a turn, like with like: with the capacity to a contender with one, else without. Below "
+        f"1.00 par-layers is quicker. transformers is version {transformers.__version__}, DeepSpeed "
+        f"{version_of('deepspeed')}."
     )
     of_products = (
         "The first product of experts, 256 to 1024 features, fp32, without autograd: one call of `grouped_mm`, and one "
@@ -108,6 +118,12 @@ def main() -> None:
     write_sections("experts", "A layer of experts", sections)
 
 
+def earlier() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """The rows of both tables that were measured before."""
+    layer, both = json.loads((FOLDER / "experts.json").read_text())["sections"]
+    return layer["rows"], both["rows"]
+
+
 def version_of(package: str) -> str:
     """The version of an installed package."""
     return str(import_module("importlib.metadata").version(package))
@@ -115,40 +131,48 @@ def version_of(package: str) -> str:
 
 def times(name: str, case: Case, turns: int) -> list[dict[str, object]]:
     """A row for each contender of a case."""
-    measured: Mapping[str, list[float]] = spawned(case.ranks, timed, name, case, turns)
+    passed: Mapping[str, list[float]]
+    computed: Mapping[str, list[float]]
+    passed, computed = spawned(case.ranks, timed, name, case, turns * case.turns)
     rows: list[dict[str, object]] = []
-    for each, seconds in measured.items():
+    for each, seconds in passed.items():
+        ours = CAPACITY if each in (DROP, LIMIT_OF_CAPACITY) else OURS
         rows.append(
             {
                 "case": name,
                 "contender": each,
                 "median ms": f"{1000 * statistics.median(seconds):.2f}",
                 "quartiles ms": f"{1000 * quartile(seconds, 1):.2f} to {1000 * quartile(seconds, 3):.2f}",
-                "par-layers to it": "" if each == OURS else f"{ratio(measured[OURS], seconds):.2f}",
-                "with capacity to it": "" if each == CAPACITY else f"{ratio(measured[CAPACITY], seconds):.2f}",
+                "par-layers to it": "" if each in (OURS, CAPACITY) else f"{ratio(passed[ours], seconds):.2f}",
+                "CPU ms": f"{1000 * statistics.median(computed[each]):.2f}",
+                "CPU to it": "" if each in (OURS, CAPACITY) else f"{ratio(computed[ours], computed[each]):.2f}",
             }
         )
     return rows
 
 
-def timed(name: str, case: Case, turns: int) -> Mapping[str, list[float]]:
-    """Seconds of a step of every contender in every turn, of the slowest rank."""
+def timed(name: str, case: Case, turns: int) -> tuple[Mapping[str, list[float]], Mapping[str, list[float]]]:
+    """Seconds of a step of every contender in every turn: of the slowest rank, and computed by a rank in the mean."""
     runs = contenders(case)
-    found: dict[str, list[float]] = {each: [] for each in runs}
+    passed: dict[str, list[float]] = {each: [] for each in runs}
+    computed: dict[str, list[float]] = {each: [] for each in runs}
     progress = tqdm(total=turns, desc=name, unit="turn", disable=dist.get_rank() > 0)
     for turn in range(-WARM_UPS, turns):
         for each in shuffled(list(runs), turn):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, begin_of_cpu = time.perf_counter(), time.process_time()
             for _ in range(case.calls):
                 runs[each]()
             taken = torch.tensor((time.perf_counter() - begin) / case.calls, dtype=torch.float64)
+            of_cpu = torch.tensor((time.process_time() - begin_of_cpu) / case.calls / case.ranks, dtype=torch.float64)
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            dist.all_reduce(of_cpu)
             if turn >= 0:
-                found[each].append(float(taken))
+                passed[each].append(float(taken))
+                computed[each].append(float(of_cpu))
         progress.update(turn >= 0)
     progress.close()
-    return found
+    return passed, computed
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
@@ -166,11 +190,32 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 
     topology = Topology({"expert_data": 1, "expert_parallel": case.ranks, "expert_tensor": 1}, case.ranks)
     groups = ProcessGroups(topology, declare=[Channels("expert_parallel", 1)])
-    runs = {OURS: step(Ours(case, groups)), CAPACITY: step(Ours(case, groups, capacity=1.25))}
+    runs: dict[str, Callable[[], object]] = {}
+    for name, bound, capacity in ((OURS, LIMIT, None), (CAPACITY, LIMIT_OF_CAPACITY, 1.25)):
+        ours = Ours(case, groups, capacity)
+        runs |= {name: step(ours), bound: limit(ours, x, upstream)}
     runs |= {each: step(Theirs(case, each.rsplit(" ", 1)[1])) for each in (GROUPED, EAGER)}
     if case.ranks == 1 or case.top_k > 2:
         return runs  # DeepSpeed is measured where it exchanges
     return runs | {NO_DROP: step(DeepSpeed(case, None)), DROP: step(DeepSpeed(case, 1.25))}
+
+
+def limit(ours: "Ours", x: Tensor, upstream: Tensor) -> Callable[[], object]:
+    """One step of the bare function, after a look that it computes the same."""
+    experts: Any = ours.experts
+    parameters = [ours.gate.weight, experts.gate_up_proj, experts.down_proj]
+    router, up, down = (parameter.detach() for parameter in parameters)
+    weights = Weights(router=router, up=up, down=down, top_k=ours.gate.top_k, capacity=ours.dispatch.capacity)
+
+    def run() -> object:
+        return forward_and_backward(x, upstream, weights, world())
+
+    tokens = x.detach().requires_grad_()
+    y = ours(tokens)
+    expected = [y, *torch.autograd.grad(y, [tokens, *parameters], upstream)]
+    for found, wanted in zip(forward_and_backward(x, upstream, weights, world()), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    return run
 
 
 class TopK(nn.Module):
