@@ -48,6 +48,8 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
         into = (x, gates)
         if parts > 1:
             into = [copy_to(each, groups["expert_tensor"]) for each in into]
+        if capacity:
+            dispatch.send(x.detach(), ids, gates.detach()).receive()  # the first tells how many tokens there are
         with count_collectives() as counted:
             sent = dispatch.send(into[0], ids, into[1])
             y = sent.combine(mine(*sent.receive()))
@@ -148,3 +150,38 @@ def test_through_gives_the_bits_of_its_pieces(capacity, bias, tokens, is_cast):
         y.backward(upstream.to(y.dtype))
         results.append([y.detach(), x.grad, gates.grad, *(parameter.grad for parameter in experts.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_with_a_capacity_ranks_may_have_any_number_of_tokens():
+    """Slots are a multiple of the highest number; an exchange more tells of it, where it is not that of last time."""
+    top_k, experts = 2, 4
+    with live(expert_parallel=2) as (groups, grid):
+        dispatch = Dispatch(experts, groups.channels("expert_parallel", 1)[0], capacity=1.0)
+        free = Dispatch(experts, dispatch.group)
+        module = Experts(experts, H, F, grid=grid)
+        initialize(module, seed=3, dtype=torch.float64)
+        rank = dist.get_rank()
+        #       tokens of each rank, exchanges
+        cases = (((6, 6), 3), ((6, 6), 2), ((6, 1), 2), ((0, 6), 2), ((2, 9), 3), ((3, 9), 2), ((0, 0), 3), ((4, 4), 3))
+        for seed, (of_ranks, calls) in enumerate(cases):
+            tokens = of_ranks[rank]
+            x, gates = numbers(tokens, H, seed=seed), torch.rand(tokens, top_k, dtype=torch.float64) + 0.1
+            ids = torch.arange(tokens * top_k).remainder(experts).view(tokens, top_k)  # even: no slot is too few
+            found = []
+            for each, expected in ((dispatch, calls), (free, 3)):
+                mine = x.clone().requires_grad_()
+                module.zero_grad()
+                with count_collectives() as counted:
+                    sent = each.send(mine, ids, gates)
+                    y = sent.combine(module(*sent.receive()))
+                    assert counted.calls("all_to_all") == expected, of_ranks
+                    y.square().sum().backward()
+                found.append([y, mine.grad, module.gate_up_proj.grad, module.down_proj.grad])
+                assert sent.dropped is None if each is free else sent.dropped == 0
+            for here, there in zip(*found, strict=True):
+                torch.testing.assert_close(here, there, rtol=0, atol=EXACT)
+        x, ids = numbers(2 - rank, H, seed=rank), torch.zeros(2 - rank, 1, dtype=torch.int64)
+        crowded = dispatch.send(x, ids, torch.ones(2 - rank, 1))
+        assert crowded.dropped == 1 - rank  # two tokens are the most, for which each expert has one slot of a rank
+        crowded.receive()

@@ -35,7 +35,8 @@ class Dispatch:
             `groups.channels("expert_parallel", 1)[0]`, lest an exchange meets another collective of the same ranks.
         capacity: Number of rows that an expert takes of each rank, as a multiple of the mean, M * k / E. Those beyond
             it are dropped, the ones with the smallest gates. All splits are equal then, so that no counts are exchanged
-            and the host reads nothing; but all ranks must have the same number of tokens. None takes every row.
+            and the host of an accelerator reads nothing; there all ranks must have the same number of tokens. On CPUs
+            the highest number counts, which ranks say beside their rows. None takes every row.
 
     Raises:
         ValueError: The experts do not divide by the ranks, or the capacity is not positive.
@@ -51,6 +52,7 @@ class Dispatch:
         self.experts, self.capacity = experts, capacity
         self.ranks = 1 if group is None else group.size()
         self.group = None if self.ranks == 1 else group
+        self._most = 1  # on CPUs, the number of tokens that a capacity was last a multiple of: the same on all ranks
         if experts < 1 or experts % self.ranks:
             raise ValueError(
                 f"{experts} experts do not divide by {self.ranks} ranks; use a multiple of {self.ranks} experts, or "
@@ -72,8 +74,8 @@ class Dispatch:
             x: This rank's tokens, [M, h].
             ids: The experts of each token, int64 [M, k].
             gates: Their weights, [M, k]; narrower ones than x are cast to its dtype.
-            tokens: Where ranks have different numbers of tokens, the one that a capacity is a multiple of, which must
-                be the same on all ranks; default: M.
+            tokens: Where ranks have different numbers of tokens, the one that a capacity is a multiple of; default: M.
+                It must be the same on all ranks of accelerators; on CPUs the highest counts.
             priorities: By what rows compete for the slots of a capacity, [M, k]; default: the gates. Where this may run
                 again in backward give `Routing.priorities`, so that each row has the slot that it had.
 
@@ -95,21 +97,60 @@ class Dispatch:
             gates = gates.to(x.dtype)
         if self.capacity is not None:
             most = len(x) if tokens is None else tokens
-            return self._send_slots(x, ids, gates, most, gates if priorities is None else priorities)
+            ranked = gates if priorities is None else priorities
+            if is_compiling():
+                placed = self._placed(ids, ranked, self._each(ids, most))
+                return SentInGraph(x, gates, *placed, experts=self.experts, group=self.group)
+            if self.group is None or x.device.type != "cpu" or type(x) is not Tensor:
+                return self._sent(x, gates, self._slots(x, ids, gates, most, ranked))
+            return self._send_agreed(x, ids, gates, most, ranked)
         return apart(self._send_all, x, ids, gates) if is_compiling() else self._send_all(x, ids, gates)
 
     def _send_all(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Sent":
         """Every row travels."""
         return self._sent(x, gates, self._rows(x, ids, gates))
 
-    def _send_slots(self, x: Tensor, ids: Tensor, gates: Tensor, most: int, priorities: Tensor) -> "Sent | SentInGraph":
-        """As many rows travel to every expert; `most` is the number of tokens that this is a multiple of."""
-        top_k, local = ids.shape[1], self.experts // self.ranks
+    def _send_agreed(self, x: Tensor, ids: Tensor, gates: Tensor, own: int, priorities: Tensor) -> "Sent":
+        """As many rows travel to every expert, by the highest number of tokens that a rank has.
+
+        Splits of different sizes would end the process. So all ranks send as many rows as last time, whatever they
+        have, and say beside them how many tokens there are. Where the highest number is another one they all know, and
+        send once more.
+
+        Args:
+            x: This rank's tokens.
+            ids: Their experts.
+            gates: Their weights.
+            own: How many tokens this rank says that it has.
+            priorities: By what rows compete.
+        """
+        before = self._most
+        sent = self._sent(x, gates, self._slots(x, ids, gates, before, priorities, max(own, 1)))
+
+        def again(heard: int) -> Sent | None:
+            if heard == before:
+                return None
+            self._most = heard
+            return self._sent(x, gates, self._slots(x, ids, gates, heard, priorities))
+
+        sent.again = again
+        return sent
+
+    def _each(self, ids: Tensor, most: int) -> int:
+        """Number of slots of an expert for each rank, where a rank has at most so many tokens."""
+        return slots(self.capacity or 0, most, ids.shape[1], self.experts)
+
+    def _placed(self, ids: Tensor, priorities: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Which row is in each slot, in which slot each row is, and how many are dropped."""
         assert_async(((ids >= 0) & (ids < self.experts)).all(), out_of_range([], self.experts))
-        each = slots(self.capacity or 0, most, top_k, self.experts)
-        order, places, dropped = assigned(ids, priorities.detach(), self.experts, each)
-        if is_compiling():
-            return SentInGraph(x, gates, order, places, dropped, experts=self.experts, group=self.group)
+        return assigned(ids, priorities.detach(), self.experts, each)
+
+    def _slots(
+        self, x: Tensor, ids: Tensor, gates: Tensor, most: int, priorities: Tensor, own: int | None = None
+    ) -> "Route":
+        """As many rows travel to every expert; `most` is the number of tokens that this is a multiple of."""
+        top_k, local, each = ids.shape[1], self.experts // self.ranks, self._each(ids, most)
+        order, places, dropped = self._placed(ids, priorities, each)
         sizes = [local * each] * self.ranks
         counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
         splits = Splits(sizes, sizes, sum(sizes), counts)
@@ -117,7 +158,7 @@ class Dispatch:
             arrived = torch.arange(sum(sizes), device=x.device)
             splits.to_experts = arrived.view(self.ranks, local, each).transpose(0, 1).flatten()
             splits.to_sources = arrived.view(local, self.ranks, each).transpose(0, 1).flatten()
-        route = Route(
+        return Route(
             x.shape[1],
             gates.dtype,
             order // top_k,
@@ -126,8 +167,8 @@ class Dispatch:
             settle=lambda: splits,
             group=self.group,
             dropped=dropped,
+            own=own,
         )
-        return self._sent(x, gates, route)
 
     def _sent(self, x: Tensor, gates: Tensor, route: "Route") -> "Sent":
         if self.group is None:
@@ -173,11 +214,21 @@ class Sent:
 
     def __init__(self, route: "Route", x: Tensor, gates: Tensor | None = None) -> None:
         self._route, self._x, self._gates = route, x, gates
+        self.again: Callable[[int], Sent | None] | None = None
+        """Sends once more, where the highest number of tokens of a rank is not the one for which was sent."""
 
     @property
     def dropped(self) -> Tensor | None:
-        """Number of this rank's rows that a capacity dropped, int64 []; None without a capacity."""
+        """Number of this rank's rows that a capacity dropped, int64 []; None without one. It may wait for the rows."""
+        self._agree()
         return self._route.dropped
+
+    def _agree(self) -> None:
+        """Makes sure, once, that these rows were sent for the number of tokens that ranks have now."""
+        again, self.again = self.again, None
+        sent = None if again is None else again(self._route.heard())
+        if sent is not None:
+            self._route, self._x = sent._route, sent._x
 
     def receive(self) -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the rows of this rank's experts.
@@ -189,6 +240,7 @@ class Sent:
         return apart(self._receive) if is_compiling() else self._receive()
 
     def _receive(self) -> tuple[Tensor, Tensor, Tensor]:
+        self._agree()
         if self._gates is None:
             rows, gates = _Receive.apply(self._x, self._route)  # type: ignore[no-untyped-call]
         else:
@@ -251,6 +303,12 @@ class Flight:
         if finish is None:
             raise RuntimeError("an exchange of rows is awaited that has not begun; a bug of par-layers")
         return finish()
+
+    def wait(self) -> Tensor:
+        """Waits for the rows that arrive, which `finish` gives once more."""
+        arrived = self.finish()
+        self._finish = lambda: arrived
+        return arrived
 
     def exchange(self, x: Tensor, sizes: list[int], expected: list[int]) -> Tensor:
         """Both at once: the rows that arrive."""
@@ -328,6 +386,7 @@ class Route:
         settle: Gives the splits, for which it may have to wait.
         group: The ranks; None for one device.
         dropped: Number of dropped rows, int64 []; None where no row is dropped and no slot empty.
+        own: Number of tokens that this rank says beside its rows that it has; None says nothing.
     """
 
     def __init__(
@@ -341,8 +400,9 @@ class Route:
         settle: Callable[[], Splits],
         group: dist.ProcessGroup | None,
         dropped: Tensor | None = None,
+        own: int | None = None,
     ) -> None:
-        self.width, self.dtype = width, dtype
+        self.width, self.dtype, self.own = width, dtype, own
         self.tokens, self.order, self.places, self.dropped = tokens, order, places, dropped
         self._settle = settle
         if group is not None:
@@ -382,7 +442,17 @@ class Route:
 
     def pack(self, x: Tensor, gates: Tensor) -> Tensor:
         """The sent rows of tokens [M, h], with their gates of [M, k] beside them: [n, h + padding]."""
-        return self._packed(self._extended(x), self.tokens, self.taken_gates(gates))
+        packed = self._packed(self._extended(x), self.tokens, self.taken_gates(gates))
+        if self.own is not None:
+            said = torch.tensor([self.own], dtype=torch.int64, device="cpu").view(packed.dtype)
+            packed[:, -len(said) :] = said
+        return packed
+
+    def heard(self) -> int:
+        """The highest number of tokens that a rank says it has, as a row of each rank tells it; waits for them."""
+        packed = self.flight.wait()
+        of_ranks = packed[:: self.splits.expected[0], -(8 // packed.dtype.itemsize) :]
+        return int(of_ranks.contiguous().view(torch.int64).max())
 
     def pack_back(self, rows: Tensor, gates: Tensor) -> Tensor:
         """What was received, rows [R, h] and gates [R], in the order of sources: [R, h + padding]."""

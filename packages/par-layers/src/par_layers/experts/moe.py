@@ -58,9 +58,9 @@ class MoE(nn.Module):
             sent = self._dispatch.send(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
         except ValueError as error:
             raise ValueError(f"{self.gate.title}: {error}") from None
+        shared = self._shared(x, routed, entering)  # while rows travel
         if sent.dropped is not None:
             self.gate.count_dropped(sent.dropped)
-        shared = self._shared(x, routed, entering)  # while rows travel
         sums = sent.through(self.experts)
         if shared is None:
             return entrance.leave(sums, x)
