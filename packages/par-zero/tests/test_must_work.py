@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from par_testing import count_collectives, for_each
+from par_testing import Strict, count_collectives, for_each
 from par_zero import no_sync, shard, summon
 
 from .helpers import (
@@ -212,9 +212,7 @@ def test_moments_of_what_is_unused_do_not_decay(stage):
     assert_near(whole(module), copies(reference))
 
 
-@for_each_stage
-@pytest.mark.ranks(2)
-def test_a_branch_may_run_on_one_rank_only(stage):
+def check_branches(stage):
     module, optimizer = sharded(Branching(), stage, sgd)
     reference = Branching()
     its = sgd(reference.parameters())
@@ -228,6 +226,17 @@ def test_a_branch_may_run_on_one_rank_only(stage):
         losses = [reference(batch(step, rank, width=8), use).square().mean() for rank, use in enumerate(uses)]
         step_alone(reference, its, sum(losses) / 2)
     assert_near(whole(module), copies(reference))
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_branch_may_run_on_one_rank_only(stage):
+    check_branches(stage)
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+def test_a_branch_may_run_on_one_rank_only_where_one_communicator_goes_on_at_a_time():
+    check_branches(3)
 
 
 @for_each(stage=(0, 2, 3))  # gradients are reduced at stage 1 as at stage 2

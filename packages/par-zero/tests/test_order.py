@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import count_collectives, for_each
+from par_testing import Strict, count_collectives, for_each
 from par_zero import no_sync, reset
 
 from .helpers import assert_near, assert_same, batch, copies, joint, loss_of, mlp, sgd, sharded, train, whole
@@ -89,13 +89,49 @@ def test_different_units_in_the_first_pass_are_named_on_all_ranks(how):
     check_against_one_device(module, [[(use, ())] * 2 for use in steps])
 
 
-@pytest.mark.ranks(2, timeout=20)
-def test_later_each_rank_may_skip_other_units():
+def check_skipping():
     module, optimizer = branching()
     steps = [[ALL, ALL], [(0, 1), (2, 3)], [(3,), ALL], [(1, 2), (0, 3)], [(0,), (0,)], [(0, 2), (1, 3)]]
     for step, uses in enumerate(steps):
         run(module, optimizer, step, uses[dist.get_rank()])
     check_against_one_device(module, [[(use, ()) for use in uses] for uses in steps])
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_later_each_rank_may_skip_other_units():
+    check_skipping()
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+def test_a_rank_that_skips_units_begins_reductions_between_the_same_gatherings():
+    """One communicator goes on at a time, so that any other order would stop the ranks for good."""
+    check_skipping()
+
+
+class Ahead(nn.Module):
+    """Reads the weight of its last block before its first one, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, ahead=False):
+        x = nn.functional.linear(x, self.blocks[2].weight) if ahead else x
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_gradient_that_comes_after_backward_has_left_its_unit_behind_is_named():
+    module, optimizer = sharded(Ahead(), 3, sgd, bucket=100)
+    with no_sync(module):  # so that the weight is there before its module is called
+        module(batch(0, width=8)).sum().backward()
+    words = r"'blocks\.2\.weight' got a gradient when backward had gone on .* call that, or make one unit of both"
+    with pytest.raises(RuntimeError, match=words):
+        module(batch(0, width=8), ahead=True).sum().backward()
+    reset(module)
+    train(module, optimizer, [[batch(1, width=8)]])
 
 
 @pytest.mark.ranks(4, timeout=20)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
-from par_testing import for_each, once
+from par_testing import Strict, for_each, once
 from par_zero import Share, no_sync, shard, summon
 from par_zero._collectives import same_ranks
 
@@ -121,8 +121,21 @@ def test_experts_train_under_hybrid_sharding(stage):
 
 @pytest.mark.ranks(2, backend="strict", timeout=60)
 def test_on_strict_ranks_nothing_of_shared_experts_crosses():
-    for stage in (1, 3):
-        check(2, stage, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
+    check(2, 1, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+def test_at_stage_3_reductions_gatherings_and_exchanges_have_one_order_on_all_ranks():
+    """One communicator goes on at a time: what falls in another order on another rank would stop both for good."""
+    check(2, 3, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, backend="strict", strict=Strict(slots=1), timeout=120)
+def test_at_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks():
+    near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
+    for others in ([Share(single, replicas=far)], [Share(far)]):
+        check(2, 3, above_and_below, group=near, replicas=far, others=others)
 
 
 @for_each(stage=(0, 1, 3))

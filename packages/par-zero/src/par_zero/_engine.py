@@ -76,7 +76,7 @@ class Engine:
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
-        self._reducer = Reducer(self._trained, sharers, inflight, self._meter)
+        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=stage.shards_parameters)
         self._reducer.at_end(self._meter.end_pass)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:

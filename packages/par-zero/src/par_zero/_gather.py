@@ -3,7 +3,8 @@
 forward    a unit begins -> the units that ran before are freed, its own parameters are gathered, or have arrived
                          -> what comes next, see `Order`, is gathered meanwhile
 backward   the gradient of a unit's output is there -> the units are freed whose gradients are all there
-                                                    -> its own parameters are gathered
+                                                    -> its own parameters are gathered, or have arrived
+                                                    -> what was called behind it is reduced, see `Calls`
            the pass is over                         -> all units are freed
 """
 
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._order import End, Kind, Order
 from ._reduce import Reducer
 from ._torch_private import tree_leaves
-from ._unit import State, Unit
+from ._unit import Call, Calls, State, Unit
 from .placement.follow import Follower
 from .placement.ledger import Placement
 from .placement.moments import Kind as PassKind
@@ -49,6 +50,7 @@ class Gatherer:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, order: Order) -> None:
         self._units, self._reducer, self._order = tuple(units), reducer, order
+        self._calls = Calls(len(self._units))
         self._keepers = 0  # under no_sync: gathered once for several passes
         self._summoners = 0
         self._in_backward = False
@@ -62,7 +64,10 @@ class Gatherer:
         self._follower: Follower | None = None
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
         reducer.compare_by(partial(order.end, End.BACKWARD))
+        reducer.expect_last(units[0].chunks)
+        reducer.lead(order.skip_rest)
         reducer.at_end(self._end_backward)
+        order.on_skipped = self._pass_by
         for unit in units:
             unit.outer = frozenset(
                 other.number
@@ -97,6 +102,7 @@ class Gatherer:
             most=order.most,
             compare=order.compare,
             busy=self._is_busy,
+            before=self._pass_by,
         )
         order.follow(self._follower)
 
@@ -151,6 +157,7 @@ class Gatherer:
     def reset(self) -> None:
         """Frees everything, and forgets a pass that has failed."""
         self.free_all()
+        self._calls.forget()
         self._order.forget()
         if self._follower is not None:
             self._follower.forget()
@@ -158,6 +165,7 @@ class Gatherer:
     def end_step(self) -> None:
         """After a step of the optimizer what is gathered is out of date."""
         self.free_all()
+        self._calls.forget()
         if self._follower is not None:
             self._follower.end_step()
 
@@ -221,6 +229,8 @@ class Gatherer:
         if torch.is_grad_enabled():
             self._refuse_autocast()
         if self._follower is not None and self._follower.following:
+            if self._in_backward:
+                self._reducer.begin()
             if unit.chunks:
                 self._follower.meet("backward" if self._in_backward else "forward", unit.number)
             unit.wait()
@@ -251,6 +261,7 @@ class Gatherer:
 
     def _enter(self, unit: Unit, *_: Any) -> None:
         """A module of a unit begins. The units that ran before are done, unless this is backward."""
+        self._calls.begin()
         self._leave_if_over()
         if unit.chunks and not self._keepers and not self._in_backward and self._frees_behind:
             for other in self._units[1:]:
@@ -272,6 +283,7 @@ class Gatherer:
 
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
+        self._calls.begin()
         self._leave_if_over()
         for unit in units:
             begins = not unit.running and unit.state is not State.SHOWN
@@ -282,8 +294,8 @@ class Gatherer:
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
         called = [unit for unit in units if not unit.running]
+        self._expect_backward(called, output)
         if called:
-            self._expect_backward(called, output)
             self._end_evaluation(output)
 
     def _end_evaluation(self, output: Any) -> None:
@@ -322,15 +334,19 @@ class Gatherer:
         return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
-        if not torch.is_grad_enabled():
+        """A module of some units ends, and the gradient of what it returns begins their backward."""
+        tensors = computed(output) if units and torch.is_grad_enabled() else []
+        numbers = [unit.number for unit in units]
+        calls = self._calls
+        call = calls.repeat(numbers) if self._in_backward else calls.end(numbers, has_graph=bool(tensors))
+        if not units or not torch.is_grad_enabled():
             return
-        tensors = computed(output)
         if not tensors and next(_tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
             mark = self._marks.setdefault(tensors[0], object())
             for unit in units:
-                before = partial(self._before_backward, unit, mark)
+                before = partial(self._before_backward, unit, call, mark)
                 torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
 
     def _keep_opaque(self, units: Sequence[Unit], output: Any) -> None:
@@ -351,7 +367,7 @@ class Gatherer:
                     stacklevel=2,
                 )
 
-    def _before_backward(self, unit: Unit, mark: object, _: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, call: Call, mark: object, _: torch.Tensor) -> None:
         """The gradient of a unit's output is there, so the units that began before are done, if their gradients are.
 
         Units that return the same tensor, such as a block and its last layer, begin together, so neither is done.
@@ -359,6 +375,8 @@ class Gatherer:
         if not self._in_backward:
             self._order.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
+        self._reducer.start()
+        self._close(self._calls.left_behind(call))
         done = [] if mark is self._mark else [begun for begun in self._begun if self._is_done(begun, unit)]
         self._begun = [begun for begun in self._begun if begun not in done]
         self._free_behind(done)  # before what comes is gathered, and what comes behind that
@@ -368,6 +386,20 @@ class Gatherer:
         if unit not in self._begun:
             self._begun.append(unit)
         self._note(unit, "backward")
+
+    def _close(self, numbers: Iterable[int]) -> None:
+        """This pass brings no more gradients of some units, nor of those that no rank has called or comes to."""
+        uncalled = [number for number in self._calls.uncalled if not self._order.is_to_come(number)]
+        self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
+        # What the root has is used by anybody, at any time.
+        closed = [chunk for number in (*numbers, *uncalled) if number for chunk in self._units[number].chunks]
+        if closed:
+            self._reducer.close(closed)
+
+    def _pass_by(self, number: int) -> None:
+        """This rank or another comes to the backward of a unit, and begins to reduce what it has left behind."""
+        self._close([])
+        self._reducer.begin(before=self._units[number].chunks)
 
     def _is_done(self, begun: Unit, unit: Unit) -> bool:
         """Whether the backward of a unit that has begun is over when that of another one begins."""
@@ -398,6 +430,7 @@ class Gatherer:
     def _forget_pass(self) -> None:
         self._in_backward, self._graphed, self._mark = False, False, None
         self._begun.clear()
+        self._calls.end_pass()
 
     def _show_parts(self, *_: Any) -> None:
         """Before a state dict outside of passes and summon: the records of parameters are those of parts.

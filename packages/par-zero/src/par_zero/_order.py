@@ -13,12 +13,14 @@ they may wait for each other, as in an exchange of rows between experts.
 
 In later passes the next one begins before it is needed.
 
-This has a communicator of its own: when a chunk's gradients are complete depends on the data too, so that reductions
-may fall before a gathering on one rank, and behind it on another.
+In backward a rank begins reductions when it comes to a unit: of all that ran behind that unit, used or not. It does so
+behind the gathering for this unit and before the next one, and so does a rank that skips the unit. So all ranks begin
+gatherings and reductions in one order. They have communicators of their own nevertheless: where all ranks share all
+chunks, a reduction begins as soon as its gradients are complete.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
 from zlib import crc32
@@ -102,7 +104,10 @@ class Order:
         units: The units.
         groups: The ranks that share, by communicators that have no other use: over one after the other all compare.
         device: Where small numbers lie that all ranks compare.
-        reducer: Brings all ranks' reductions to the same place before they raise.
+        reducer: Begins reductions between gatherings, and brings all ranks to the same of them before they raise.
+
+    Attributes:
+        on_skipped: Called with a unit by number when other ranks come to it in backward, and this one does not.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Order:
         self._before: Numbers = ()
         self._follower: Follower | None = None
         self._data_decides = False  # whether the ranks have skipped different units in any pass
+        self.on_skipped: Callable[[int], None] = lambda _: None
         self.forget()
 
     def follow(self, follower: Follower) -> None:
@@ -180,18 +186,26 @@ class Order:
             if entry in self._for_entries:
                 self._pass_by(entry)
             if self._ahead is None:
+                self._begin_reductions(in_backward)
                 return
         ahead = None if self._ahead is None else self._units[self._gathered[self._ahead].number]
         if ahead is unit and unit.state is not State.FREED and self._ahead is not None:
             self._needed[self._ahead], self._ahead = True, None
         if unit.gathered:
+            self._begin_reductions(in_backward)
             return
         if unit.state is State.FREED:
             self._drop_ahead()
             self._come_to(entry)
             unit.begin_gathering()
+        self._begin_reductions(in_backward)
         unit.wait()
         self._begin_next()
+
+    def _begin_reductions(self, in_backward: bool) -> None:
+        """In backward, begins to reduce what the ranks have left behind."""
+        if in_backward:
+            self._reducer.begin()
 
     def begin_backward(self) -> None:
         """The pass comes to its backward, in which a rank may wait for the others in a unit before it gathers again.
@@ -214,13 +228,16 @@ class Order:
         if not self._supervised and entry in to_come:
             self._drop_ahead()
             self._skip(to_come[: to_come.index(entry) + 1])
+            self._begin_reductions(entry.in_backward)
             self._begin_next()
 
     def _drop_ahead(self) -> None:
         """Frees what is on its way and is skipped."""
         if self._ahead is not None:
-            self._units[self._gathered[self._ahead].number].free()
-            self._ahead = None
+            skipped, self._ahead = self._gathered[self._ahead], None
+            self._units[skipped.number].free()
+            if skipped.in_backward:
+                self.on_skipped(skipped.number)
 
     def _come_to(self, entry: Gathering) -> None:
         """Takes part in what the other ranks gather before that of an entry, and notes this one."""
@@ -231,6 +248,7 @@ class Order:
             self._skip(to_come[:skipped])
             self._supervised = skipped == len(to_come)
         if self._supervised:
+            self._begin_reductions(entry.in_backward)
             self._compare(entry.number)
         self._note(entry, needed=True)
 
@@ -256,6 +274,28 @@ class Order:
         for gathering in gatherings:
             self._units[gathering.number].take_part()
             self._note(gathering, needed=False)
+            if gathering.in_backward:
+                self.on_skipped(gathering.number)
+
+    def is_to_come(self, number: int) -> bool:
+        """Whether other ranks may still come to a unit in this pass which this rank has not called."""
+        if self._follower is not None and self._follower.following:
+            return self._follower.is_to_come(number)
+        if self._kind is None or self._supervised:
+            return True
+        place = len(self._gathered) if self._ahead is None else self._ahead
+        contract = self._contract
+        coming = [*self._gathered[place:], *contract[len(self._gathered) :]]
+        return any(gathering.number == number for gathering in coming)
+
+    def skip_rest(self) -> None:
+        """This rank has no use of what is still to come in this pass, and other ranks may have."""
+        if self._follower is not None:
+            self._follower.before_end()
+        if not self._supervised:
+            if self._ahead is not None and self._gathered[self._ahead].in_backward:
+                self._drop_ahead()
+            self._skip(self._contract[len(self._gathered) :])
 
     def end(self, end: End, flags: Sequence[bool] = ()) -> list[bool]:
         """A pass ends. An all-reduce of a few numbers.
@@ -270,10 +310,7 @@ class Order:
         Raises:
             RuntimeError: The ranks end differently, or some need another unit. All of them raise.
         """
-        if not self._supervised:
-            self._skip(self._contract[len(self._gathered) :])
-        if self._follower is not None:
-            self._follower.before_end()
+        self.skip_rest()
         skipped = 0 if all(self._needed) else 1 + crc32(bytes(self._needed)) // 4
         alike, told, notes = self._compare(end, skipped, flags)
         if self._follower is not None:

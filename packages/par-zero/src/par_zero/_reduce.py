@@ -14,6 +14,10 @@ All ranks begin reductions in one order, on one communicator: that in which the 
 earlier pass. So a chunk that is frozen, unused or registered elsewhere holds no other back. Nothing waits for another
 rank while backward goes on: that rank may need this one first, where backward itself exchanges, over a communicator of
 its own.
+
+At stage 3 a chunk is closed when backward has left its unit behind, and what of it has no gradient by then is unused.
+So reductions fall at one place between the gatherings of all ranks, whatever each of them uses; and where not all ranks
+share all chunks, and so exchange in backward, between these exchanges too, as no reduction begins before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._collectives import Flags, Handle, all_gather, all_reduce, reduce_scatter, scaled_sum
-from ._torch_private import call_at_end_of_backward, is_in_backward, without_torch_functions
+from ._torch_private import call_at_end_of_backward, is_in_backward, will_get_gradient, without_torch_functions
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
 from .layout.meter import Meter
@@ -80,6 +84,8 @@ class Reducer:
             order of its work, else any number; and any number where not all ranks share all chunks, as then backward
             itself exchanges with other ranks.
         meter: Counts the bytes of the buffers that it lends.
+        closing: Whether somebody closes chunks, see `close`. Then, where not all ranks share all chunks, none is
+            reduced before it is closed: where backward itself exchanges, all ranks must begin both in one order.
 
     Attributes:
         begun: How many chunks' reductions have begun in this pass.
@@ -87,19 +93,31 @@ class Reducer:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], sharers: Sharers, inflight: int | None = None, meter: Meter | None = None
+        self,
+        chunks: Sequence[Chunk],
+        sharers: Sharers,
+        inflight: int | None = None,
+        meter: Meter | None = None,
+        *,
+        closing: bool = False,
     ) -> None:
         self._chunks, self._sharers = chunks, sharers
         self._deferring = 0  # how many `no_sync` are entered
         self._running = False  # whether a backward pass has begun and not ended
         self._any = False  # whether a gradient has arrived in this pass; it may be a pass for inputs alone
+        self._ending = False  # whether all that this pass brings is there
         self._arrived: list[set[int]] = [set() for _ in chunks]  # the members that have their gradient in this pass
         self._awaited = [len(chunk.members) for chunk in chunks]  # how many members have one when a chunk is complete
         self._frozen: set[int] = set()  # the chunks with fewer than all
         self._taken: set[int] = set()  # the chunks whose gradients lie in their buffers
-        self._completed: list[int] = []  # the chunks that were complete in this pass, in that order
+        self._completed: set[int] = set()  # the chunks that had all gradients in this pass
+        self._waits = closing and len(sharers.each) > 1  # whether chunks are reduced when they are closed
+        self._left: list[int] = []  # the chunks of which this pass will bring no more gradients
+        self._closed: set[int] = set()  # those of them whose gradients were taken for that
+        self._reduces: bool | None = None  # whether this pass brings gradients of parameters, if that is known
+        self._came: list[int] = []  # the chunks that could be reduced in this pass, in that order
         self._order = LearnedOrder(range(len(chunks)))  # in which reductions begin
-        self._learned = [(self._order, self._completed)]  # orders, and what has come of each in this pass
+        self._learned = [(self._order, self._came)]  # orders, and what has come of each in this pass
         self.begun = 0
         self.arriving: set[int] = set()
         single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
@@ -117,6 +135,7 @@ class Reducer:
         self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
         self._told: Flags | None = None  # whether any rank had, and whether any asks for an order
         self._compare: Callable[[Sequence[bool]], list[bool]] | None = None
+        self._before_last: Callable[[], None] = lambda: None
         self._at_start: list[Callable[[], None]] = []
         self._at_end: list[Callable[..., None]] = []
         for number, chunk in enumerate(chunks):
@@ -141,6 +160,15 @@ class Reducer:
         """Has a function tell at the end of backward which flags any rank of the shards has set. It may raise."""
         self._compare = compare
 
+    def lead(self, call: Callable[[], None]) -> None:
+        """Has a function called when backward has ended, before the last reductions begin."""
+        self._before_last = call
+
+    def expect_last(self, chunks: Iterable[Chunk]) -> None:
+        """Some chunks are closed at the end of backward alone. Where all are held back until then, others go first."""
+        last = {chunk.number for chunk in chunks} if self._waits else set()
+        self._order.numbers.sort(key=last.__contains__)
+
     def learn(self, order: LearnedOrder, came: list[int]) -> None:
         """Has another order of the chunks learned, beside that of reductions.
 
@@ -163,6 +191,44 @@ class Reducer:
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Whether the pass under way has brought all gradients of a chunk; one that is not trained waits for none."""
         return chunk.number < 0 or len(self._arrived[chunk.number]) >= self._awaited[chunk.number]
+
+    def close(self, chunks: Iterable[Chunk]) -> None:
+        """The pass under way will bring no more gradients of some chunks: what has none of its own yet is unused.
+
+        So a rank that has no use of a parameter begins its reduction where the others do.
+        """
+        self._left += [chunk.number for chunk in chunks if chunk.number >= 0]
+        if self._deferring or not self._left or not self._brings_gradients():
+            return
+        for number in self._left:
+            self._closed.add(number)
+            if number not in self._taken:
+                self._take(self._chunks[number])
+            if number not in self._came:
+                self._came.append(number)
+        self._left.clear()
+
+    def begin(self, before: Iterable[Chunk] = ()) -> None:
+        """Begins to reduce all chunks whose turn has come.
+
+        Args:
+            before: Where it stops, though more may be reduced.
+        """
+        order, stops = self._order.numbers, {chunk.number for chunk in before}
+        while not self._deferring and self.begun < len(order) and order[self.begun] not in stops:
+            number = order[self.begun]
+            if self._ending and number not in self._taken:
+                self._take(self._chunks[number])
+            if number not in self._taken or (self._waits and not self._ending and number not in self._closed):
+                break
+            self._begin(self._chunks[number])
+
+    def _brings_gradients(self) -> bool:
+        """Whether the pass under way brings gradients of parameters, and not of inputs alone."""
+        if self._reduces is None:
+            members = (member for chunk in self._chunks for member in chunk.members)
+            self._reduces = any(will_get_gradient(member.parameter) for member in members)
+        return self._reduces or self._any
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,6 +299,12 @@ class Reducer:
             )
         self.start()
         self._any = True
+        if number in self._closed:
+            raise RuntimeError(
+                f"{member.names[0]!r} got a gradient when backward had gone on to what was called before its module, "
+                "and its sum over the ranks had begun without it: it was read outside of a call of its module; call "
+                "that, or make one unit of both, units=..."
+            )
         if index in arrived and not self._deferring and number in self._order.numbers[: self.begun]:
             raise RuntimeError(
                 f"{member.names[0]!r} got another gradient after its sum over the ranks had begun: it is "
@@ -240,19 +312,20 @@ class Reducer:
             )
         arrived.add(index)
         if len(arrived) >= self._awaited[number]:  # again where activation checkpointing runs a pass within the pass
-            self._completed.append(number)
+            self._completed.add(number)
+            if not self._waits:
+                self._came.append(number)
             self._take(chunk)
+            self.begin()
 
     def _take(self, chunk: Chunk) -> None:
-        """Takes the gradients of a chunk, and begins to reduce all chunks whose turn has come."""
+        """Takes the gradients of a chunk."""
         order = self._order.numbers
-        if not self._deferring and chunk.number == order[self.begun]:
+        if not self._deferring and self.begun < len(order) and chunk.number == order[self.begun]:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
         self._taken.add(chunk.number)
-        while not self._deferring and self.begun < len(order) and order[self.begun] in self._taken:
-            self._begin(self._chunks[order[self.begun]])
 
     def _begin(self, chunk: Chunk) -> None:
         """Begins to reduce the next chunk."""
@@ -287,13 +360,17 @@ class Reducer:
         """A backward pass ends."""
         reduced = self._any and not self._deferring
         asks = self._asks_for_order() if reduced else False
-        for number in self._order.numbers if self._any else ():
-            if number not in self._taken and (reduced or self._arrived[number]):
-                self._take(self._chunks[number])
         if reduced:
+            self._ending = True
+            self._before_last()
+            self.begin()
             self._finish(asks=asks)
             for chunk in self._chunks:
                 chunk.bind_gradients()
+        else:
+            for number in self._order.numbers:
+                if self._arrived[number] and number not in self._taken:
+                    self._take(self._chunks[number])
         self._forget_pass()
         self._received.keep(self._kept)
         if self._gradients.keep(self._kept):
@@ -327,10 +404,9 @@ class Reducer:
 
     def _asks_for_order(self) -> bool:
         """Whether this rank wants an order to be learned anew."""
-        completed = set(self._completed)
-        if len(completed) < len(self._chunks):
+        if len(self._completed) < len(self._chunks):
             for number, chunk in enumerate(self._chunks):
-                if number not in completed:
+                if number not in self._completed:
                     self._awaited[number] = count = _trainable(chunk)
                     (self._frozen.discard if count == len(chunk.members) else self._frozen.add)(number)
         asked = [order.asks(came) for order, came in self._learned if came]
@@ -369,9 +445,10 @@ class Reducer:
         return self._sharers.device_of_flags(self._chunks[0].own.device)
 
     def _forget_pass(self) -> None:
-        self._running, self._any, self.begun = False, False, 0
-        self._taken.clear()
-        self._completed.clear()
+        self._running, self._any, self._ending, self.begun = False, False, False, 0
+        self._reduces = None
+        for seen in (self._taken, self._completed, self._closed, self._came, self._left):
+            seen.clear()
         for arrived in self._arrived:
             arrived.clear()
 

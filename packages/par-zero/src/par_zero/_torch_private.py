@@ -44,6 +44,21 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def will_get_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass under way will leave a gradient in a parameter, asked in a hook of that pass.
+
+    `torch._C._will_engine_execute_node` is there since torch 2.0; `register_multi_grad_hook` counts with it. It raises
+    where the gradient is what `torch.autograd.grad` gives back, which leaves none.
+    """
+    if not parameter.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
 def call_at_end_of_backward(call: Callable[[], None]) -> None:
     """Has autograd call a function when the backward pass under way has done everything else.
 

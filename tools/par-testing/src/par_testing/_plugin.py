@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="with --backend strict: when an operation completes is drawn from SEED, instead of as late as it may",
     )
+    parser.addoption(
+        "--strict-slots",
+        type=int,
+        metavar="N",
+        help="with --backend strict: how many communicators of a rank can make progress at a time (default: all)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -132,8 +138,8 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
     options = ranks(*mark.args, **mark.kwargs)
     if item.config.getoption("backend") == "gloo" or not _asks_for_any_backend(item):
         return options
-    draw = item.config.getoption("strict_draw")
-    strict = Strict() if draw is None else Strict(complete="drawn", draw=draw)
+    draw, slots = item.config.getoption("strict_draw"), item.config.getoption("strict_slots")
+    strict = Strict(slots=slots) if draw is None else Strict(complete="drawn", draw=draw, slots=slots)
     return replace(options, backend="strict", strict=strict)
 
 

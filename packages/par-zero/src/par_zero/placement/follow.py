@@ -60,6 +60,7 @@ class Follower:
         most: The largest of all ranks' numbers, at each place of a list. A collective.
         compare: Compares the number of a unit with what the other ranks come to; raises where it is something else.
         busy: Whether a unit may not be dropped, as it runs, or its backward does.
+        before: Called with a unit before something is moved for its backward, of ranks that skip it too.
 
     Attributes:
         trace: What the last whole step has needed; None before there was one.
@@ -76,9 +77,10 @@ class Follower:
         most: Callable[[list[int]], list[int]],
         compare: Callable[[int], None],
         busy: Callable[[int], bool],
+        before: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._units, self._recorder, self._place, self._resident = tuple(units), recorder, place, resident
-        self._most, self._compare, self._busy = most, compare, busy
+        self._most, self._compare, self._busy, self._before_moves = most, compare, busy, before
         self._plans: dict[Needs, Plan] = {}  # by what a step needs
         self._after: dict[Needs, Needs] = {}  # by what a step needs, what the step behind it did
         self._before: Needs | None = None  # what the step before this one has needed, if all ranks know that
@@ -150,6 +152,11 @@ class Follower:
         """What the ranks compare of this one when a pass ends: four numbers, of which each gets the largest."""
         digest = self._recorder.digest // 4  # an int32 has room for it
         return int(self._departed), int(self._grown), digest, -digest
+
+    def is_to_come(self, number: int) -> bool:
+        """Whether other ranks may still come to a unit in this pass."""
+        to_come = () if self._plan is None else self._plan.needs[self._position : self._end(self._plan)]
+        return any(needed == number for _, needed in to_come)
 
     def before_end(self) -> None:
         """A pass is about to end: what the plan fetches in it still is fetched, as other ranks wait for it."""
@@ -231,8 +238,11 @@ class Follower:
         """Fetches and drops what the plan says of all moments before one."""
         for number in sorted(self._late):
             self._drop(number)
-        for moves in plan.moves[self._position : stop]:
-            for number, fetch in moves:
+        for place in range(self._position, stop):
+            kind, needed = plan.needs[place]
+            if kind == "backward":
+                self._before_moves(needed)
+            for number, fetch in plan.moves[place]:
                 if not fetch:
                     self._drop(number)
                     continue
@@ -242,7 +252,7 @@ class Follower:
                     unit.begin_gathering()
                 else:
                     unit.take_part()
-        self._position = max(self._position, stop)
+            self._position = place + 1
         fetches = (number for moves in plan.moves[self._position :] for number, fetch in moves if fetch)
         following = next(fetches, None)
         if following is not None:
