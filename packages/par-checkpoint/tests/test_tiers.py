@@ -173,12 +173,7 @@ def test_a_later_save_of_the_same_name_takes_the_place_of_one_that_is_still_to_b
         ("c", "/dev/shm/ck", TypeError, "give a list of folders"),
         ("c", [], ValueError, "give one or more folders"),
         ("c", ["a", "a/"], ValueError, "all different"),
-        (
-            "c",
-            ["a", "./b/../a"],
-            ValueError,
-            "'./b/../a' is another one, or lies in it|'a' is another one, or lies in it",
-        ),
+        ("c", ["a", "./b/../a"], ValueError, "of which 'a' is another one, or lies in it"),
         ("c", ["a/b", "a"], ValueError, "'a/b' is another one, or lies in it"),
         ("../c", ["a", "b"], ValueError, "the checkpoint's name in each of them"),
         ("/c", ["a", "b"], ValueError, "the checkpoint's name in each of them"),
