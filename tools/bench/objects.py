@@ -1,9 +1,10 @@
-"""Saving to and loading from an object store: par-checkpoint against DCP through fsspec and s3fs, in the same run.
+"""Saving to and loading from an object store: par-checkpoint, DCP through fsspec and s3fs, and the limit of the store.
 
-The store is moto's S3 server in a process of its own, behind a proxy. Once the proxy passes bytes on as fast as it can;
-once every request takes 20 ms more, and a body comes at 8 MB/s, while others go on beside it: a tenth of what S3 gives
-to one request, as this server does a small part of what S3 does in all. Run as `python tools/bench/objects.py`; writes
-docs/benchmarks/objects.md and .json.
+The limit is the plainest way to move these bytes with a checksum of each part: by the same client of HTTP, with as many
+requests at a time, on as many ranks. The store is once as fast as this machine makes it; once every request takes 20 ms
+more, and a body comes at 8 MB/s, while others go on beside it: a tenth of what S3 gives to one request, as this server
+does a small part of what S3 does in all. Run as `python tools/bench/objects.py`; writes docs/benchmarks/objects.md and
+.json.
 """
 
 import json
@@ -13,13 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable  # noqa: TC003
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _object_server import PROCESSES, Server
 from _table import write
+from _turns import shuffled
+from crc32c import crc32c
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -27,66 +32,105 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import par_checkpoint
+from par_checkpoint.format.bytes import bytes_of
+from par_checkpoint.storage.files import IN_FLIGHT
+from par_checkpoint.storage.folder import open_folder
+from par_checkpoint.storage.objects.s3 import PART, Parts, S3Store
 from par_groups import Box, Sharding
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "par-checkpoint" / "tests"))
-import stores  # type: ignore[import-not-found]
+TENSORS, SHAPE = 8, (2048, 2048)  # 16 MiB each
+TOTAL = TENSORS * SHAPE[0] * SHAPE[1] * 4
+OURS = "par-checkpoint"
+CALLS = {"save": ("limit", "joined", OURS, "DCP"), "load": ("limit", OURS, "DCP")}
+SLOW = "20 ms, 8 MB/s a request"
+STORES = {"as fast as it goes": (0.0, 0.0, 5, 1), SLOW: (0.02, 8e6, 4, 4)}
+"""By name: seconds of delay, bytes a second, turns, and every which of them has DCP in it."""
+BUDGET = 256 * 10**6  # of a save and a load, as it comes
+PUTS = min(IN_FLIGHT, BUDGET // (2 * PART))  # under way at a time, of one rank
 
-TENSORS, SHAPE = 4, (2048, 2048)  # 16 MiB each
-REPETITIONS = 2
-STORES = {"as fast as it goes": (0.0, 0.0), "20 ms, 8 MB/s a request": (0.02, 8e6)}
+Seconds = dict[tuple[str, str], float]
 
 
 def main() -> None:
     """Measures every store and number of ranks."""
-    server = stores.Server()
-    stores.make_bucket(server.url)
-    rows = []
-    for name, (slow, pace) in STORES.items():
+    rows: list[dict[str, object]] = []
+    for store in STORES:
         for ranks in (1, 2):
-            proxy = stores.Proxy(server.port)
-            proxy.start(slow=slow, pace=pace)
-            found = measured(proxy.url, ranks)
-            proxy.close()
-            for call in ("save", "load"):
-                ours, theirs = found[f"par {call}"], found[f"dcp {call}"]
-                mib = TENSORS * SHAPE[0] * SHAPE[1] * 4 / 2**20
-                rows.append(
-                    {
-                        "store": name,
-                        "ranks": ranks,
-                        "call": call,
-                        "par-checkpoint MiB/s": f"{mib / ours:.0f}",
-                        "DCP MiB/s": f"{mib / theirs:.0f}",
-                        "ratio": f"{theirs / ours:.2f}",
-                    }
-                )
-    server.close()
+            rows += rows_of(store, ranks, of_store(store, ranks))
     note = (
-        f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, 64 MiB, cut by columns over the ranks. DCP: "
-        "FsspecWriter and FsspecReader on s3fs, as DTensors. Medians of "
-        f"{REPETITIONS}, taken in turn. Server, proxy and ranks share the machine, so that the first store measures "
-        "how much of it each way takes from the server; the second is what requests at a time are worth."
+        f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, {TOTAL >> 20} MiB together, cut by columns over ranks. "
+        "DCP: FsspecWriter and FsspecReader on s3fs, of DTensors; each rank writes a file of its own, and reads it. "
+        "Ours: whole tensors in one file, which transformers opens, so that ranks exchange their columns. Limit: parts "
+        f"of {PART >> 20} MiB of a rank's own bytes, with a crc32c of each, go and come by one request each, {PUTS} "
+        f"and {IN_FLIGHT} at a time, which is what ours does, through the client of HTTP that ours and DCP use; every "
+        "part is an object. Joined: the same parts become one object, which the store puts together in the end, as it does "
+        "for ours. `against` are medians of the ratios within a turn, in which each goes once, in an order of its own; "
+        f"{STORES['as fast as it goes'][2]} turns, of the slow store {STORES[SLOW][2]}, one of them with DCP. The "
+        f"server is nanio in {PROCESSES} processes, its objects in memory. Server and ranks share the machine, so that "
+        "the first store measures how much of it each way takes; the second is what requests at a time are worth."
     )
     write("objects", "Checkpoints on an object store", rows, note)
 
 
-def measured(url: str, ranks: int) -> dict[str, float]:
-    """Seconds of each call, by ranks in processes of their own."""
+def of_store(name: str, ranks: int) -> list[Seconds]:
+    """Seconds of each call in every turn, on a store of its own."""
+    delay, pace, turns, seldom = STORES[name]
+    with tempfile.TemporaryDirectory(prefix="par-bench-", dir=in_memory()) as folder:
+        server = Server(Path(folder), delay=delay, pace=pace)
+        try:
+            return measured(server.url, ranks, turns, seldom)
+        finally:
+            server.close()
+
+
+def in_memory() -> str | None:
+    """A folder in memory, if this machine has one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def rows_of(store: str, ranks: int, turns: Sequence[Seconds]) -> list[dict[str, object]]:
+    """The table's lines of one store and number of ranks."""
+    rows: list[dict[str, object]] = []
+    for call, contenders in CALLS.items():
+        for name in contenders:
+            seconds = [turn[call, name] for turn in turns if (call, name) in turn]
+            line: dict[str, object] = {"store": store, "ranks": ranks, "call": call, "what": name}
+            line["median s"] = f"{statistics.median(seconds):.2f}"
+            line["range s"] = f"{min(seconds):.2f} to {max(seconds):.2f}"
+            line["MiB/s"] = f"{TOTAL / 2**20 / statistics.median(seconds):.0f}"
+            for base in ("limit", "joined", OURS):
+                pairs = [
+                    (turn[call, name], turn[call, base])
+                    for turn in turns
+                    if {(call, name), (call, base)} <= turn.keys()
+                ]
+                line[f"against {base}"] = f"{statistics.median(it / other for it, other in pairs):.2f}" if pairs else ""
+            rows.append(line)
+    return rows
+
+
+def measured(url: str, ranks: int, turns: int, seldom: int) -> list[Seconds]:
+    """Seconds of each call in every turn, by ranks in processes of their own."""
+    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    environment = os.environ | keys | {"AWS_ENDPOINT_URL": url, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="par-bench-") as folder:
-        commands = [[sys.executable, __file__, str(rank), str(ranks), folder] for rank in range(ranks)]
-        environment = {**os.environ, **stores.settings(url), "OMP_NUM_THREADS": "1"}
         running = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(ranks), folder, str(turns), str(seldom)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(ranks)
         ]
         outputs = [each.communicate()[0] for each in running]
         if any(each.returncode for each in running):
             raise RuntimeError("a rank failed")
-    return dict(json.loads(outputs[0].splitlines()[-1]))
+    return [{(call, name): seconds for call, name, seconds in turn} for turn in json.loads(outputs[0].splitlines()[-1])]
 
 
-def run(rank: int, ranks: int, folder: str) -> dict[str, float]:
-    """Medians of this rank."""
+def run(rank: int, ranks: int, folder: str, turns: int, seldom: int) -> list[list[tuple[str, str, float]]]:
+    """Calls with their seconds, in every turn, on this rank."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     rows, columns = SHAPE[0], SHAPE[1] // ranks
@@ -94,26 +138,93 @@ def run(rank: int, ranks: int, folder: str) -> dict[str, float]:
     box = Box((0, columns * rank), (rows, columns), 0, (columns, 1), (rank,))
     layout = dict.fromkeys(state, Sharding(SHAPE, (box,)))
     cut: dict[str, Any] = {name: DTensor.from_local(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
-    calls: dict[str, Callable[[int], object]] = {
-        "par save": lambda i: par_checkpoint.save(f"s3://bucket/par-{i}", model=state, layout=layout, overwrite=True),
-        "dcp save": lambda i: dcp_save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
-        "par load": lambda i: par_checkpoint.load(f"s3://bucket/par-{i}", model=state, layout=layout),
-        "dcp load": lambda i: dcp_load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
+    options: dict[str, Any] = {"model": state, "layout": layout, "budget": BUDGET, "progress": False}
+    plain = Plain(state, rank, ranks)
+    acts: dict[tuple[str, str], Callable[[int], object]] = {
+        ("save", "limit"): lambda _: plain.put(),
+        ("save", "joined"): lambda _: plain.put_joined(),
+        ("save", OURS): lambda i: par_checkpoint.save(f"s3://bucket/par-{i}", overwrite=True, **options),
+        ("save", "DCP"): lambda i: dcp_save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
+        ("load", "limit"): lambda _: plain.get(),
+        ("load", OURS): lambda i: par_checkpoint.load(f"s3://bucket/par-{i}", **options),
+        ("load", "DCP"): lambda i: dcp_load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(REPETITIONS + 1):
-        for name, call in calls.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            call(number % 2)
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - begin)
+    found: list[list[tuple[str, str, float]]] = []
+    for turn in range(turns + 1):  # the first is a warm-up
+        found.append([])
+        for call, names in CALLS.items():
+            wanted = [name for name in names if name != "DCP" or (turn % seldom == 0 and (turn or seldom == 1))]
+            for name in shuffled(wanted, turn):
+                dist.barrier()
+                begin = time.perf_counter()
+                acts[call, name](turn % 2)
+                dist.barrier()
+                found[-1].append((call, name, time.perf_counter() - begin))
     dist.destroy_process_group()
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return found[1:]
+
+
+class Plain:
+    """What moving a rank's bytes takes at least.
+
+    Args:
+        state: The rank's tensors.
+        rank: The rank.
+        ranks: How many there are.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
+        store = open_folder("s3://bucket/plain").store
+        if not isinstance(store, S3Store):
+            raise TypeError(f"s3:// is {type(store).__name__}")
+        self._store, self._rank, self._ranks = store, rank, ranks
+        if rank == 0:
+            store.call("create_bucket", Bucket="bucket")
+        memories = map(bytes_of, state.values())
+        self._parts = [memory[begin : begin + PART] for memory in memories for begin in range(0, len(memory), PART)]
+        self._crcs = [0] * len(self._parts)
+
+    def put(self) -> None:
+        """Every part is an object."""
+        self._each(PUTS, lambda number, data: self._store.put(f"bucket/{self._rank}-{number}", data))
+
+    def put_joined(self) -> None:
+        """All parts of all ranks become one object."""
+        path, parts = "bucket/joined", self._ranks * len(self._parts)
+        upload = [self._store.begin(path)] if self._rank == 0 else [""]
+        dist.broadcast_object_list(upload)
+        first = self._rank * len(self._parts)
+        self._each(PUTS, lambda number, data: self._store.send(path, upload[0], first + number, data))
+        dist.barrier()
+        if self._rank == 0:
+            self._store.join(path, upload[0], Parts(size=parts * PART, head=0, part=PART))
+
+    def _each(self, at_a_time: int, send: Callable[[int, bytes], object]) -> None:
+        """Sends every part, with its checksum."""
+
+        def one(number: int) -> None:
+            self._crcs[number] = crc32c(self._parts[number])
+            send(number, bytes(self._parts[number]))
+
+        with ThreadPoolExecutor(at_a_time) as pool:
+            list(pool.map(one, range(len(self._parts))))
+
+    def get(self) -> None:
+        """Every part comes into the tensors, and is checked."""
+
+        def one(number: int) -> None:
+            part = self._parts[number]
+            self._store.open(f"bucket/{self._rank}-{number}", len(part)).read_into(0, part)
+            if crc32c(part) != self._crcs[number]:
+                raise RuntimeError(f"part {number} is not what was put there")
+
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            list(pool.map(one, range(len(self._parts))))
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
+        rank, ranks, folder, turns, seldom = sys.argv[1:]
+        print(json.dumps(run(int(rank), int(ranks), folder, int(turns), int(seldom))))
     else:
         main()

@@ -71,7 +71,7 @@ def window_of(total: int, budget: int, block: int, ranks: int, in_flight: int) -
         ranks: How many ranks read together.
         in_flight: Requests of one rank that are under way at a time.
     """
-    blocks = min(REACH // block, -(-total // (block * ranks * in_flight)))
+    blocks = min(REACH // block, -(-(total // block) // (ranks * in_flight)))  # a header is no block to share out
     if ranks > 1:
         blocks = min(blocks, round_of(budget, block) // _AT_ONCE)
     return block * max(blocks, 1)
