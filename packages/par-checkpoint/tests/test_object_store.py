@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from par_checkpoint import CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
+from par_checkpoint.storage.files import REACH
 from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.objects.requests import load_requests, save_requests
 from par_checkpoint.storage.steps import read_manifest
@@ -77,9 +79,9 @@ def assert_equal(found, wanted):
         assert torch.equal(found[name], tensor), name
 
 
-def objects(server):
+def objects(address):
     """The bytes of every object, and the uploads that nobody has ended."""
-    client = stores.client(server.url)
+    client = stores.client(address)
     listed = client.list_objects_v2(Bucket=stores.BUCKET).get("Contents", [])
     uploads = client.list_multipart_uploads(Bucket=stores.BUCKET).get("Uploads", [])
     return {each["Key"]: each["Size"] for each in listed}, [each["Key"] for each in uploads]
@@ -117,7 +119,7 @@ def test_a_save_and_a_load_make_the_requests_of_the_formula_and_move_its_bytes(s
         assert not {each.kind for each in requests} & {"CopyObject", "DeleteObject"}
         assert "DeleteObjects" not in {each.kind for each in requests[:manifest]}
         assert overwrite or manifest == len(requests) - 1, "the manifest is the last of all"
-        before, uploads = objects(server)
+        before, uploads = objects(server.url)
         assert not uploads
         assert len({key.split("/")[2] for key in before if "/generation-" in key}) == 1
     found, objects_there = zeros(model), len(before)
@@ -141,10 +143,12 @@ def counts_of(requests):
     return counts
 
 
-def test_long_files_are_read_in_ranges_of_64_mib_and_short_ones_in_sixteen_at_a_time(store, monkeypatch):
-    model = {"w": torch.arange(36 * MIB, dtype=torch.float32)}  # 144 MiB
+def test_long_files_are_read_in_long_ranges_and_short_ones_in_sixteen_at_a_time(store, monkeypatch):
+    assert REACH == 64 * MIB
+    monkeypatch.setattr("par_checkpoint.transfer.read.REACH", 24 * MIB)  # so that 48 MiB are many
+    model = {"w": torch.arange(12 * MIB, dtype=torch.float32)}
     save(f"{ROOT}/c", model=model, **OPTIONS)
-    for in_flight, expected in ((16, [16 * MIB] * 9), (2, [16 * MIB, 64 * MIB, 64 * MIB])):
+    for in_flight, expected in ((16, [8 * MIB] * 6), (4, [16 * MIB] * 3), (1, [24 * MIB] * 2)):
         monkeypatch.setattr("par_checkpoint.storage.remote.RemoteFolder.in_flight", in_flight)
         store.start()
         found = zeros(model)
@@ -155,16 +159,18 @@ def test_long_files_are_read_in_ranges_of_64_mib_and_short_ones_in_sixteen_at_a_
 
 def test_sixteen_requests_of_a_rank_are_with_the_store_at_a_time(store):
     """The store answers none of them before all are there: neither threads nor connections are fewer."""
-    model = {"w": torch.zeros(32 * MIB - 1024)}  # 16 parts of 8 MiB, with the header
-    save(f"{ROOT}/a", model=model, progress=False)
+    model = {f"w{number}": torch.zeros(250) for number in range(16)}  # each in a file of its own
+    options = {"budget": "512MB", "progress": False}  # has room for sixteen parts of 8 MiB
+    save(f"{ROOT}/a", model=model, max_shard_size="1KB", **options)
     for act, kind, before in (
-        (lambda: save(f"{ROOT}/b", model=model, budget="512MB", progress=False), "UploadPart", 0),
-        (lambda: load(f"{ROOT}/a", model=model), "GetObject", 1),  # a load asks for the header first
+        (lambda: save(f"{ROOT}/b", model=model, max_shard_size="1KB", **options), "PutObject", 0),
+        (lambda: load(f"{ROOT}/a", model=model, **options), "GetObject", 16),  # a load asks for headers first
     ):
         together, asked = threading.Barrier(16, timeout=60), itertools.count()
 
         def seen(request, kind=kind, before=before, together=together, asked=asked):
-            if request.kind == kind and "/generation-" in request.path and next(asked) >= before:
+            is_data = request.kind == kind and request.path.endswith(".safetensors")
+            if is_data and next(asked) >= before:
                 together.wait()
 
         store.start(seen=seen)
@@ -284,7 +290,7 @@ def seed_shown(server, url):
     def get(name):
         return json.loads(client.get_object(Bucket=stores.BUCKET, Key=f"{prefix}/{name}")["Body"].read())
 
-    there = {key.removeprefix(f"{prefix}/") for key in objects(server)[0]}
+    there = {key.removeprefix(f"{prefix}/") for key in objects(server.url)[0]}
     if "model.safetensors.index.json" not in there:
         return None
     names = set(get("model.safetensors.index.json")["weight_map"].values())
@@ -329,7 +335,7 @@ def killed_at(store, server, mode, numbers):
             seen.append(found)
             save(url, model=weights(1, 300), overwrite=found is not None, **SMALL)
             assert seed_at(url) == 1
-            there, uploads = objects(server)
+            there, uploads = objects(server.url)
             assert not [key for key in uploads if key.startswith(root.removeprefix(f"s3://{stores.BUCKET}/"))]
             mine = [key.split("/")[3] for key in there if f"/{mode}-{number}-{passed_on}/" in key]
             assert len({name for name in mine if name.startswith("generation-")}) == 1, (
@@ -368,7 +374,7 @@ def killed_in_prune_at(store, server, numbers):
             if stores.has(server.url, f"{root}/step-00000001/par_checkpoint.json"):
                 assert verify(f"{root}/step-00000001") == []
             prune(root, keep_last=1)
-            assert not [key for key in objects(server)[0] if f"{root.rpartition('/')[2]}/step-00000001" in key]
+            assert not [key for key in objects(server.url)[0] if f"{root.rpartition('/')[2]}/step-00000001" in key]
             if done:
                 break
     return number
@@ -378,7 +384,7 @@ def test_a_first_save_that_dies_is_swept_by_prune(store, server, impatient):
     save(f"{ROOT}/step-00000002", model=weights(2, 300), **SMALL)
     assert save_and_die(store, f"{ROOT}/step-00000001", 1, 12, passed_on=True, overwrite=False)
     assert prune(ROOT, keep_last=1)
-    there, uploads = objects(server)
+    there, uploads = objects(server.url)
     assert not uploads
     assert not [key for key in there if "/step-00000001/" in key]
     assert seed_at(f"{ROOT}/step-00000002") == 2
@@ -435,7 +441,7 @@ def test_a_generation_that_disappears_while_it_is_read(store, server):
     assert_equal(found, weights(2))
     client = stores.client(server.url)
     store.start()
-    for key in objects(server)[0]:
+    for key in objects(server.url)[0]:
         if key.endswith("model-00002-of-00002.safetensors"):
             client.delete_object(Bucket=stores.BUCKET, Key=key)
     found = zeros(weights())
@@ -462,7 +468,7 @@ def save_elsewhere(server, url, seed):
 def sync(server, key, folder, skip=()):
     """What a tool that knows nothing of checkpoints does: every object becomes a file."""
     client = stores.client(server.url)
-    for name in objects(server)[0]:
+    for name in objects(server.url)[0]:
         path = folder / name.removeprefix(f"{key}/")
         if name.startswith(f"{key}/") and path.name not in skip:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -507,26 +513,31 @@ def test_transformers_opens_a_synced_folder(store, server, tmp_path):
         assert_equal(inside.state_dict(), model.state_dict())
 
 
-def shared_store():
-    """On every rank: rank 0's proxy, its requests, and an environment that leads there. To be closed by `closing`."""
-    told = [None]
+@pytest.fixture(scope="session")
+def address(server):
+    """Where the server listens, for tests whose body runs in other processes."""
+    return server.url
+
+
+def shared_proxy(address):
+    """On every rank an environment that leads to rank 0's proxy before the server; there, the proxy."""
+    proxy, told = None, [None]
     if dist.get_rank() == 0:
-        server = stores.Server()
-        stores.make_bucket(server.url)
-        proxy = stores.Proxy(server.port)
+        stores.make_bucket(address)
+        proxy = stores.Proxy(urlsplit(address).port)
         told = [proxy.url]
     dist.broadcast_object_list(told)
     os.environ.update(stores.settings(told[0]))
-    return (proxy, server) if dist.get_rank() == 0 else (None, None)
+    return proxy
 
 
 @pytest.mark.ranks(2)
-def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both():
-    proxy, server = shared_store()
-    rank, whole = dist.get_rank(), weights(3, 2048)
+def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
+    proxy = shared_proxy(address)
+    rank, whole = dist.get_rank(), weights(3)
     half = 1024 * rank
     local = {name: tensor[:, half : half + 1024].clone() for name, tensor in whole.items()}
-    layout = {name: Sharding((2048, 2048), (Box((0, half), (2048, 1024), 0, (1024, 1), (rank,)),)) for name in whole}
+    layout = {name: Sharding((640, 2048), (Box((0, half), (640, 1024), 0, (1024, 1), (rank,)),)) for name in whole}
     url = f"{ROOT}/c"
     for async_ in (False, True):
         if rank == 0:
@@ -558,13 +569,12 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both():
     dist.barrier()
     load(url, model=found)
     if rank == 0:
-        assert not objects(server)[1]
-        server.close()
+        assert not objects(address)[1]
 
 
 @pytest.mark.ranks(8)
-def test_eight_ranks_of_one_host_read_each_byte_once():
-    proxy, server = shared_store()
+def test_eight_ranks_of_one_host_read_each_byte_once(address):
+    proxy = shared_proxy(address)
     whole, url = weights(3, 2048), f"{ROOT}/c"
     if dist.get_rank() == 0:
         alone = dist.new_group([0], use_local_synchronization=True)
@@ -585,5 +595,3 @@ def test_eight_ranks_of_one_host_read_each_byte_once():
             assert counts_of(requests) == expected.by_kind
             proxy.start()
         dist.barrier()
-    if dist.get_rank() == 0:
-        server.close()

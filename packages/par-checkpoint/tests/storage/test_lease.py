@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -11,6 +9,8 @@ import pytest
 
 from par_checkpoint._errors import CheckpointError
 from par_checkpoint.storage.lease import Lease, is_held
+
+from ..forks import forked
 
 SECONDS = 0.6
 
@@ -40,11 +40,11 @@ def test_a_lease_is_held_until_it_is_released(tmp_path):
 
 
 def test_a_process_that_is_gone_holds_nothing_and_one_that_took_its_number_neither(tmp_path):
-    code = (
-        "import sys, pathlib; from par_checkpoint.storage.lease import Lease; Lease(pathlib.Path(sys.argv[1]), 60.0); "
-    )
     path = tmp_path / "lease"
-    subprocess.run([sys.executable, "-c", code + "import os; os._exit(0)", str(path)], check=True)
+    with forked() as child:
+        if not child:
+            Lease(path, 60.0)
+    assert os.waitpid(child, 0)[1] == 0
     assert path.exists()
     begin = time.monotonic()
     assert not is_held(path, 60.0)

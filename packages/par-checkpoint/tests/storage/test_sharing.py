@@ -15,6 +15,8 @@ from par_checkpoint.storage import lease, sharing
 from par_checkpoint.storage.local import LocalFolder
 from par_checkpoint.storage.sharing import Sharing, sharing_of
 
+from ..forks import forked
+
 LIVES = 1.2
 
 
@@ -122,12 +124,11 @@ def test_a_saver_on_one_mount_is_not_swept_from_the_other(mounts, far):
 
 def test_a_dead_saver_on_one_mount_is_swept_from_the_other(mounts, far):
     a, b = mounts
-    code = (
-        "import os, sys; from par_checkpoint.storage.local import LocalFolder; "
-        "staging = LocalFolder(sys.argv[1], at=lambda _: None).stage('dead'); staging.create([], 0); os._exit(0)"
-    )
     for boot in ("here", "there"):
-        subprocess.run([sys.executable, "-c", code, str(a / "run")], check=True)
+        with forked() as saver:
+            if not saver:
+                folder(a / "run").stage("dead").create([], 0)
+        assert os.waitpid(saver, 0)[1] == 0
         if boot == "there":
             far(boot)
             assert folder(b / "run").sweep() == [], "it may live: its lease is young"
