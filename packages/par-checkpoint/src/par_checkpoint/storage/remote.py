@@ -149,6 +149,7 @@ class RemoteFolder:
         self.store.delete(self.path, [MANIFEST])
         self.at("removed")
         self.store.delete(self.path, seen.root)
+        self.recover()
         self.sweep()
 
     def sweep(self, *, dry_run: bool = False) -> list[str]:
@@ -156,7 +157,6 @@ class RemoteFolder:
 
         A saver that lives is not told from a dead one.
         """
-        self.recover()
         seen = self.look()
         if not seen.is_sound:  # it may name any of the generations
             return []

@@ -40,8 +40,8 @@ def save_requests(
     return Requests(
         _without_zeros(
             {
-                "ListObjectsV2": 2 * _pages(before) + _pages(before + len(files) + beside),
-                "GetObject": 3 if replaced else 0,  # the manifest, each time that the target is looked at
+                "ListObjectsV2": _pages(before) + _pages(before + len(files) + beside),
+                "GetObject": 2 if replaced else 0,  # the manifest, each time that the target is looked at
                 "ListMultipartUploads": 1,
                 "CreateMultipartUpload": len(several),
                 "UploadPart": sum(several),
