@@ -16,7 +16,9 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
     """A gloo communicator of some ranks of the world, which find each other through its store by a name.
 
     Two ranks connect when they first send each other something: a socket for every pair would be more than a process
-    may open, from a thousand ranks on.
+    may open, from a thousand ranks on. `send` and `recv` wait for that, on one of the two sides until the other one has
+    called something, for five times `timeout`, whatever the work's `wait` is told; and who gave up dies when the other
+    one comes after all. So does the thread of a collective, and the communicator's end waits for it.
 
     Since torch 2.6. `dist.new_group` makes a communicator too, but has to be called by all ranks of the world.
 
@@ -24,7 +26,7 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
         nonce: The name, the same on all these ranks and used by no other communicator.
         rank: This rank's number among them.
         size: The number of them.
-        timeout: How long to wait for one that does not answer.
+        timeout: How long collectives wait for one that does not answer, and a fifth of how long connecting does.
     """
     store = dist.distributed_c10d.PrefixStore(nonce, dist.distributed_c10d._get_default_store())
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -35,9 +37,6 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
 
 def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
     """Sets how long the collectives of a communicator that `gloo_among` has made wait for a rank.
-
-    Two ranks that have never sent each other anything connect with the patience that it was made with: what must not
-    last longer gives `wait` its timeout, too.
 
     Since torch 2.5 or before. What is public sets it for groups that `torch.distributed` has registered.
     """

@@ -1,5 +1,8 @@
 """What ranks tell each other arrives whole, or is known not to."""
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +78,47 @@ def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, few):
             ranks.broadcast(None)
     else:
         ranks.broadcast("x")
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_never_met_wait_as_long_as_the_present_call_says(monkeypatch):
+    monkeypatch.setattr(Ranks, "_meet", lambda ranks: ranks._met.clear())
+    rank, byte = dist.get_rank(), torch.zeros(1, dtype=torch.uint8)
+    for late in (0, 1):  # gloo waits on one side alone, for five times what it was made with
+        ranks = Ranks(dist.group.WORLD, timeout=0.1, private=True)
+        ranks.set_timeout(60.0)
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.7)
+        (ranks.receive if rank else ranks.send)(byte, 1 - rank).wait()
+    for late in (0, 1):
+        ranks = Ranks(dist.group.WORLD, timeout=60.0, private=True)
+        ranks.set_timeout(0.2)
+        if rank != late:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                (ranks.receive if rank else ranks.send)(byte, 1 - rank).wait()
+        dist.barrier()
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(9)
+def test_collectives_connect_no_other_ranks():
+    """Of 8 others, a rank meets 6, those 1, 2 and 4 away on either side."""
+
+    def sockets():
+        return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
+
+    before, size = sockets(), dist.get_world_size()
+    ranks = Ranks(dist.group.WORLD, timeout=60, private=True)
+    dist.barrier()
+    met = sockets()
+    assert met - before <= 6 + 1  # and one that listens
+    for length in (1, 5000):
+        ranks.total([dist.get_rank()] * length)
+        assert len(ranks.distinct("x" * length * dist.get_rank())) == size  # each rank tells it all others
+        ranks.broadcast("y" * length)
+        ranks.to_first(b"z" * length)
+    assert sockets() == met
 
 
 @pytest.mark.ranks(2)

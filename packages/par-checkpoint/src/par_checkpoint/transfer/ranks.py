@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -27,6 +28,7 @@ from crc32c import crc32c
 from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from ..format.bytes import bytes_of
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .chunks import Chunks
@@ -37,6 +39,7 @@ _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a message that go with its head
 _FEW = 16  # ranks that tell something one after the other; more do so at once
 _PLANS = 4  # a trainer saves one or two kinds of checkpoints
+_PATIENCE = timedelta(days=1)  # of gloo, while two ranks connect: how long that may take, `Ranks` decides
 
 
 class Transfer:
@@ -74,12 +77,16 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout)
         self._hosts: list[int] | None = None
+        self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
         self._is_own = False
         if group is not None and self.size > 1:
             self._gloo = None if private else gloo_of(group)
             if self._gloo is None:
                 self._gloo, self._is_own = self._make(group), True
+                self._connecting = Workers(1, "par-checkpoint-connect")
+                weakref.finalize(self, self._connecting.leave).atexit = False
+                self._meet()
 
     def set_timeout(self, timeout: float) -> None:
         """Has all calls from now on wait so many seconds for a rank that does not answer.
@@ -95,7 +102,21 @@ class Ranks:
         """A communicator of the group's ranks alone; torch's `new_group` would have to be called by all others, too."""
         nonce = [uuid.uuid4().hex]
         dist.broadcast_object_list(nonce, group=group, group_src=0)
-        return gloo_among(f"par_checkpoint/{nonce[0]}", self.rank, self.size, self._timeout)
+        gloo = gloo_among(f"par_checkpoint/{nonce[0]}", self.rank, self.size, _PATIENCE)
+        set_timeout_of(gloo, self._timeout)
+        return gloo
+
+    def _meet(self) -> None:
+        """Connects with the ranks that this one meets in collectives: those 1, 2, 4, ... away, on either side.
+
+        A collective would connect in a thread of gloo's, which nobody could stop.
+        """
+        self._met.clear()
+        byte, other = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+        for step in (1 << power for power in range((self.size - 1).bit_length())):
+            receiving = self.receive(other, (self.rank - step) % self.size)
+            self.send(byte, (self.rank + step) % self.size).wait()
+            receiving.wait()
 
     def total(self, values: Sequence[int]) -> list[int]:
         """The sums of integers over all ranks, which must fit in 64 bits.
@@ -257,11 +278,30 @@ class Ranks:
 
     def send(self, buffer: torch.Tensor, to: int) -> Transfer:
         """Begins to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
-        return Transfer(self._gloo.send([buffer], to, 0), self._timeout)
+        return self._begun(lambda: self._gloo.send([buffer], to, 0), to)
 
     def receive(self, buffer: torch.Tensor, source: int) -> Transfer:
         """Begins to receive what that rank sends next into a contiguous uint8 tensor."""
-        return Transfer(self._gloo.recv([buffer], source, 0), self._timeout)
+        return self._begun(lambda: self._gloo.recv([buffer], source, 0), source)
+
+    def _begun(self, begin: Callable[[], Any], peer: int) -> Transfer:
+        """A transfer that has begun, after two ranks have connected if it is their first one.
+
+        Raises:
+            RuntimeError: They have not connected in time. The thread goes on waiting, as gloo cannot be told to stop.
+        """
+        if peer in self._met:
+            return Transfer(begin(), self._timeout)
+        seconds = self._timeout.total_seconds()
+        begun = self._connecting.submit(begin)
+        if not wait([begun], seconds).done:
+            raise RuntimeError(
+                f"timed out after {seconds:g} seconds: rank {peer} has not come to where rank {self.rank} waits for "
+                "it; see what it does, or pass a larger timeout"
+            )
+        transfer = Transfer(begun.result(), self._timeout)
+        self._met.add(peer)
+        return transfer
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:

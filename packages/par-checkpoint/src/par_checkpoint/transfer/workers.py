@@ -35,10 +35,14 @@ class Workers:
 
     def close(self) -> None:
         """Waits for all jobs, and ends the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        self.leave()
         for thread in self._threads:
             thread.join()
+
+    def leave(self) -> None:
+        """Has the threads end after all jobs, and waits for nothing."""
+        for _ in self._threads:
+            self._jobs.put(None)
 
     def __enter__(self) -> "Workers":
         return self
