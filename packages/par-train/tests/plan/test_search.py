@@ -90,6 +90,13 @@ def test_what_is_left_out_would_not_have_won(world, memory):
     assert [each.seconds for each in found.best] == sorted(best.values())[:5]
 
 
+def test_each_topology_is_seen_to_be_looked_at():
+    seen = []
+    found = rank(SHAPE, 8, JOB, Machine(memory=80e9), top=1, watch=lambda: seen.append(1))
+    topologies = {topology.to_json() for topology, _ in configurations(SHAPE, 8, JOB)}
+    assert len(topologies) < len(seen) <= 2 * len(topologies) < 2 * found.frames
+
+
 def test_no_topology_is_shown_twice():
     found = rank(SHAPE, 16, JOB, Machine(memory=80e9), top=8).best
     assert len({each.topology.to_json() for each in found}) == 8

@@ -1,10 +1,14 @@
 """`par-train plan`: what the config would take, and what would be best. One process, no ranks, no device."""
 
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+from tqdm import tqdm
 
 from par_groups import Topology
 
@@ -18,6 +22,9 @@ from ..plan.predict import predict
 from ..plan.report import Report
 from ..plan.schedules import microbatches_of
 from ..plan.search import rank
+
+SILENT = 2.0
+"""Seconds after which a search shows on a terminal how far it is."""
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:
@@ -64,7 +71,10 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
     job = Job(batch=options.train.batch_size, precision=options.precision, imbalance=plan_options.imbalance)
     try:
         sequence = None if plan_options.sequence == "auto" else plan_options.sequence
-        ranking = rank(shape, plan_options.world, job, machine, plan_options.top, sequence=sequence)
+        with _bar() as bar:
+            ranking = rank(
+                shape, plan_options.world, job, machine, plan_options.top, sequence=sequence, watch=bar.update
+            )
     except ValueError as error:  # of a model whose forward cannot be followed
         raise UserError(str(error)) from None
     report = Report(
@@ -79,6 +89,19 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
             ) from None
     print(report.text())
     return 0
+
+
+def _bar() -> "tqdm[NoReturn]":
+    """Shows on a terminal how many topologies a search has looked at, if it takes a while."""
+    size = shutil.get_terminal_size()  # tqdm alone shows nothing where the terminal does not know its size
+    return tqdm(
+        unit=" topologies",
+        delay=SILENT,
+        leave=False,
+        disable=not sys.stderr.isatty(),
+        ncols=size.columns,
+        nrows=size.lines,
+    )
 
 
 def pretrained_shape(options: Options) -> PlannedModel:

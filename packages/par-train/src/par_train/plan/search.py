@@ -7,7 +7,7 @@ with these. Topologies are looked at in the order of that time, until no other c
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -50,7 +50,14 @@ class Ranking:
 
 
 def rank(
-    shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, top: int = 10, *, sequence: int | None = None
+    shape: Shape | PlannedModel,
+    world: int,
+    job: Job,
+    machine: Machine,
+    top: int = 10,
+    *,
+    sequence: int | None = None,
+    watch: Callable[[], object] = lambda: None,
 ) -> Ranking:
     """Finds the fastest configurations that fit a machine, each with the cheapest of what it may do to fit.
 
@@ -61,20 +68,26 @@ def rank(
         machine: What the job runs on, with what it has beside its devices' memory.
         top: Number of topologies to find, which differ in sizes, or in the tensor mode.
         sequence: Number of ranks that each sequence is cut over; None: whatever is best.
+        watch: Is called whenever one more topology was looked at: once each, and again those that may win.
 
     Raises:
         ValueError: The model's activations cannot be known.
     """
     model = planned(shape)
-    search, bounds = _Search(model, machine, top), _bounds(model, world, job, machine, sequence)
+    search, bounds = _Search(model, machine, top), []
+    for bound in _bounds(model, world, job, machine, sequence):
+        bounds.append(bound)
+        watch()
     for bound in sorted(bounds, key=lambda one: one.seconds):
         if bound.seconds > search.slowest:
             break
         search.look_at(bound, machine.memory)
+        watch()
     for bound in sorted(bounds, key=lambda one: one.memory) if not search.best else ():
         if bound.memory > search.room:
             break
         search.look_at(bound, search.room)
+        watch()
     frames = sum(len(bound.jobs) for bound in bounds)
     if search.best:
         return Ranking(best=tuple(search.found), nearest=None, frames=frames)
@@ -159,14 +172,12 @@ class _Bound:
     memory: float
 
 
-def _bounds(model: PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> list[_Bound]:
+def _bounds(model: PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> Iterator[_Bound]:
     """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
-    bounds: list[_Bound] = []
     for topology, jobs in _frames(model, world, job, sequence):
         fewest = min(jobs, key=lambda frame: frame.microbatches)
         seconds, memory = _least(Frame(model, topology, fewest, machine), fewest, activations=False)
-        bounds.append(_Bound(topology, jobs, seconds, memory))
-    return bounds
+        yield _Bound(topology, jobs, seconds, memory)
 
 
 def _least(frame: Frame, job: Job, *, activations: bool = True) -> tuple[float, float]:
