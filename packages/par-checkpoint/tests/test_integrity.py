@@ -1,5 +1,7 @@
 """One byte, one file or the end of a file is not what was written: it is told, where, mostly before any change."""
 
+import errno
+import os
 import random
 import re
 
@@ -312,6 +314,27 @@ def rows(rank, size, value=None):
         box = Box((low, 0), (high - low, shape[1]), 0, (shape[1], 1), copies=(rank,))
         layout[name] = Sharding(shape, (box,))
     return found, layout
+
+
+@pytest.mark.parametrize("verify", ["auto", "full"])
+def test_a_disk_that_fails_in_the_middle_of_a_load_is_told_with_what_it_leaves_behind(tmp_path, monkeypatch, verify):
+    saved(tmp_path / "c")
+    real, read = os.preadv, []
+
+    def fail_later(file, views, at):
+        read.append(sum(map(len, views)))
+        if sum(read) > BLOCK:  # headers and side files are less
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, views, at)
+
+    model, optimizer = state()
+    monkeypatch.setattr(os, "preadv", fail_later)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        pc.load(tmp_path / "c", model=model, optimizer=optimizer, verify=verify, threads=1)
+    assert caught.value.errno == errno.EIO
+    unchanged = not any(parameter.any() for parameter in model.values())
+    assert unchanged == (verify == "full")
+    assert ("is now undefined: load it again" in str(caught.value)) != unchanged
 
 
 @pytest.mark.ranks([2, 3])

@@ -146,10 +146,13 @@ def _check_parts(of_ranks: Iterable[memoryview], reading: Reading) -> None:
 
 
 def _undefined(error: BaseException) -> BaseException:
-    """The error, saying what it leaves behind."""
-    if not isinstance(error, CheckpointError):
-        return error
-    return type(error)(f"{error}. What was being loaded is now undefined: load another checkpoint before going on")
+    """The error, saying what it leaves behind: some tensors may be filled, others not."""
+    now = "What was being loaded is now undefined: load it again, or another checkpoint, before going on"
+    if isinstance(error, CheckpointError):
+        return type(error)(f"{error}. {now}")
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"{error.strerror}. {now}", error.filename)
+    return error
 
 
 def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
