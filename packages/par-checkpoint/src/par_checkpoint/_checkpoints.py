@@ -91,8 +91,8 @@ class Checkpoints:
         """The folder of a step, in the first tier if there are several."""
         return f"{self._roots[0].rstrip('/')}/{step_name(step)}"
 
-    def _name(self, step: int) -> str:
-        """The path of a step that `save` and `load` take."""
+    def name(self, step: int) -> str:
+        """What `par_checkpoint.save` and `load` take as the path of a step: its folder, or its name in the tiers."""
         return self.path(step) if self.tiers is None else f"{self.root.rstrip('/')}/{step_name(step)}"
 
     def due(self, step: int) -> bool:
@@ -183,7 +183,7 @@ class Checkpoints:
         session = session_of(self._group, usable_timeout(timeout))
         self._check_newest(step, session.ranks)
         handle = save(
-            self._name(step),
+            self.name(step),
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -315,7 +315,7 @@ class Checkpoints:
             path = self.latest()
         else:
             step, _, passed = newest_step(self._roots, session.ranks)
-            path = None if step is None else self._name(step)
+            path = None if step is None else self.name(step)
             if passed and session.ranks.rank == 0:
                 taken = "nothing is" if path is None else f"{path!r} is"
                 warnings.warn(f"{'; '.join(passed)}. So {taken} gone on from", stacklevel=2)

@@ -1,6 +1,7 @@
 """What a strategy writes, and what it and others read."""
 
 import shutil
+import socket
 
 import pytest
 import torch
@@ -103,6 +104,33 @@ def test_a_run_that_goes_on_is_the_run_that_went_on(precision, tmp_path):
     for handle in handles:
         handle.wait()
     assert second.strategy.resume(tmp_path / "run") == 4
+    assert second.steps(4) == expected
+    assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypatch):
+    """Two hosts, by their names; what one had in memory is lost, and the disk is away."""
+    names, rank = ("a", "b"), dist.get_rank()
+    monkeypatch.setattr(socket, "gethostname", lambda: names[rank])
+    tiers = [tmp_path / names[rank] / "memory", tmp_path / "disk"]
+    first, second = Training(zero=2), Training(zero=2)
+    assert second.strategy.resume("gpt", tiers=tiers) is None
+    for step in (2, 4):
+        first.steps(2)
+        (handle,) = first.strategy.checkpoint("gpt", step=step, async_=True, tiers=tiers, copies=2, keep_last=[1, 2])
+    expected = first.steps(4)
+    handle.wait()
+    dist.barrier()
+    kept = [sorted(path.name for path in (tier / "gpt").iterdir()) for tier in tiers]
+    assert kept == [["step-00000004"], ["step-00000002", "step-00000004"]]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(tiers[0])
+        tiers[1].rename(tmp_path / "away")
+    dist.barrier()
+    assert second.strategy.newest_step("gpt", tiers=tiers) == 4
+    assert second.strategy.resume("gpt", tiers=tiers) == 4
     assert second.steps(4) == expected
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
 

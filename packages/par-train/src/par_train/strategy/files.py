@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, Save, inspect, load, save
+from par_checkpoint import Checkpoints, Save, load, save
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
@@ -76,44 +76,58 @@ def save_run(
     pairs: Sequence[Pair],
     state: Mapping[str, Any],
     root: PathLike,
+    *,
     step: int,
-    keep_last: int | None,
+    keep_last: int | Sequence[int | None] | None,
+    tiers: Sequence[PathLike] | None,
+    copies: int | None,
     keywords: Mapping[str, Any],
 ) -> list[Save]:
     """Writes everything; see `Strategy.checkpoint`."""
     handles = []
-    for pair, folder in _folders(pairs, root, keep_last):
+    for pair, folder in _folders(pairs, root, keep_last, tiers, copies):
         # copy="background" is how `async_` copies
         handle = folder.save(step, force=True, extra=dict(state), copy="background", **_parts(pair), **keywords)
         handles.extend([] if handle is None else [handle])
     return handles
 
 
-def newest_step(pairs: Sequence[Pair], root: PathLike) -> int | None:
+def newest_step(pairs: Sequence[Pair], root: PathLike, tiers: Sequence[PathLike] | None) -> int | None:
     """The newest step that all models have whole; see `Strategy.newest_step`."""
-    newest = [folder.latest() for _, folder in _folders(pairs, root, None)]
+    newest = [folder.latest() for _, folder in _folders(pairs, root, None, tiers)]
     steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
     return min(steps) if len(steps) == len(newest) else None
 
 
-def load_run(pairs: Sequence[Pair], loaders: int, root: PathLike, step: int) -> Mapping[str, Any]:
+def load_run(
+    pairs: Sequence[Pair], loaders: int, root: PathLike, step: int, tiers: Sequence[PathLike] | None
+) -> Mapping[str, Any]:
     """Reads everything, and gives the state that `save_run` was given; see `Strategy.resume`."""
-    folders = _folders(pairs, root, None)
-    saved = len(inspect(folders[0][1].path(step)).extra["loaders"])
+    folders = _folders(pairs, root, None, tiers)
+    saved = len(load(folders[0][1].name(step), strict=False, tiers=tiers).extra["loaders"])  # fills nothing yet
     if saved != loaders:
         raise ValueError(f"step {step} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
     state: Mapping[str, Any] = {}
     for pair, folder in folders:
-        state = load(folder.path(step), **_parts(pair)).extra
+        state = load(folder.name(step), tiers=tiers, **_parts(pair)).extra
     return state
 
 
-def _folders(pairs: Sequence[Pair], root: PathLike, keep_last: int | None) -> list[tuple[Pair, Checkpoints]]:
+def _folders(
+    pairs: Sequence[Pair],
+    root: PathLike,
+    keep_last: int | Sequence[int | None] | None,
+    tiers: Sequence[PathLike] | None = None,
+    copies: int | None = None,
+) -> list[tuple[Pair, Checkpoints]]:
     """Each optimizer's checkpoints; one has the root for itself."""
     if not pairs:
         raise ValueError("there is no model to save or to resume; call initialize() first")
     roots = [os.fspath(root)] if len(pairs) == 1 else [f"{os.fspath(root)}/{n}" for n in range(len(pairs))]
-    return [(pair, Checkpoints(path, keep_last=keep_last)) for pair, path in zip(pairs, roots, strict=True)]
+    return [
+        (pair, Checkpoints(path, keep_last=keep_last, tiers=tiers, copies=copies))
+        for pair, path in zip(pairs, roots, strict=True)
+    ]
 
 
 def _parts(pair: Pair) -> dict[str, Any]:

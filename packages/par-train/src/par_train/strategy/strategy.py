@@ -646,17 +646,24 @@ class Strategy(Setup):
         *,
         step: int,
         async_: bool = False,
-        keep_last: int | None = None,
+        keep_last: int | Sequence[int | None] | None = None,
+        tiers: Sequence[Path] | None = None,
+        copies: int | None = None,
         options: SaveOptions | None = None,
     ) -> list[Save]:
         """Writes everything that training needs to go on, as `root/step-00000100`. Collective.
 
         Args:
             root: The folder of the checkpoints. Where there are several models, each has a folder `0`, `1`, ... in it.
+                With tiers: its name in each of them, such as "gpt".
             step: Steps done.
             async_: Whether to go on at once: the next step of an optimizer waits until the bytes are copied. To change
                 weights otherwise, wait for the handle's `wait_for_copy()`.
-            keep_last: Number of the newest checkpoints that stay; None keeps all.
+            keep_last: Number of the newest checkpoints that stay; None keeps all. With tiers also a list of one for
+                each.
+            tiers: Folders or URLs, the nearest first, such as "/dev/shm/run" and "s3://bucket/run": a step waits for
+                the first alone, see `par_checkpoint.save`. `newest_step` and `resume` must be given them, too.
+            copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
             options: Further options of `par_checkpoint.save`, such as its `workers`.
 
         Returns:
@@ -666,18 +673,21 @@ class Strategy(Setup):
         positions = [position.state_dict() for _, position in self._loaders]
         state = {"steps": self._steps, "loaders": positions}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
-        return save_run(self._pairs, state, root, step, keep_last, keywords)
+        return save_run(
+            self._pairs, state, root, step=step, keep_last=keep_last, tiers=tiers, copies=copies, keywords=keywords
+        )
 
-    def newest_step(self, root: Path) -> int | None:
+    def newest_step(self, root: Path, *, tiers: Sequence[Path] | None = None) -> int | None:
         """The newest step whose checkpoint is whole, for every model; None if there is none. Collective.
 
         Args:
             root: The folder that `checkpoint` was given.
+            tiers: The tiers that it was given.
         """
         self._check_open()
-        return newest_step(self._pairs, root)
+        return newest_step(self._pairs, root, tiers)
 
-    def resume(self, root: Path, *, step: int | None = None) -> int | None:
+    def resume(self, root: Path, *, step: int | None = None, tiers: Sequence[Path] | None = None) -> int | None:
         """Goes on from a checkpoint, under the topology that wrote it or another one. Collective.
 
         Of several models the newest step that all of them have is taken: a run that was killed may have written its
@@ -686,14 +696,15 @@ class Strategy(Setup):
         Args:
             root: The folder that `checkpoint` was given.
             step: The step of the checkpoint; None takes the newest whole one.
+            tiers: The tiers that `checkpoint` was given.
 
         Returns:
             The step; None if there is no checkpoint.
         """
         self._check_open()
-        step = newest_step(self._pairs, root) if step is None else step
+        step = newest_step(self._pairs, root, tiers) if step is None else step
         if step is not None:
-            state = load_run(self._pairs, len(self._loaders), root, step)
+            state = load_run(self._pairs, len(self._loaders), root, step, tiers)
             self.steps = state["steps"]
             for (reference, position), saved in zip(self._loaders, state["loaders"], strict=True):
                 loader = reference()
