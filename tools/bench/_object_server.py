@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from nanio.app import build_app  # type: ignore[import-not-found]
+from nanio.app import build_app
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""Seconds of saving and loading, side by side with what else there is, on the disk of TMPDIR.
+"""Seconds of saving and loading, side by side with what else there is, on the disk of TMPDIR and in memory.
 
 Contenders take turns in one run, so that each meets the disk in all its moods; ratios are medians over the turns. Every
 save includes fsync, every load ends with the bytes in tensors that were there before. Run as
@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _table import write
+from _table import Section, write_sections
 from _turns import shuffled
+from crc32c import crc32c
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -44,8 +45,40 @@ STEP = 0.1  # seconds of compute between a save and the optimizer's step
 SHAPES = [(32000, 1024), *[(4096, 1024), (1024, 4096), (1024,)] * 12]
 TOTAL = sum(torch.Size(shape).numel() for shape in SHAPES) * 4
 CASES = ("1 rank", "2 ranks, rows", "2 ranks, replicas")
+PLACES = {"disk": None, "tmpfs": "/dev/shm"}
 
-BASES = {"blocked": "save: par-checkpoint", "disk": "save: par-checkpoint", "step": "step: alone"}
+BASES = {
+    "blocked": "save: par-checkpoint",
+    "disk": "save: par-checkpoint",
+    "step": "step: alone",
+    "step on one core": "step on one core: alone",
+}
+LIMITS = {"load": "load: pread + crc32c", "cold load": "cold load: pread"}
+
+NOTES = {
+    "disk": (
+        f"{len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB together; rows: each of 2 ranks holds half of every "
+        f"tensor, replicas: each holds all. {RUNS} turns, each in an order of its own, with the slow contenders in "
+        f"{RUNS // SELDOM} of them, every save into an empty folder with nothing left to write back, {THREADS} threads "
+        "a rank for ours and for plain pwrite and pread. Saves include fsync. Ours makes and checks a crc32c of every "
+        "4 MiB. Loads end in tensors that were there before, from files that were read just before; cold: they are not "
+        "in the page cache. "
+        "`ours is faster` is the median of the ratios within a turn: how many times as long the contender takes as "
+        "ours does. `disk` is what the disk takes at most: one rank writes as many bytes, from one small piece of "
+        "memory, into a file that has its blocks already, and syncs it. `limit` of a save is how many times as long it "
+        "takes as the fastest of these, or of plain pwrite and fsync, in its turn; of a load, as plain pread with a "
+        "crc32c of what was read; of a cold load, as plain pread. O_DIRECT needs no "
+        "new pages of the page cache, which on some virtual machines cost more than the disk. `blocked` is the time "
+        "that save keeps the trainer with async_=True, in the call and before the optimizer's step, against our "
+        f"synchronous save; between the two are {STEP} s of forward and backward passes on this machine's cores, "
+        "`step`, against the same without a save; on one core: the step computes in one thread, and leaves the other "
+        "cores to the save. The first save, which makes the buffer, is a warm-up."
+    ),
+    "tmpfs": (
+        "The same where files are memory. There is no disk to measure alone and nothing is ever cold; `limit` of a "
+        "save is plain pwrite of the same tensors into a new file, with as many threads."
+    ),
+}
 
 State = dict[str, torch.Tensor]
 Seconds = dict[str, float]
@@ -60,6 +93,7 @@ class Bench:
         folder: The folder that takes the files.
         mirror: A second copy of this rank's bytes, for memcpy.
         step: A training step without the optimizer's part.
+        in_memory: Whether the folder is on no disk: then there is nothing to evict, and no disk to measure alone.
         turns: Seconds by contender, a dict a turn.
     """
 
@@ -67,6 +101,7 @@ class Bench:
     folder: Path
     mirror: State
     step: Callable[[], None]
+    in_memory: bool = False
     turns: list[Seconds] = field(default_factory=list)
 
     @property
@@ -83,11 +118,12 @@ class Bench:
             if name.startswith("disk") and first():
                 allocate(self.folder / name)
             self.measure(name, partial(act, self.folder / name))
-        sources = {"par-checkpoint": "save: par-checkpoint", "pread, as many threads": "save: pwrite + fsync"}
+        plain = "save: pwrite + fsync"
+        sources = {"par-checkpoint": "save: par-checkpoint", "pread": plain, "pread + crc32c": plain}
         for name, act in shuffled(list(self.loaders(slow=slow).items()), number):
             source = self.folder / sources.get(name, f"save: {name}")
             self.measure(f"load: {name}", partial(act, source), partial(warm, source))
-            if name != "memcpy":
+            if name != "memcpy" and not self.in_memory:
                 self.measure(f"cold load: {name}", partial(act, source), partial(evict, source))
         for name in self.savers(slow=slow):
             self.clear(name)
@@ -101,8 +137,13 @@ class Bench:
         }
         if slow:
             found["blocked: par-checkpoint, async"] = partial(self.save_async, "blocking")
+            if world() == 1:
+                found["blocked: par-checkpoint, async, beside a step on one core"] = partial(
+                    self.save_async, "one core"
+                )
             found["save: DCP"] = self.save_dcp
             found["save: DCP, Hugging Face files"] = self.save_hugging_face
+        if slow and not self.in_memory:
             found |= {f"disk: page cache, threads: {n}": partial(fill_early, n) for n in (2, 4)}
             found |= {f"disk: O_DIRECT, threads: {n}": partial(fill_directly, n) for n in (1, 2, 4)}
         if slow and world() == 1:  # for more ranks the first would do the same
@@ -115,7 +156,8 @@ class Bench:
         found: dict[str, Callable[[Path], None]] = {
             "par-checkpoint": self.load,
             "memcpy": self.copy,
-            "pread, as many threads": self.read_plainly,
+            "pread": self.read_plainly,
+            "pread + crc32c": partial(self.read_plainly, checked=True),
         }
         if slow:
             found["DCP"] = self.load_dcp
@@ -149,14 +191,24 @@ class Bench:
     def save_async(self, copy: str, path: Path) -> float:
         """Seconds that the trainer is blocked, in the call and before the optimizer's step; ends when all is saved."""
         model = {name: nn.Parameter(each) for name, each in self.state.items()}  # what changes only in a step
-        kinds = {"blocking": "beside async", "background": "beside async, background copy"}
+        kinds = {
+            "blocking": "step: beside async",
+            "background": "step: beside async, background copy",
+            "one core": "step on one core: beside async, background copy",
+        }
         if copy == "background":
             self.measure("step: alone", self.step)
+        threads = torch.get_num_threads()
+        if copy == "one core":
+            torch.set_num_threads(1)
+            self.measure("step on one core: alone", self.step)
         wait()
-        saving = par_checkpoint.save(path, model=model, async_=True, copy=copy, threads=THREADS, progress=False)
+        how = "blocking" if copy == "blocking" else "background"
+        saving = par_checkpoint.save(path, model=model, async_=True, copy=how, threads=THREADS, progress=False)
         begin = time.perf_counter()
         self.step()
-        self.turns[-1][f"step: {kinds[copy]}"] = time.perf_counter() - begin
+        self.turns[-1][kinds[copy]] = time.perf_counter() - begin
+        torch.set_num_threads(threads)
         saving.wait_for_copy()
         saving.wait()
         return saving.blocked_seconds
@@ -187,9 +239,14 @@ class Bench:
         self.each_chunk(path, os.O_CREAT | os.O_WRONLY, os.pwrite)
         sync([path / "all"])
 
-    def read_plainly(self, path: Path) -> None:
+    def read_plainly(self, path: Path, *, checked: bool = False) -> None:
         """Every rank's bytes out of that one file; of replicas each reads everything."""
-        self.each_chunk(path, os.O_RDONLY, lambda file, chunk, at: os.preadv(file, [chunk], at), whole=True)
+
+        def read(file: int, chunk: memoryview, at: int) -> int:
+            count = os.preadv(file, [chunk], at)
+            return crc32c(chunk) if checked else count
+
+        self.each_chunk(path, os.O_RDONLY, read, whole=True)
 
     def each_chunk(
         self, path: Path, flags: int, act: Callable[[int, memoryview, int], int], *, whole: bool = False
@@ -230,30 +287,21 @@ class Bench:
 
 def main() -> None:
     """Measures every case in processes of its own."""
-    rows = [row for case in CASES for row in rows_of(case, measured(case))]
-    note = (
-        f"{len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB together; rows: each of 2 ranks holds half of every "
-        f"tensor, replicas: each holds all. {RUNS} turns, each in an order of its own, with the slow contenders in "
-        f"{RUNS // SELDOM} of them, every save into an empty folder with nothing left to write back, {THREADS} threads "
-        "a rank for ours and for plain pwrite and pread. Saves include fsync. Ours makes and checks a crc32c of every "
-        "4 MiB. Loads end in tensors that were there before, from files that were read just before; cold: they are not "
-        "in the page cache. "
-        "`ours is faster` is the median of the ratios within a turn: how many times as long the contender takes as "
-        "ours does. `disk` is what the disk takes at most: one rank writes as many bytes, from one small piece of "
-        "memory, into a file that has its blocks already, and syncs it. `limit` is how many times as long a save takes "
-        "as the fastest of these in its turn; nothing that writes these bytes could beat it by more. O_DIRECT needs no "
-        "new pages of the page cache, which on some virtual machines cost more than the disk. `blocked` is the time "
-        "that save keeps the trainer with async_=True, in the call and before the optimizer's step, against our "
-        f"synchronous save; between the two are {STEP} s of forward and backward passes on this machine's cores, "
-        "`step`, against the same without a save. The first save, which makes the buffer, is a warm-up."
-    )
-    write("checkpoint", "Saving and loading", rows, note)
+    sections = [
+        Section(
+            title=f"On {'a disk' if place == 'disk' else 'tmpfs'}",
+            note=NOTES[place],
+            rows=[row for case in CASES for row in rows_of(case, measured(case, place))],
+        )
+        for place in PLACES
+    ]
+    write_sections("checkpoint", "Saving and loading", sections)
 
 
-def measured(case: str) -> list[Seconds]:
+def measured(case: str, place: str) -> list[Seconds]:
     """Seconds by contender, of every turn; one process a rank."""
-    with tempfile.TemporaryDirectory(prefix="par-bench-") as folder:
-        commands = [[sys.executable, __file__, case, str(rank), folder] for rank in range(int(case[0]))]
+    with tempfile.TemporaryDirectory(prefix="par-bench-", dir=PLACES[place]) as folder:
+        commands = [[sys.executable, __file__, case, str(rank), folder, place] for rank in range(int(case[0]))]
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
         outputs = [each.communicate()[0] for each in running]
     if any(each.returncode for each in running):
@@ -276,9 +324,9 @@ def rows_of(case: str, turns: Sequence[Seconds]) -> list[dict[str, object]]:
                 "what": name,
                 "median s": f"{statistics.median(seconds):.3f}",
                 "range s": f"{min(seconds):.3f} to {max(seconds):.3f}",
-                "GiB/s": "" if kind == "step" else f"{TOTAL / 2**30 / statistics.median(seconds):.2f}",
+                "GiB/s": "" if kind.startswith("step") else f"{TOTAL / 2**30 / statistics.median(seconds):.2f}",
                 "ours is faster": ratio(turns, name, itemgetter(base)),
-                "limit": ratio(turns, name, best_of_disk) if kind == "save" else "",
+                "limit": ratio(turns, name, best_of_disk) if kind == "save" else of_limit(turns, kind, name),
             }
         )
     return rows
@@ -290,12 +338,19 @@ def ratio(turns: Iterable[Seconds], name: str, base: Callable[[Seconds], float |
     return f"{statistics.median(it / other for it, other in pairs if other is not None):.2f}"
 
 
+def of_limit(turns: Iterable[Seconds], kind: str, name: str) -> str:
+    """The ratio to the plainest way to load as much."""
+    return ratio(turns, name, itemgetter(LIMITS[kind])) if kind in LIMITS else ""
+
+
 def best_of_disk(turn: Seconds) -> float | None:
-    """The least seconds that the disk took in a turn, if it was measured then."""
-    return min((seconds for name, seconds in turn.items() if name.startswith("disk")), default=None)
+    """The least seconds that plain writes took in a turn in which the disk was measured, if there is one."""
+    disk = [seconds for name, seconds in turn.items() if name.startswith("disk")]
+    is_measured = disk or "save: DCP" in turn
+    return min([*disk, turn["save: pwrite + fsync"]]) if is_measured else None
 
 
-def run(case: str, number: int, folder: Path) -> list[Seconds]:
+def run(case: str, number: int, folder: Path, place: str) -> list[Seconds]:
     """All turns, on one rank."""
     if case != CASES[0]:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
@@ -305,7 +360,7 @@ def run(case: str, number: int, folder: Path) -> list[Seconds]:
         mesh = init_device_mesh("cpu", (2,))
         state = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in state.items()}
     mirror = {name: local(each).clone() for name, each in state.items()}
-    bench = Bench(state=state, folder=folder, mirror=mirror, step=training_step())
+    bench = Bench(state=state, folder=folder, mirror=mirror, step=training_step(), in_memory=place != "disk")
     for turn in range(WARM_UPS + RUNS):
         bench.turn(turn)
     return bench.turns[WARM_UPS:]
@@ -416,4 +471,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     else:
-        print(json.dumps(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))))
+        print(json.dumps(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])))

@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor, Shard
 import par_checkpoint
 from par_checkpoint.format.bytes import bytes_of
 from par_checkpoint.storage.files import IN_FLIGHT
-from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.objects.s3 import PART, Parts, S3Store
+from par_checkpoint.storage.remote import RemoteFolder
 from par_groups import Box, Sharding
 
 TENSORS, SHAPE = 8, (2048, 2048)  # 16 MiB each
@@ -63,8 +63,8 @@ def main() -> None:
         "Ours: whole tensors in one file, which transformers opens, so that ranks exchange their columns. Limit: parts "
         f"of {PART >> 20} MiB of a rank's own bytes, with a crc32c of each, go and come by one request each, {PUTS} "
         f"and {IN_FLIGHT} at a time, which is what ours does, through the client of HTTP that ours and DCP use; every "
-        "part is an object. Joined: the same parts become one object, which the store puts together in the end, as it does "
-        "for ours. `against` are medians of the ratios within a turn, in which each goes once, in an order of its own; "
+        "part is an object. Joined: the same parts become one object, which the store puts together in the end, as it "
+        "does for ours. `against` are medians of ratios within a turn, in which each goes once, in a new order; "
         f"{STORES['as fast as it goes'][2]} turns, of the slow store {STORES[SLOW][2]}, one of them with DCP. The "
         f"server is nanio in {PROCESSES} processes, its objects in memory. Server and ranks share the machine, so that "
         "the first store measures how much of it each way takes; the second is what requests at a time are worth."
@@ -174,7 +174,7 @@ class Plain:
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
-        store = open_folder("s3://bucket/plain").store
+        store = RemoteFolder("s3://bucket/plain", at=lambda _: None).store
         if not isinstance(store, S3Store):
             raise TypeError(f"s3:// is {type(store).__name__}")
         self._store, self._rank, self._ranks = store, rank, ranks

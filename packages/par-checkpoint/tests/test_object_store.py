@@ -243,7 +243,7 @@ def test_a_store_that_stays_in_trouble_is_a_typed_error_and_the_old_is_there(sto
         load(url, model=found)
     assert "undefined" not in str(caught.value), "no header has come"
     assert_equal(found, zeros(weights()))
-    for verify in ("auto", "full"):
+    for how in ("auto", "full"):
         headers = itertools.count(1)
 
         def cut_data(request, headers=headers):
@@ -252,8 +252,8 @@ def test_a_store_that_stays_in_trouble_is_a_typed_error_and_the_old_is_there(sto
 
         store.start(seen=cut_data)
         with pytest.raises(StoreError, match=r"the store failed .* times") as caught:
-            load(url, model=found, verify=verify)
-        assert ("is now undefined: load it again, or another" in str(caught.value)) == (verify == "auto")
+            load(url, model=found, verify=how)
+        assert ("is now undefined: load it again, or another" in str(caught.value)) == (how == "auto")
     store.start()
     load(url, model=found)
     assert_equal(found, weights(1))
