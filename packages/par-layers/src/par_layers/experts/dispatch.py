@@ -21,8 +21,8 @@ from torch.compiler import is_compiling
 from .._collectives import start_exchange
 from .._once import once_differentiable
 from .._torch_private import apart, assert_async, is_any_autocast_enabled, sums_of_bags
+from . import graph
 from .capacity import assigned, extended, slots
-from .graph import SentInGraph
 from .rows import PADDING, by_expert, inverse, sorted_by_expert
 
 
@@ -67,7 +67,7 @@ class Dispatch:
 
     def send(
         self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None, priorities: Tensor | None = None
-    ) -> "Sent | SentInGraph":
+    ) -> "Sent":
         """Begins to send this rank's rows. Every rank of the group must call it, one without tokens too.
 
         Args:
@@ -100,7 +100,7 @@ class Dispatch:
             ranked = gates if priorities is None else priorities
             if is_compiling():
                 placed = self._placed(ids, ranked, self._each(ids, most))
-                return SentInGraph(x, gates, *placed, experts=self.experts, group=self.group)
+                return _SentInGraph(x, gates, *placed, experts=self.experts, group=self.group)
             if self.group is None or x.device.type != "cpu" or type(x) is not Tensor:
                 return self._sent(x, gates, self._slots(x, ids, gates, most, ranked))
             return self._send_agreed(x, ids, gates, most, ranked)
@@ -235,7 +235,8 @@ class Sent:
 
         Returns:
             The rows [R, h], expert by expert; their gates [R]; and the number of rows of each of this rank's experts,
-            int64 [E / p], in the host's memory unless nothing was exchanged.
+            int64 [E / p], in the host's memory unless nothing was exchanged. Within a graph of torch.compile these are
+            a list.
         """
         return apart(self._receive) if is_compiling() else self._receive()
 
@@ -281,6 +282,61 @@ class Sent:
         else:
             summed = _Combine.apply(rows, route)  # type: ignore[no-untyped-call]
         return summed
+
+
+class _SentInGraph(Sent):
+    """Rows on their way in a graph of torch.compile, with a capacity.
+
+    Args:
+        x: This rank's tokens, [M, h].
+        gates: Their weights, [M, k].
+        order: Which row, counted over [M, k], is in each slot, int64 [E * C]; M * k in an empty one.
+        places: In which slot each row is, int64 [M, k]; E * C where it is dropped.
+        dropped: Number of dropped rows, int64 [].
+        experts: Number of experts of all ranks, E.
+        group: The ranks; None for one device.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        order: Tensor,
+        places: Tensor,
+        dropped: Tensor,
+        *,
+        experts: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._dropped = dropped
+        self._ranks = 1 if group is None else group.size()
+        self._name = "" if group is None else group.group_name
+        self._local, self._each = experts // self._ranks, order.shape[0] // experts
+        self._order, self._places = order, places
+        self._width, self._dtype = x.shape[1], gates.dtype
+        self._filled = graph.filled(x, gates, order, places)
+        self._started = None if group is None else graph.begin(*self._filled, self._ranks, self._name)
+
+    @property
+    def dropped(self) -> Tensor:
+        return self._dropped
+
+    def receive(self) -> tuple[Tensor, Tensor, list[int]]:  # type: ignore[override]  # what a graph can hold
+        rows, gates = self._filled
+        if self._started is not None:
+            rows, gates = graph.arrive(self._started, self._width, self._dtype, self._ranks, self._name)
+            rows = rows.view(self._ranks, self._local, self._each, self._width).transpose(0, 1).flatten(0, 2)
+            gates = gates.view(self._ranks, self._local, self._each).transpose(0, 1).flatten()
+        return rows, gates, [self._ranks * self._each] * self._local
+
+    def through(self, experts: Callable[..., Tensor]) -> Tensor:
+        return self.combine(experts(*self.receive()))
+
+    def combine(self, rows: Tensor) -> Tensor:
+        if self._ranks > 1:
+            by_source = rows.view(self._local, self._ranks, self._each, self._width).transpose(0, 1).flatten(0, 2)
+            rows = graph.back(by_source, self._ranks, self._name)
+        return graph.summed(rows, self._order, self._places)
 
 
 class Flight:

@@ -5,11 +5,9 @@ of one autograd function and the gradient of the next, and needs no object that 
 two collectives and backward two; the compiler may move what is independent between their begins and waits.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._collectives import finish
@@ -19,60 +17,44 @@ from .capacity import extended
 from .rows import PADDING
 
 
-class SentInGraph:
-    """Rows on their way, as `Sent`.
+def filled(x: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows and gates of all slots.
 
     Args:
-        x: This rank's tokens, [M, h].
+        x: Tokens, [M, h].
         gates: Their weights, [M, k].
-        order: Which row, counted over [M, k], is in each slot, int64 [E * C]; M * k in an empty one.
-        places: In which slot each row is, int64 [M, k]; E * C where it is dropped.
-        dropped: Number of dropped rows, int64 [].
-        experts: Number of experts of all ranks, E.
-        group: The ranks; None for one device.
+        order: Which row, counted over [M, k], is in each slot, int64 [n]; M * k in an empty one.
+        places: In which slot each row is, int64 [M, k]; n where it is dropped.
+
+    Returns:
+        [n, h] and [n]; zeros in empty slots.
     """
+    rows, of_rows = _Rows.apply(x, gates, order, places)  # type: ignore[no-untyped-call]
+    return rows, of_rows
 
-    def __init__(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        order: Tensor,
-        places: Tensor,
-        dropped: Tensor,
-        *,
-        experts: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.dropped = dropped
-        self._ranks = 1 if group is None else group.size()
-        self._name = "" if group is None else group.group_name
-        self._local, self._each = experts // self._ranks, order.shape[0] // experts
-        self._order, self._places = order, places
-        self._width, self._dtype = x.shape[1], gates.dtype
-        self._rows, self._gates = _Rows.apply(x, gates, order, places)  # type: ignore[no-untyped-call]
-        if self._ranks > 1:
-            self._rows = _Begin.apply(self._rows, self._gates, self._ranks, self._name)  # type: ignore[no-untyped-call]
 
-    def receive(self) -> tuple[Tensor, Tensor, list[int]]:
-        """As `Sent.receive`; but the numbers of rows, which are known, are a list."""
-        rows, gates = self._rows, self._gates
-        if self._ranks > 1:
-            rows, gates = _Arrive.apply(rows, self._width, self._dtype, self._ranks, self._name)  # type: ignore[no-untyped-call]
-            rows = rows.view(self._ranks, self._local, self._each, self._width).transpose(0, 1).flatten(0, 2)
-            gates = gates.view(self._ranks, self._local, self._each).transpose(0, 1).flatten()
-        return rows, gates, [self._ranks * self._each] * self._local
+def summed(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """The sum of each token's rows, [M, h], of those of all slots, [n, h]; `order` and `places` as in `filled`."""
+    sums: Tensor = _Sums.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    return sums
 
-    def through(self, experts: Callable[..., Tensor]) -> Tensor:
-        """As `Sent.through`."""
-        return self.combine(experts(*self.receive()))
 
-    def combine(self, rows: Tensor) -> Tensor:
-        """As `Sent.combine`."""
-        if self._ranks > 1:
-            by_source = rows.view(self._local, self._ranks, self._each, self._width).transpose(0, 1).flatten(0, 2)
-            rows = _Back.apply(by_source, self._ranks, self._name)  # type: ignore[no-untyped-call]
-        summed: Tensor = _Sums.apply(rows, self._order, self._places)  # type: ignore[no-untyped-call]
-        return summed
+def begin(rows: Tensor, gates: Tensor, ranks: int, group: str) -> Tensor:
+    """Begins to send as many rows [n, h] with their gates [n] to each rank of a named group; for `arrive`."""
+    started: Tensor = _Begin.apply(rows, gates, ranks, group)  # type: ignore[no-untyped-call]
+    return started
+
+
+def arrive(started: Tensor, width: int, dtype: torch.dtype, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+    """Waits for the rows [n, width] and gates [n], of this dtype, that arrive."""
+    rows, gates = _Arrive.apply(started, width, dtype, ranks, group)  # type: ignore[no-untyped-call]
+    return rows, gates
+
+
+def back(rows: Tensor, ranks: int, group: str) -> Tensor:
+    """Sends outputs [n, h] back, as many to each rank, and waits for those that come."""
+    arrived: Tensor = _Back.apply(rows, ranks, group)  # type: ignore[no-untyped-call]
+    return arrived
 
 
 class _Rows(torch.autograd.Function):
@@ -87,7 +69,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return _summed(rows, places), extended(gates).take(places), None, None
+        return _sums(rows, places), extended(gates).take(places), None, None
 
 
 class _Sums(torch.autograd.Function):
@@ -96,7 +78,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(order, places)
-        return _summed(rows, places)
+        return _sums(rows, places)
 
     @staticmethod
     @once_differentiable
@@ -109,7 +91,7 @@ def _taken(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return extended(x).index_select(0, order // places.shape[1])
 
 
-def _summed(rows: Tensor, places: Tensor) -> Tensor:
+def _sums(rows: Tensor, places: Tensor) -> Tensor:
     """The sums of each token's rows, of those of all slots."""
     if not places.numel():
         return rows.new_zeros(len(places), rows.shape[1])
