@@ -12,7 +12,7 @@ import torch.distributed as dist
 from par_train.jobs.options import ModelOptions
 from par_train.plan.inputs import NUMBERS
 from par_train.plan.memory import saved_block, saved_ends
-from par_train.plan.shape import Cut, Part, Shape
+from par_train.plan.shape import Cut, Shape
 
 from .measured_runs import SavedPeak, running
 
@@ -37,7 +37,7 @@ def assert_activations(run, recompute, case):
     if recompute == "layers":
         tokens = 4 * MODEL.context  # of a rank's rows
         whole = saved_block(SHAPE, Cut(), NUMBERS["fp32"], tokens) - tokens * MODEL.width * 4
-        last = saved_ends(SHAPE, Cut(), NUMBERS["fp32"], Part(blocks=0, first=False, last=True), tokens)
+        last = saved_ends(SHAPE, Cut(), NUMBERS["fp32"], tokens, last=True)
         activations -= max(0, whole - last)
     with SavedPeak(run.trainer.model.parameters()) as saved:
         run.trainer.advance(0)

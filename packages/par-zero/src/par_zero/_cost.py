@@ -36,6 +36,10 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
+_NOTHING = Offload()
+"""Everything lies on the device."""
+
+
 def memory(
     stage: int,
     parameters: int,
@@ -111,7 +115,7 @@ def memory(
     copies = slots + (used != dtype)
     # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
-    given = offload or Offload()
+    given = offload or _NOTHING
     share = ranks if cuts.shards_state else 1
     own = parameters / share
     state = own * dtype.itemsize * copies

@@ -143,8 +143,8 @@ class GPTPlan:
         """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
         shape, part, numbers = self.shape, self.part(pipeline, place), job.numbers
         tokens = rows * local_tokens(sequence, shape.context, job.documents)
-        first = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
-        last = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
+        first = saved_ends(shape, cut, numbers, tokens, first=part.first)
+        last = saved_ends(shape, cut, numbers, tokens, last=part.last)
         cheap, once, reached = self.recompute == "cheap", 0.0, 0.0
         if sequence.ranks > 1:
             taken = reach(sequence, self._attention(cut), shape.context, job.documents)

@@ -13,7 +13,7 @@ from par_zero import ShardOptions, elements_lent, memory
 
 from ..memory.tiers import Source
 from .inputs import Job, Numbers
-from .shape import Count, Cut, Part, Shape
+from .shape import Count, Cut, Shape
 
 BUCKET = ShardOptions().bucket_of(1)
 """Bytes of parameters that par-zero packs together."""
@@ -352,20 +352,23 @@ def saved_block(
     return residual + statistics + inner * (attention + mlp) + casts + (mixture or 0.0)
 
 
-def saved_ends(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:
+def saved_ends(
+    shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, first: bool = False, last: bool = False
+) -> float:
     """Bytes that autograd keeps of token ids, last norm, logits and loss for one microbatch.
 
     Args:
         shape: The model's sizes.
         cut: The cut of the tensor mode.
         numbers: Widths of numbers.
-        part: Which of the two ends this rank has.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        first: Whether this rank has the embeddings.
+        last: Whether it has the last norm and the loss.
     """
     saved: float = 0
-    if part.first:
+    if first:
         saved += tokens * (9 if cut.ranks > 1 else 8)  # ids are int64; a cut table also keeps which of them are its own
-    if part.last:
+    if last:
         h, own, inner = shape.width, tokens / cut.tokens, tokens / cut.inner_tokens
         saved += own * h / cut.features * (numbers.residual + numbers.product) + own * 8  # the norm
         saved += inner * (4 * shape.vocabulary / cut.inner + (22 if cut.ranks > 1 else 8))  # logits and loss

@@ -284,7 +284,7 @@ def best_modes(frame: Frame, job: Job) -> list[Frame]:
     costs: dict[tuple[float, float, float], Frame] = {}
     for way in ways:
         try:
-            in_mode = Frame(frame.model, way, job, frame.machine)
+            in_mode = frame if way == frame.topology else Frame(frame.model, way, job, frame.machine)
             made = in_mode.predict(job)
         except ValueError:  # heads that this mode cannot share out
             continue

@@ -31,9 +31,13 @@ def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Predicti
     """
     machine, kinds = frame.machine, frame.model.recomputes
 
+    known: dict[str, Prediction] = {}
+
     def with_all_there(recompute: str) -> Prediction:
-        made = replace(job, recompute=recompute, host=0.0, disk=0.0, parameters_host=0.0, parameters_disk=0.0)
-        return frame.predict(made)
+        if recompute not in known:
+            made = replace(job, recompute=recompute, host=0.0, disk=0.0, parameters_host=0.0, parameters_disk=0.0)
+            known[recompute] = frame.predict(made)
+        return known[recompute]
 
     if not any(machine.rooms(frame.topology.world_size).values()):
         least = with_all_there(kinds[-1])
