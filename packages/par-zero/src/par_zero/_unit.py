@@ -209,6 +209,9 @@ class Calls:
 
     Args:
         count: Number of units.
+
+    Attributes:
+        uncalled: The units that were not called when the backward pass under way began.
     """
 
     def __init__(self, count: int) -> None:
@@ -281,6 +284,7 @@ class Calls:
 
     def forget(self) -> None:
         """No backward pass goes through what was called before."""
+        self._under_way.clear()  # what has failed there may never have ended
         for known, kept in zip(self._known, self._kept, strict=True):
             known.clear()
             kept.clear()
