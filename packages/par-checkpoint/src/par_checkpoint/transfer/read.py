@@ -23,7 +23,8 @@ from .exchange import Exchange, by_wave
 from .memory import Local, Pool
 from .ranks import Ranks
 
-_AHEAD = 1024  # blocks that are listed at a time where ranks send each other nothing
+_AHEAD = 1024  # blocks that are listed before the first is read where ranks send each other nothing
+_LISTED = 16  # of which so many are listed at a time, so that the first are being read meanwhile
 _AT_ONCE = 4  # requests of a rank that reads for others, at least, where its budget has room for so many blocks
 
 
@@ -104,7 +105,8 @@ def read_blocks(
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
         reader = _Reader(reading, pool, progress, Counter(plan.files()))
         window = max(reading.window // reading.block, 1)
-        blocks, rounds = max(_AHEAD // window, 1) * window, 1  # of a round; how many rounds are read at a time
+        blocks = max(_LISTED // window, 1) * window  # of a round
+        rounds = max(_AHEAD // blocks, 1)  # that are read at a time
         if plan.peers:
             held = round_of(reading.budget, reading.block)
             blocks = window if reading.window else max(held // _AT_ONCE, 1)
