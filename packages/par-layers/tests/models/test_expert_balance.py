@@ -97,6 +97,20 @@ def test_evaluation_is_a_matter_of_one_rank():
                 assert model(input_ids=ids).aux_loss > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
+@pytest.mark.ranks(2)
+def test_adapters_may_be_around_the_model():
+    peft = pytest.importorskip("peft", minversion="0.21")
+    with live("data") as groups:
+        ids, _ = batch()
+        inside = make("mixtral", dtype=torch.float32)
+        whole = inside(input_ids=ids).aux_loss.detach()
+        model = peft.get_peft_model(inside, peft.LoraConfig(target_modules=["q_proj"]))
+        found = balance_over_(model, groups)(input_ids=ids.chunk(2)[dist.get_rank()]).aux_loss.detach() / 2
+        dist.all_reduce(found)
+        close(found, whole, EXACT)
+
+
 @pytest.mark.ranks(2)
 def test_what_adds_no_such_loss_is_refused():
     with live("data") as groups:
