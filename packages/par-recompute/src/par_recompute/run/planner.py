@@ -156,8 +156,8 @@ class Planner:
 
         A call is looked at if none of its kind was, and, within a budget, if none as large was; but not for its size if
         the layer calls collectives, which other ranks would not call again with it. A budget is shared out when all
-        layers have run as often as they do: when the next forward begins, or, where the model itself is not called,
-        when all of them or the first backward have: stages of a pipeline may take several microbatches before.
+        layers, or the first backward, have run, and as often as they do: not before the next forward begins, if it is
+        known when that is. Stages of a pipeline may take several microbatches before.
 
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
@@ -190,10 +190,12 @@ class Planner:
         return seen.dropped
 
     def _have_all_run(self) -> bool:
-        """Whether it is known how often layers run in a forward."""
-        if self.forward is not None:
-            return self.forward != self._looked_in
-        return self.in_backward or all(each.seen for each in self.layers)
+        """Whether it is known how often layers run in a forward.
+
+        A model may be one stage of several, of which others come later.
+        """
+        is_new = self.forward is None or self.forward != self._looked_in
+        return is_new and (self.in_backward or all(each.seen for each in self.layers))
 
     def _undecide(self) -> None:
         """Lets the next forward share out the budget anew."""
