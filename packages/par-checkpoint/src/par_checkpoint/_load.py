@@ -131,7 +131,7 @@ def load(
         timeout: Seconds to wait for a rank that does not answer.
         progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
         tiers: What `save` was given: folders or URLs, the nearest first. Taken is the first in which all ranks see the
-            same whole checkpoint of the name `path`.
+            same whole checkpoint of the name `path`, or of whose parts their hosts have all.
         options: An object with values for the keywords from `layout` to `progress`; a keyword goes before it.
 
     Returns:

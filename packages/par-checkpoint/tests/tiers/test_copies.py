@@ -18,6 +18,7 @@ from par_checkpoint import _save as saving
 from par_checkpoint.storage import local
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.storage.sharing import Sharing
+from par_checkpoint.tiers.saving import PartStaging
 
 SHAPES = {"rows": (2047, 1023), "columns": (513, 2048), "all": (3, 700001), "few": (3,)}
 CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate(), "few": Replicate()}
@@ -189,6 +190,38 @@ def test_a_later_save_of_the_same_name_and_one_whose_copies_never_came(tmp_path)
         else:
             load("c", model=model, tiers=tiers)
         assert is_same(model, {name: value + 2 for name, value in values.items()}), "of the next tier"
+
+
+@pytest.mark.ranks(2)
+def test_a_save_that_dies_between_two_hosts_renames_leaves_the_old_one(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)[:1]
+        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+        publish = PartStaging.publish_part
+
+        def broken(staging):
+            if host == "b":
+                raise OSError(5, "the host is on fire")
+            publish(staging)
+
+        later = cut({name: value + 1 for name, value in values.items()})
+        with (
+            mock.patch.object(PartStaging, "publish_part", broken),
+            pytest.raises(OSError, match="the host is on fire"),
+        ):
+            save("c", model=later, tiers=tiers, copies=2, overwrite=True)
+        dist.barrier()
+        model = empty()
+        load("c", model=model, tiers=tiers)
+        assert is_same(model, values)
+        save("c", model=later, tiers=tiers, copies=2, overwrite=True).wait()
+        dist.barrier()
+        load("c", model=model, tiers=tiers)
+        assert is_same(model, {name: value + 1 for name, value in values.items()})
+        left = sorted(path.name for path in (tmp_path / host / "memory/c").iterdir())
+        assert left == ["part-00000-of-00002", "part-00001-of-00002"]
 
 
 @pytest.mark.ranks(2)

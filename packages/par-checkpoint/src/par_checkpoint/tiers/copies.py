@@ -62,17 +62,23 @@ def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *,
 
         return ranks.tell(look, 1)[1] == [0]
 
-    if not is_there():
-        return False
-    try:
-        _copy_to_neighbours(saved, kept, ranks)
+    def copy_to_next() -> None:
         if next_tier is not None:
             carrier = _Carrier(kept, saved.staging.folder.hosts)
             copy_checkpoint(kept, next_tier, ranks, nonce, overwrite=overwrite, threads=threads, carrier=carrier)
-    except Exception:
-        if not is_there():
-            return False
-        raise
+
+    if not is_there():
+        return False
+    errors: list[Exception] = []
+    for act in (partial(_copy_to_neighbours, saved, kept, ranks), copy_to_next):
+        try:
+            act()
+        except (CheckpointError, OSError) as error:  # of all ranks; the next tier may have room where memory has none
+            errors.append(error)
+    if errors and not is_there():
+        return False
+    if errors:
+        raise errors[0]
     return True
 
 
