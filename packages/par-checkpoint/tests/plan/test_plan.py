@@ -234,7 +234,8 @@ def test_a_load_brings_every_box_to_every_holder(data):
         patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
         window = 0 if near else data.draw(st.integers(0, 3))
         each = data.draw(st.integers(1, 3))
-        hosts = None if near else [data.draw(st.integers(0, 2)) for _ in world]
+        hosts = None if near else [data.draw(st.integers(0, 4)) for _ in world]
+        patch.setattr("par_checkpoint.plan.replicas._FEW", data.draw(st.sampled_from([1, 8])))
         stored = contents(files, held, values)
         readers = loaded(world, held, areas, stored, each, near=near, window=window, hosts=hosts)
     assert are_equal(world, expected)

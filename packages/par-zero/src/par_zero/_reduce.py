@@ -303,7 +303,7 @@ class Reducer:
             raise RuntimeError(
                 f"{member.names[0]!r} got a gradient when backward had gone on to what was called before its module, "
                 "and its sum over the ranks had begun without it: it was read outside of a call of its module; call "
-                "that, or make one unit of both, units=..."
+                "that, or give units= that make one of both modules"
             )
         if index in arrived and not self._deferring and number in self._order.numbers[: self.begun]:
             raise RuntimeError(

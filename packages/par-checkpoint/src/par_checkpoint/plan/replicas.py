@@ -1,16 +1,18 @@
 """The ranks that hold one box: which of them gives it to a save, and how a load brings it to all. Pure arithmetic.
 
 A replica on the host of whoever needs the box gives it, so nothing crosses the network that need not. On a load each
-host gets the box once. The hosts stand in a ring; the one that has it first gives it to the host half the ring away,
-the two to those a quarter away, and so on, down to the neighbours; then the rank that got it on a host gives it to the
-others there. Wherever that begins, a rank only ever meets ranks 1, 2, 4, ... hosts away and those of its own host: its
-connections grow with the logarithm of the hosts, not with the replicas. Where blocks are read by all replicas in turn,
-every rank sends as much as it receives.
+host gets the box once, and the rank that got it there gives it to the others. The first of a few hosts gives it to all.
+More of them stand in a ring: the one that has it first gives it to the host half the ring away, the two to those a
+quarter away, and so on, down to the neighbours. Wherever that begins, a rank only ever meets ranks 1, 2, 4, ... hosts
+away and those of its own host: its connections grow with the logarithm of the hosts, not with the replicas, for a copy
+more each time that the box is handed on. Where blocks are read by all replicas in turn, every rank sends as much as it
+receives.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+_FEW = 8  # hosts, with which a rank may well be connected each
 _GIVERS = 4  # of a box to a rank on whose host nobody holds it: enough for them to share the work
 
 
@@ -84,20 +86,33 @@ class Replicas:
             mates = self._ring[place % len(self._ring)]
             return mates[seat % len(mates)]
 
-        waves = (len(self._ring) - 1).bit_length()
-        distance = (here - begin) % len(self._ring)
+        last = len(self._ring).bit_length() + 1
         if rank != head(here):
-            yield Hop(head(here), rank, waves + 1)
+            yield Hop(head(here), rank, last)
             return
-        reach = distance & -distance or 1 << waves  # nearer hosts get it from here
-        if distance:
-            yield Hop(head(here - reach), rank, waves + 1 - reach.bit_length())
-        for wave in range(waves + 2 - reach.bit_length(), waves + 1):
-            stride = 1 << (waves - wave)
-            if distance + stride < len(self._ring):
-                yield Hop(rank, head(here + stride), wave)
-        yield from (Hop(rank, mate, waves + 1) for mate in self._ring[here] if mate != rank)
+        before, after = (_star if len(self._ring) <= _FEW else _tree)((here - begin) % len(self._ring), len(self._ring))
+        yield from (Hop(head(here - back), rank, wave) for back, wave in before)
+        yield from (Hop(rank, head(here + on), wave) for on, wave in after)
+        yield from (Hop(rank, mate, last) for mate in self._ring[here] if mate != rank)
 
     def _host(self, rank: int) -> int:
         """The machine of a rank."""
         return 0 if self._hosts is None else self._hosts[rank]
+
+
+Steps = Sequence[tuple[int, int]]
+"""How many hosts further a box is given, and in which wave."""
+
+
+def _star(distance: int, hosts: int) -> tuple[Steps, Steps]:
+    """How a host gets a box whose first host is so far behind it, and gives it on: from that host, to all others."""
+    return ([(distance, 1)], []) if distance else ([], [(on, 1) for on in range(1, hosts)])
+
+
+def _tree(distance: int, hosts: int) -> tuple[Steps, Steps]:
+    """The same where those who have it give it on: half of the ring further, then a quarter, and so on."""
+    waves = (hosts - 1).bit_length()
+    reach = distance & -distance or 1 << waves  # nearer hosts get it from here
+    wave_of = {1 << (waves - wave): wave for wave in range(waves + 1)}
+    after = [(stride, wave) for stride, wave in wave_of.items() if stride < reach and distance + stride < hosts]
+    return [(reach, wave_of[reach])] if distance else [], after

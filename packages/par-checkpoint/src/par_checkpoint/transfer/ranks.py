@@ -84,8 +84,6 @@ class Ranks:
             self._gloo = None if private else gloo_of(group)
             if self._gloo is None:
                 self._gloo, self._is_own = self._make(group), True
-                self._connecting = Workers(1, "par-checkpoint-connect")
-                weakref.finalize(self, self._connecting.leave).atexit = False
                 self._meet()
 
     def set_timeout(self, timeout: float) -> None:
@@ -293,7 +291,9 @@ class Ranks:
         if peer in self._met:
             return Transfer(begin(), self._timeout)
         seconds = self._timeout.total_seconds()
-        begun = self._connecting.submit(begin)
+        connecting = Workers(1, "par-checkpoint-connect")
+        begun = connecting.submit(begin)
+        connecting.leave()
         if not wait([begun], seconds).done:
             raise RuntimeError(
                 f"timed out after {seconds:g} seconds: rank {peer} has not come to where rank {self.rank} waits for "

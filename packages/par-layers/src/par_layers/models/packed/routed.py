@@ -132,7 +132,10 @@ class _Run(TorchFunctionMode):
         begin, self._taken = self._taken, self._taken + shape.numel()
         kept = self.kept
         if kept is None or self._taken > len(kept):
-            raise RuntimeError("a block with experts, run again in backward, chooses more often than it did in forward")
+            raise RuntimeError(
+                f"a block with experts that runs again in backward comes to choice {self._taken} of its torch.topk, and "
+                f"{0 if kept is None else len(kept)} were kept from its forward; it must take the same way both times"
+            )
         return kept[begin : self._taken].view(shape).long()
 
 
