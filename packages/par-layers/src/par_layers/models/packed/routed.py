@@ -133,8 +133,8 @@ class _Run(TorchFunctionMode):
         kept = self.kept
         if kept is None or self._taken > len(kept):
             raise RuntimeError(
-                f"a block with experts that runs again in backward comes to choice {self._taken} of its torch.topk; its "
-                f"forward kept {0 if kept is None else len(kept)}, and it must take the same way both times"
+                f"a block with experts that runs again in backward comes to choice {self._taken} of its torch.topk, "
+                f"its forward kept {0 if kept is None else len(kept)}; it must take the same way both times"
             )
         return kept[begin : self._taken].view(shape).long()
 
