@@ -127,7 +127,7 @@ def test_a_gradient_that_comes_after_backward_has_left_its_unit_behind_is_named(
     module, optimizer = sharded(Ahead(), 3, sgd, bucket=100)
     with no_sync(module):  # so that the weight is there before its module is called
         module(batch(0, width=8)).sum().backward()
-    words = r"'blocks\.2\.weight' got a gradient when backward had gone on .* call that, or make one unit of both"
+    words = r"'blocks\.2\.weight' got a gradient when backward had gone on .* call that, or give units="
     with pytest.raises(RuntimeError, match=words):
         module(batch(0, width=8), ahead=True).sum().backward()
     reset(module)
