@@ -24,6 +24,7 @@ from ._options import SaveOptions, check_options, check_style, parse_size, takes
 from ._progress import Bar
 from ._torch_style import write_objects
 from .format.crc import decode_crcs, encode_crcs
+from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
 from .plan.claims import Claims, check_covered, merge
 from .plan.files import File, Prepared, data_areas, lay_out
@@ -354,7 +355,7 @@ def _prepare(
         tensors = merge(claims_of_all(ranks, claims))
         check_covered(tensors)
         is_shared = not apart and not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
-        alignment = ALIGNMENT[sharing] if is_shared else 8
+        alignment = ALIGNMENT[sharing] if is_shared else DATA_ALIGNMENT
         files = lay_out(tensors, limit, stem, None if by_owner else folder.block, alignment)
         owners = _owners(files, ranks.size) if by_owner else None
         planner = Planner(

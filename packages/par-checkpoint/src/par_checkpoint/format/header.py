@@ -15,7 +15,7 @@ MAX_HEADER = 100_000_000
 """Bytes of JSON that a header may have."""
 
 _METADATA = "__metadata__"
-_ALIGNMENT = 64  # of the data's first byte, as of torch's memory: a copy between unlike alignments is a quarter slower
+DATA_ALIGNMENT = 64  # of the data's first byte, as of torch's memory: a copy between unlike ones is a quarter slower
 
 Shape = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Header:
 def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     metadata: Mapping[str, str] | None = None,
-    alignment: int = _ALIGNMENT,
+    alignment: int = DATA_ALIGNMENT,
 ) -> tuple[bytes, Header]:
     """Lays tensors out in a file.
 

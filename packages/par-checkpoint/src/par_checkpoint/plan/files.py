@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..format.crc import Crc, joined
-from ..format.header import encode_header
+from ..format.header import DATA_ALIGNMENT, encode_header
 from ..format.index import STEMS
 from ..format.manifest import BLOCK
 from .blocks import Area
@@ -62,7 +62,7 @@ def lay_out(
     limit: int,
     stem: str = "model",
     block: Callable[[int], int] | None = None,
-    alignment: int = 8,
+    alignment: int = DATA_ALIGNMENT,
 ) -> list[File]:
     """The files that hold some tensors, filled greedily in the order of the tensors.
 
@@ -82,7 +82,8 @@ def lay_out(
             inside = [tensors[numbers[name]] for name in names]
             several = sum(tensor.bytes for tensor in inside) > BLOCK
             header, stored = encode_header(
-                {tensor.name: (tensor.dtype, tensor.shape) for tensor in inside}, alignment=alignment if several else 8
+                {tensor.name: (tensor.dtype, tensor.shape) for tensor in inside},
+                alignment=alignment if several else DATA_ALIGNMENT,
             )
             begin = stored.data_begin
             placed = [(begin + own.begin, begin + own.end, numbers[name]) for name, own in stored.tensors.items()]

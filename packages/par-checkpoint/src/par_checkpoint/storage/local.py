@@ -276,7 +276,7 @@ class LocalStaging:
 class LocalSource:
     """A file that is being read, see `Source`. Threads may read at once."""
 
-    stride = 1 << 19  # what was read is still in the core's cache for the checksum
+    stride = 1 << 21  # what was read is mostly in the core's cache for the checksum, and threads change seldom
 
     def __init__(self, path: Path) -> None:
         self._path = path
