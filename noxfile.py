@@ -64,8 +64,8 @@ def strict(session: nox.Session) -> None:
 
     `-- --cover` runs a part of them, once, as CI does.
     """
-    if "--cover" in session.posargs:
-        others = [argument for argument in session.posargs if argument != "--cover"]
+    covers, others = cover_of(session)
+    if covers:
         run_suite(session, *workers(), "--backend", "strict", *STRICT_COVER, *others)
         return
     run_suite(session, *workers(), "--backend", "strict", *session.posargs)
@@ -127,8 +127,8 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     session.install("--no-deps", "--force-reinstall", *wheels)
     # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.
     warnings = ["-W", "ignore::DeprecationWarning"] if lowest else []
-    part = ["-m", "not ranks and not storm and not hosts"] if "--cover" in session.posargs else []
-    others = [argument for argument in session.posargs if argument != "--cover"]
+    covers, others = cover_of(session)
+    part = ["-m", "not ranks and not storm and not hosts"] if covers else []
     session.run("pytest", *workers(), *warnings, f"packages/{package}/tests", *part, *others)
 
 
@@ -280,6 +280,11 @@ def bench(session: nox.Session) -> None:
     install_workspace(session, "test", "integration", "bench")
     for script in [f"tools/bench/{name}.py" for name in session.posargs] or benchmarks():
         session.run("python", script)
+
+
+def cover_of(session: nox.Session) -> tuple[bool, list[str]]:
+    """Whether `--cover` was given, and the other arguments."""
+    return "--cover" in session.posargs, [argument for argument in session.posargs if argument != "--cover"]
 
 
 def run_suite(session: nox.Session, *arguments: str, pins: Sequence[str] = CONSTRAINTS) -> None:

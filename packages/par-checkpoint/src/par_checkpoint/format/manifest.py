@@ -133,8 +133,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         data += b"}"
     data += b"}\n"
     with memoryview(data) as view:
-        checksum = crc32c(view[_HEAD_SIZE:])
-    data[:_HEAD_SIZE] = _HEAD % checksum
+        head = head_of(view[_HEAD_SIZE:])
+    data[:_HEAD_SIZE] = head
     return bytes(data)
 
 
@@ -145,9 +145,7 @@ def decode_manifest(data: bytes) -> Manifest:
         CorruptError: A byte is not what was written, or the content makes no sense.
         CheckpointError: A later version wrote it.
     """
-    if data[:_HEAD_SIZE] != _HEAD % crc32c(data[_HEAD_SIZE:]):
-        raise corrupt(MANIFEST, "does not match its own checksum")
-    fields = parse_object(data, MANIFEST)
+    fields = parse_sealed(data, MANIFEST)
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{MANIFEST} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install par-checkpoint "
@@ -173,6 +171,22 @@ def decode_manifest(data: bytes) -> Manifest:
         generation=generation,
         **{name: fields[name] for name in _VALUES},
     )
+
+
+def head_of(rest: bytes | memoryview) -> bytes:
+    """How a JSON object begins that has the checksum of all the rest at its head."""
+    return _HEAD % crc32c(rest)
+
+
+def parse_sealed(data: bytes, file: str) -> dict[str, object]:
+    """Reads a JSON object that begins with `head_of` its rest.
+
+    Raises:
+        CorruptError: A byte is not what was written; the message names `file`.
+    """
+    if data[:_HEAD_SIZE] != head_of(data[_HEAD_SIZE:]):
+        raise corrupt(file, "does not match its own checksum")
+    return parse_object(data, file)
 
 
 def generation_in(data: bytes) -> str | None:

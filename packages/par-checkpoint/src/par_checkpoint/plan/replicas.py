@@ -110,7 +110,7 @@ def _star(distance: int, hosts: int) -> tuple[Steps, Steps]:
 
 
 def _tree(distance: int, hosts: int) -> tuple[Steps, Steps]:
-    """The same where those who have it give it on: half of the ring further, then a quarter, and so on."""
+    """How a host gets a box whose first host is so far behind it, and gives it on: by halves of the ring."""
     waves = (hosts - 1).bit_length()
     reach = distance & -distance or 1 << waves  # nearer hosts get it from here
     wave_of = {1 << (waves - wave): wave for wave in range(waves + 1)}

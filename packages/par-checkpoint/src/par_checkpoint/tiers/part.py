@@ -20,14 +20,13 @@ from pathlib import Path
 from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt
-from ..format.manifest import MANIFEST, Manifest, decode_manifest
-from ..format.strict_json import is_count, parse_object
+from ..format.manifest import MANIFEST, Manifest, decode_manifest, head_of, parse_sealed
+from ..format.strict_json import is_count
 
 RECORD = "par_checkpoint.part.json"
 SUFFIX = ".part"
 
 _FORMAT = 1
-_HEAD = b'{"checksum": "%08x"'
 _FIELDS = {"checksum", "format", "part", "written", "nonce", "hosts", "manifest", "homes"}
 _NAME = re.compile("part-([0-9]{5,})-of-([0-9]{5,})")
 
@@ -81,7 +80,7 @@ def encode_part(record: PartRecord) -> bytes:
         "homes": {name: _big_endian(array("H", homes)).tobytes().hex() for name, homes in record.homes.items()},
     }
     data = b", " + json.dumps(fields).encode()[1:] + b"\n"
-    return _HEAD % crc32c(data) + data
+    return head_of(data) + data
 
 
 def decode_part(data: bytes, where: str) -> PartRecord:
@@ -95,10 +94,7 @@ def decode_part(data: bytes, where: str) -> PartRecord:
         CorruptError: It is not what was written.
         CheckpointError: A later version wrote it.
     """
-    size = len(_HEAD % 0)
-    if data[:size] != _HEAD % crc32c(data[size:]):
-        raise corrupt(where, "does not match its own checksum")
-    fields = parse_object(data, where)
+    fields = parse_sealed(data, where)
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{where} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install a later one"

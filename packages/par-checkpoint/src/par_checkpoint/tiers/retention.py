@@ -11,6 +11,7 @@ from ..storage.owned import remnant_of
 from ..storage.steps import Pruned, remove_steps, step_of
 from ..transfer.ranks import Ranks
 from .part import part_of, read_part
+from .saving import hosts_of
 
 
 def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_every: int | None, upto: int) -> Pruned:
@@ -31,8 +32,7 @@ def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_
         return ranks.on_first(lambda: remove_steps(root, keep_last=keep_last, keep_every=keep_every, upto=upto))
     tier = open_folder(root)
 
-    hosts = ranks.hosts()
-    leads = hosts.index(hosts[ranks.rank]) == ranks.rank
+    leads = hosts_of(ranks).leads
 
     def remove() -> Pruned:
         if not leads or not isinstance(tier, LocalFolder):

@@ -4,7 +4,6 @@ Each host stages and commits its part by itself, as a save of one host's ranks i
 of all says what the parts have in common, and the first rank of each host does it.
 """
 
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from crc32c import crc32c
 
 from .._errors import CheckpointError
-from ..format.manifest import BLOCK, MANIFEST
+from ..format.manifest import BLOCK, MANIFEST, block_ranges
 from ..plan.files import File, Prepared
 from ..storage.commit import erase
 from ..storage.folder import Folder
@@ -49,6 +48,12 @@ class Hosts:
     def leads(self) -> bool:
         """Whether this is the first rank of its host."""
         return self.of_rank.index(self.mine) == self.rank
+
+
+def hosts_of(ranks: Ranks) -> Hosts:
+    """The hosts of some ranks. Collective the first time."""
+    names = tuple(name for _, name in ranks.machines())
+    return Hosts(names=names, of_rank=tuple(ranks.hosts()), rank=ranks.rank)
 
 
 def check_copies(copies: object, tiers: object, folder: Folder, style: str) -> None:
@@ -165,10 +170,7 @@ def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> PartFolder:
     Raises:
         ValueError: There are fewer hosts than copies of each part; on every rank.
     """
-    kinds = ranks.distinct(socket.gethostname())
-    host_of = {rank: number for number, (holders, _) in enumerate(kinds) for rank in holders}
-    names = tuple(name for _, name in kinds)
-    hosts = Hosts(names=names, of_rank=tuple(host_of[rank] for rank in range(ranks.size)), rank=ranks.rank)
+    hosts = hosts_of(ranks)
     if copies > len(hosts.names):
         raise ValueError(
             f"copies is {copies}, but the ranks are on {len(hosts.names)} host{'s' * (len(hosts.names) > 1)} "
@@ -250,10 +252,9 @@ class PartStaging(LocalStaging):
         parts = {(self.folder.part - distance) % count for distance in range(copies)}
         own = 0
         for file in self.files:
-            last = file.size - file.data_begin - file.block * (len(self.homes[file.name]) - 1)
-            for number, part in enumerate(self.homes[file.name], 1):
-                if part in parts:
-                    own += last if number == len(self.homes[file.name]) else file.block
+            blocks = block_ranges(file.size, file.data_begin, file.block)
+            of_file = zip(blocks, self.homes[file.name], strict=True)
+            own += sum(end - begin for (begin, end), part in of_file if part in parts)
         return own + copies * (self.asked.needed + sum(file.data_begin for file in self.files))
 
     def check_local(self) -> None:

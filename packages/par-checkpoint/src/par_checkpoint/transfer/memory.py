@@ -1,6 +1,5 @@
 """The memory of one rank: local tensors, blocks, and buffers that ranks send each other, and copies between them."""
 
-import math
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,7 +194,7 @@ class Local:
 
     def _bytes(self, piece: Piece) -> int:
         """Bytes of a piece's elements."""
-        return self.tensors[piece.tensor].dtype.itemsize * math.prod(piece.size)
+        return self.tensors[piece.tensor].dtype.itemsize * piece.count
 
 
 def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:

@@ -76,7 +76,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout)
-        self._hosts: list[int] | None = None
+        self._machines: list[tuple[Sequence[int], str]] | None = None  # by number: its ranks, and its name
         self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
         self._is_own = False
@@ -207,12 +207,15 @@ class Ranks:
         return [(ranks, found[ranks[0]]) for ranks in alike.values()]
 
     def hosts(self) -> list[int]:
-        """For each rank, the number of its machine, which is known by its name. Collective the first time."""
-        if self._hosts is None:
-            kinds = self.distinct(socket.gethostname())
-            machine = {rank: number for number, (ranks, _) in enumerate(kinds) for rank in ranks}
-            self._hosts = [machine[rank] for rank in range(self.size)]
-        return self._hosts
+        """For each rank, the number of its machine. Collective the first time."""
+        machine = {rank: number for number, (ranks, _) in enumerate(self.machines()) for rank in ranks}
+        return [machine[rank] for rank in range(self.size)]
+
+    def machines(self) -> list[tuple[Sequence[int], str]]:
+        """The machines by number: the ranks of each, and its name, by which it is known. Collective the first time."""
+        if self._machines is None:
+            self._machines = self.distinct(socket.gethostname())
+        return self._machines
 
     def to_first(self, mine: bytes) -> list[memoryview]:
         """On rank 0, the bytes of every rank, in any order; elsewhere nothing.

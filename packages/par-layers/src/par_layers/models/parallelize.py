@@ -22,7 +22,7 @@ from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
 from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
-from .packed.forward import deal_
+from .packed.forward import DealtForward, deal_
 from .packed.routed import RoutedForward
 from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
@@ -213,7 +213,7 @@ class _Adoption:
                 self._set_counts(self.modules[name], region)
         for name, experts in self.found.experts.items():
             block = self._routed(name)
-            deal_(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name=name, block=block)
+            deal_(DealtForward(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name, block))
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
         for module in self.model.modules():

@@ -102,27 +102,15 @@ _OTHERS = (
 )
 
 
-def deal_(
-    module: nn.Module,
-    experts: Experts,
-    grid: Grid,
-    axes: Axes,
-    *,
-    name: str = "experts",
-    block: RoutedForward | None = None,
-) -> None:
+def deal_(dealt: DealtForward) -> None:
     """Makes a module's experts those of this rank, in place; its parameters are this rank's part already.
 
     Args:
-        module: Packed experts.
-        experts: What `experts_like` gave for it; it gets the parameters of the module.
-        grid: This rank's place, in the view "experts".
-        axes: The axes of the tensor group that have several ranks.
-        name: The name of the module in the model, for messages.
-        block: What the block around it computes; None where nobody knows it.
+        dealt: What the module computes from now on, with what `experts_like` gave for it, which gets its parameters.
     """
-    for missing in experts._parameters.keys() - module._parameters.keys():  # biases that there are none of
-        module.register_parameter(missing, None)
+    module, experts = dealt.module, dealt.experts
+    for name in experts._parameters.keys() - module._parameters.keys():  # biases that there are none of
+        module.register_parameter(name, None)
     experts.__dict__["_parameters"] = module._parameters
     module.__dict__["weight_grad_hook"] = None
-    module.__dict__["forward"] = DealtForward(module, experts, grid, axes, name, block)
+    module.__dict__["forward"] = dealt

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...modes.grid import Grid
-from .forward import deal_
+from .forward import DealtForward, deal_
 from .look import apply_gate, experts_like
 
 
@@ -96,7 +96,7 @@ def pack_(
         for linear in (linear for each in of_name for linear in each):  # nobody needs memory twice for all experts
             linear._parameters.clear()
     grid = Grid(None)
-    deal_(inside, experts_like(inside, grid, "experts"), grid, ())
+    deal_(DealtForward(inside, experts_like(inside, grid, "experts"), grid, ()))
     packed: PackedExperts = inside
     return packed
 
