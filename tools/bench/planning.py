@@ -222,7 +222,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
     torch.set_num_threads(1)
     ranks = Ranks(None, 60.0)
     ranks.rank, ranks.size, ranks._gloo = rank, RANKS, World(rank, messages)
-    ranks._hosts = [number // HOST for number in range(RANKS)]
+    ranks._machines = [(range(first, first + HOST), f"host {first // HOST}") for first in range(0, RANKS, HOST)]
     session = Session(None, 60.0)
     seconds: dict[str, float] = {}
     saved: list[tuple[list[GlobalTensor], list[File], Plan]] = []
