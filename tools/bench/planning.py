@@ -30,6 +30,7 @@ from par_groups import cut, whole
 RANKS, HOST = 4096, 8
 MEASURED = (0, 1, 2047, 4095)
 LAYERS, HIDDEN, WIDE, KEYS, VOCABULARY = 126, 16384, 53248, 1024, 128256
+MIXTURE_LAYERS, EXPERTS = 61, 256
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -153,10 +154,54 @@ def megatron(rank: int) -> Claims:
     return claimed(shapes, lambda name: [of_model[name]], flat)
 
 
+@lru_cache(maxsize=32)
+def mixture(layers: range = range(MIXTURE_LAYERS)) -> dict[str, Shape]:
+    """Shapes by name of DeepSeek-V3, whose experts have names of their own in the files, without its ends."""
+    shapes: dict[str, Shape] = {}
+    for layer in layers:
+        mlp = {"gate_proj": (2048, 7168), "up_proj": (2048, 7168), "down_proj": (7168, 2048)}
+        of_layer: dict[str, Shape] = {
+            "self_attn.q_a_proj": (1536, 7168),
+            "self_attn.q_a_layernorm": (1536,),
+            "self_attn.q_b_proj": (24576, 1536),
+            "self_attn.kv_a_proj_with_mqa": (576, 7168),
+            "self_attn.kv_a_layernorm": (512,),
+            "self_attn.kv_b_proj": (32768, 512),
+            "self_attn.o_proj": (7168, 16384),
+            "input_layernorm": (7168,),
+            "post_attention_layernorm": (7168,),
+        }
+        if layer < 3:  # these are dense
+            of_layer |= {f"mlp.{name}": tuple(9 * n if n == 2048 else n for n in mlp[name]) for name in mlp}
+        else:
+            of_layer |= {f"mlp.experts.{number}.{name}": mlp[name] for number in range(EXPERTS) for name in mlp}
+            of_layer |= {f"mlp.shared_experts.{name}": mlp[name] for name in mlp} | {"mlp.gate": (EXPERTS, 7168)}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def experts(rank: int) -> Claims:
+    """Experts 64 x data 4 x pipeline 16; the state of what they share is cut over 256 ranks, of an expert over 4."""
+    expert, data, stage = rank % 64, rank // 64 % 4, rank // 256
+    each = EXPERTS // 64
+    shapes = {
+        name: shape
+        for name, shape in mixture(range(MIXTURE_LAYERS * stage // 16, MIXTURE_LAYERS * (stage + 1) // 16)).items()
+        if ".experts." not in name or int(name.split(".")[5]) // each == expert
+    }
+
+    def rows(name: str) -> list[Box]:
+        parts, part = (4, data) if ".experts." in name else (256, rank % 256)
+        return chunk(of_all(shapes[name]), 0, parts, part)
+
+    return claimed(shapes, lambda name: [of_all(shapes[name])], rows)
+
+
 LAYOUTS: dict[str, Layout] = {
     "FSDP 4096, rows": fsdp,
     "TP 8 x FSDP 512": tensor_and_fsdp,
     "TP 8 x DP 32 x PP 16, ZeRO-1": megatron,
+    "DeepSeek-V3: EP 64 x DP 4 x PP 16, ZeRO-1": experts,
 }
 
 
@@ -251,9 +296,9 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
         prepare(step in ("save", "again"))
         seconds[step] = time.process_time() - begin
     seconds["MiB"] = peak() - base
-    _, files, plan = saved[0]
+    tensors, files, plan = saved[0]
     if rank == 0:
-        told = list(checksums(plan))
+        told = list(checksums(tensors, files))
         base = reset_peak()
         begin = time.process_time()
         crcs = join_crcs(files, map(decode_crcs, told))
@@ -273,11 +318,12 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
     return seconds
 
 
-def checksums(plan: Plan) -> Iterator[bytes]:
+def checksums(tensors: list[GlobalTensor], files: list[File]) -> Iterator[bytes]:
     """What every rank tells the first one of the blocks that it has written."""
-    blocks = plan._blocks
+    areas = data_areas(files)
+    dealt = Planner(tensors, areas, 0, RANKS, hosts=[rank // HOST for rank in range(RANKS)])._dealt_out
     by_rank: dict[int, list[Crc]] = {}
-    for area, runs in zip(blocks.areas, blocks.dealt, strict=True):
+    for area, runs in zip(areas, dealt(saving=True, near=False), strict=True):
         for run in runs:
             shares: Iterable[tuple[int, int, range]] = [(area.file % (RANKS - 1), 0, range(run.first, run.stop))]
             if isinstance(run, Dealt):

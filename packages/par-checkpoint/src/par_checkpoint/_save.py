@@ -368,10 +368,8 @@ def _prepare(
             alone=is_shared or not folder.cached,
             apart=apart,
         )
-        plan = planner.save()
-        return Prepared(
-            tensors=tensors, files=files, plan=plan, owners=owners, writers=plan.dealt_to() if apart else None
-        )
+        writers = planner.writers() if apart else None
+        return Prepared(tensors=tensors, files=files, plan=planner.save(), owners=owners, writers=writers)
 
     same = "save", digest, limit, by_owner, sharing, stem, folder.block(1), folder.cached, apart
     return session.planned(same, make)

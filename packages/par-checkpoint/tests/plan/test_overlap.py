@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from par_checkpoint.plan.claims import Claims, GlobalTensor, merge
-from par_checkpoint.plan.overlap import BoxIndex
+from par_checkpoint.plan.overlap import BoxIndex, indexes_of
 
 
 def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
@@ -17,7 +17,7 @@ def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
 
 
 def index_of(tensor: GlobalTensor) -> BoxIndex:
-    return BoxIndex(tensor.boxes, tensor.shape)
+    return indexes_of([tensor])[0]
 
 
 def marked(shape: tuple[int, ...], start: list[int], size: list[int]) -> torch.Tensor:
@@ -52,14 +52,14 @@ def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
         expected = {box: int((mask & stretch).sum()) for box, mask in enumerate(masks)}
         assert overlap.boxes == {box: count for box, count in expected.items() if count}
         runs = torch.full((math.prod(shape),), -1)
-        for first, last, box in overlap.runs() or ():
+        for first, last, box in overlap.stretch.runs() or ():
             assert masks[box].view(-1)[first:last].all()
             runs[first:last] = box
         assert torch.equal(runs >= 0, stretch.view(-1) & torch.stack(masks).any(0).view(-1))
-        assert stop == start or overlap.runs(limit=0) is None or not overlap.boxes
+        assert stop == start or overlap.stretch.runs(limit=0) is None or not overlap.boxes
         for box in overlap.boxes:
             parts = torch.zeros(shape, dtype=torch.int64)
-            for part in overlap.parts(box):
+            for part in overlap.stretch.parts(box):
                 parts += marked(shape, *part)
             assert torch.equal(parts, (masks[box] & stretch).long())
 
@@ -75,5 +75,5 @@ def test_a_rank_knows_its_boxes_and_those_of_others():
 def test_a_scalar_has_one_element():
     overlap = index_of(held((), [[[]], [[]]])).within(0, 1)
     assert overlap.boxes == {0: 1}
-    assert list(overlap.parts(0)) == [((), ())]
-    assert overlap.runs() == [(0, 1, 0)]
+    assert list(overlap.stretch.parts(0)) == [((), ())]
+    assert overlap.stretch.runs() == [(0, 1, 0)]

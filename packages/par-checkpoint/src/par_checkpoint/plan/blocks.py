@@ -19,6 +19,11 @@ class Span:
     at: int
     width: int
 
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """What lies where, of whichever tensor."""
+        return self.start, self.stop, self.at, self.width
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:

@@ -25,6 +25,7 @@ Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 _AGAIN = "\0again "
 _CELLS = 1 << 20  # of a grid that is looked at as one; a finer grid is looked at slab by slab
+_UNITED = 1 << 16  # boxes, counted once for each holder, that are united at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +265,9 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
     Raises:
         ValueError: Ranks that give one name different dtypes or shapes.
     """
-    known: dict[str, tuple[int, torch.dtype, Shape, int]] = {}  # number, dtype, shape, and the rank that said so
+    known: dict[str, int] = {}  # by key: number
+    kinds: list[tuple[torch.dtype, Shape]] = []  # by number
+    said_by: list[int] = []  # by number: the rank that said so
     tables: dict[int, int] = {}  # by identity of a table of tensors, which most ranks share: its number
     numbers: list[torch.Tensor] = []  # by number of a table: the global numbers of its tensors, by place
     for ranks, claim in claims:
@@ -272,34 +275,34 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
             continue
         tables[id(claim.tensors)] = len(numbers)
         for key, dtype, shape in claim.tensors:
-            _, first_dtype, first_shape, first_rank = known.setdefault(key, (len(known), dtype, shape, ranks[0]))
-            if (first_dtype, first_shape) != (dtype, shape):
+            number = known.setdefault(key, len(kinds))
+            if number == len(kinds):
+                kinds.append((dtype, shape))
+                said_by.append(ranks[0])
+            elif kinds[number] != (dtype, shape):
+                first_dtype, first_shape = kinds[number]
                 raise ValueError(
-                    f"{name_of(key)!r} is {first_dtype} {first_shape} on rank {first_rank}, but {dtype} {shape} on "
-                    f"rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
+                    f"{name_of(key)!r} is {first_dtype} {first_shape} on rank {said_by[number]}, but {dtype} {shape} "
+                    f"on rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
                     "layout={name: Sharding(...)}"
                 )
-        own = [known[claim.tensors[number][0]][0] for number in by_shape(claim.tensors)]
+        own = [known[claim.tensors[number][0]] for number in by_shape(claim.tensors)]
         numbers.append(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
-    may_differ = {key for _, claim in claims for key in claim.may_differ}
-    groups: dict[int, list[_Rows]] = {}
-    for dims in sorted({dims for _, claim in claims for dims in claim.rows}):
-        for number, rows in _rows_by_tensor(claims, tables, numbers, dims).items():
-            groups[number] = rows
-    united: dict[tuple[int, tuple[int, ...], bool], Boxes] = {}
-    equal: dict[tuple[int, bytes], Boxes] = {}
-    merged = []
-    for key, (number, dtype, shape, _) in known.items():
-        rows = groups.get(number, [])  # nobody holds anything of it, as of a tensor without elements
-        same = len(shape), tuple(map(id, rows)), key in may_differ
-        if same not in united:
-            boxes = _united(len(shape), rows, only_first=key in may_differ)
-            fields = (boxes.starts, boxes.sizes, boxes.ranks, boxes.first)
-            content = b"|".join(bytes(bytes_of(field.contiguous())) for field in fields)
-            united[same] = equal.setdefault((len(shape), content), boxes)
-        merged.append(GlobalTensor(key=key, dtype=dtype, shape=shape, boxes=united[same]))
-    return merged
+    may_differ = {known[key] for _, claim in claims for key in claim.may_differ}
+    by_dims: dict[int, list[int]] = {}
+    for number, (_, shape) in enumerate(kinds):
+        by_dims.setdefault(len(shape), []).append(number)
+    boxes: dict[int, Boxes] = {}
+    for dims, of_dims in by_dims.items():
+        said = _Said.of(claims, tables, numbers, dims)
+        alike = said.alike(of_dims, may_differ)
+        for united, same in zip(_united(said, list(alike)), alike.values(), strict=True):
+            boxes.update(dict.fromkeys(same, united))
+    return [
+        GlobalTensor(key=key, dtype=dtype, shape=shape, boxes=boxes[number])
+        for number, (key, (dtype, shape)) in enumerate(zip(known, kinds, strict=True))
+    ]
 
 
 @dataclass(frozen=True)
@@ -318,84 +321,159 @@ class _Holders:
         return cls(flat, count.cumsum(0) - count, count)
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """What claims say of the same tensors.
+_Alike = tuple[tuple[int, ...], bool]
+"""What tensors have in common that have the same boxes: what is said of them, and whether their replicas may differ."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Said:
+    """What all claims say of the tensors with some number of dims: statements, each of tensors that are cut alike.
 
     Args:
-        boxes: int64 (boxes, 2 dims), start and size.
-        sources: int64 (boxes), which of the holders have each of them.
+        rows: int64 (rows, 2 dims), start and size of a box, one statement after the other.
+        sources: int64 (rows), which of the holders have each of them.
+        first: int64 (statements + 1), where the rows of each begin, and where the last ones end.
+        tensors: For each statement, the global numbers of the tensors of which it speaks.
         holders: The ranks of all claims.
     """
 
-    boxes: torch.Tensor
+    rows: torch.Tensor
     sources: torch.Tensor
+    first: torch.Tensor
+    tensors: Sequence[torch.Tensor]
     holders: _Holders
 
+    @classmethod
+    def of(
+        cls,
+        claims: Sequence[tuple[Sequence[int], Claims]],
+        tables: dict[int, int],
+        numbers: Sequence[torch.Tensor],
+        dims: int,
+    ) -> "_Said":
+        """Puts together what is said of the tensors of so many dims.
 
-def _rows_by_tensor(
-    claims: Sequence[tuple[Sequence[int], Claims]],
-    tables: dict[int, int],
-    numbers: Sequence[torch.Tensor],
-    dims: int,
-) -> dict[int, list[_Rows]]:
-    """By global number of a tensor of so many dims: all rows that speak of it; tensors of the same rows share them.
+        Args:
+            claims: What is claimed.
+            tables: By identity of a table of tensors: its number.
+            numbers: By number of a table: the global numbers of its tensors, by place.
+            dims: The number of dims.
+        """
+        alike: dict[tuple[int, bytes], tuple[torch.Tensor, list[int]]] = {}  # ranks may differ elsewhere
+        for ranks, claim in claims:
+            if dims in claim.rows:
+                said = claim.rows[dims].contiguous()
+                alike.setdefault((tables[id(claim.tensors)], bytes(bytes_of(said))), (said, []))[1].extend(ranks)
+        none = torch.empty(0, 3 + 2 * dims, dtype=torch.int64, device="cpu")
+        rows = torch.cat([none, *(said for said, _ in alike.values())])
+        counts = torch.tensor([len(said) for said, _ in alike.values()], dtype=torch.int64, device="cpu")
+        sources = torch.arange(len(alike), device="cpu").repeat_interleave(counts)
+        table = torch.tensor([number for number, _ in alike], dtype=torch.int64, device="cpu").repeat_interleave(counts)
+        statements, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
+        order = which.argsort(stable=True)
+        return cls(
+            rows=rows[order, 3:],
+            sources=sources[order],
+            first=_begins(which.bincount(minlength=len(statements))),
+            tensors=[
+                numbers[number][first : first + step * (count - 1) + 1 : step] if step else numbers[number][[first]]
+                for number, first, step, count in statements.tolist()
+            ],
+            holders=_Holders.of([ranks for _, ranks in alike.values()]),
+        )
+
+    def alike(self, tensors: Sequence[int], may_differ: set[int]) -> dict[_Alike, list[int]]:
+        """Tensors of which the same is said, by what that is: the numbers of the statements.
+
+        Args:
+            tensors: Numbers of all tensors of so many dims, also of those without elements, of which nobody speaks.
+            may_differ: Numbers of those whose replicas may differ.
+        """
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        spoken_of = torch.cat([none, *self.tensors])
+        lengths = torch.tensor([len(each) for each in self.tensors], dtype=torch.int64, device="cpu")
+        order = spoken_of.argsort(stable=True)
+        statements = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)[order].tolist()
+        first = _begins(spoken_of.bincount(minlength=max(tensors) + 1)).tolist()
+        found: dict[_Alike, list[int]] = {}
+        for number in tensors:
+            same = tuple(statements[first[number] : first[number + 1]]), number in may_differ
+            found.setdefault(same, []).append(number)
+        return found
+
+
+def _united(said: _Said, alike: Sequence[_Alike]) -> Iterator[Boxes]:
+    """For each of some kinds of tensors: its different boxes and their holders; equal boxes become one with several.
+
+    Many kinds are united at once, and what is equal in the end is the same object.
+    """
+    lengths = said.first.diff()
+    sizes = _begins(said.holders.count[said.sources])[said.first].diff().tolist()  # of each statement, with its holders
+    equal: dict[bytes, Boxes] = {}
+    begin = 0
+    while begin < len(alike):
+        end, size = begin, 0
+        while end < len(alike) and (end == begin or size < _UNITED):
+            size += sum(sizes[statement] for statement in alike[end][0])
+            end += 1
+        of_kinds = [torch.tensor(statements, dtype=torch.int64, device="cpu") for statements, _ in alike[begin:end]]
+        each = torch.tensor([len(statements) for statements in of_kinds], device="cpu")
+        kinds, statements = torch.arange(end - begin, device="cpu").repeat_interleave(each), torch.cat(of_kinds)
+        rows, count = _ranges(said.first[statements], lengths[statements])
+        only_first = torch.tensor([differ for _, differ in alike[begin:end]], device="cpu")
+        yield from _united_at_once(said, kinds.repeat_interleave(count), rows, only_first, equal)
+        begin = end
+
+
+def _united_at_once(
+    said: _Said, kinds: torch.Tensor, rows: torch.Tensor, only_first: torch.Tensor, equal: dict[bytes, Boxes]
+) -> Iterator[Boxes]:
+    """The boxes of each kind of tensor.
 
     Args:
-        claims: What is claimed.
-        tables: By identity of a table of tensors: its number.
-        numbers: By number of a table: the global numbers of its tensors, by place.
-        dims: The number of dims.
+        said: What is said of all of them.
+        kinds: int64 (rows), of which kind of tensor each row speaks; they ascend.
+        rows: int64 (rows), numbers of what is said of them.
+        only_first: bool (kinds), whether the first holder of a box counts alone, as the others may have other values.
+        equal: By content: boxes that there are already; gets the new ones.
     """
-    alike: dict[tuple[int, bytes], tuple[torch.Tensor, list[int]]] = {}  # ranks that differ elsewhere say the same here
-    for ranks, claim in claims:
-        if dims in claim.rows:
-            said = claim.rows[dims].contiguous()
-            alike.setdefault((tables[id(claim.tensors)], bytes(bytes_of(said))), (said, []))[1].extend(ranks)
-    rows = torch.cat([said for said, _ in alike.values()])
-    holders = _Holders.of([ranks for _, ranks in alike.values()])
-    counts = torch.tensor([len(said) for said, _ in alike.values()], device="cpu")
-    source = torch.arange(len(alike), device="cpu").repeat_interleave(counts)
-    table = torch.tensor([number for number, _ in alike], device="cpu").repeat_interleave(counts)
-    spoken_of, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
-    order = which.argsort(stable=True)
-    split = which.bincount(minlength=len(spoken_of)).tolist()
-    pieces = zip(rows[order, 3:].split(split), source[order].split(split), strict=True)
-    found: dict[int, list[_Rows]] = {}
-    for (number, first, step, count), (boxes, sources) in zip(spoken_of.tolist(), pieces, strict=True):
-        same = _Rows(boxes, sources, holders)
-        tensors = numbers[number][first : first + step * (count - 1) + 1 : step] if step else numbers[number][[first]]
-        for tensor in tensors.tolist():
-            found.setdefault(tensor, []).append(same)
-    return found
-
-
-def _united(dims: int, rows: Sequence[_Rows], *, only_first: bool) -> Boxes:
-    """The different boxes of one tensor and their holders: equal boxes become one box with several holders.
-
-    Args:
-        dims: The tensor's number of dims.
-        rows: All rows that speak of it.
-        only_first: Whether the first holder of a box counts alone, as the others may have other values.
-    """
-    none = torch.empty(0, dtype=torch.int64, device="cpu")
-    boxes = torch.cat([none.view(0, 2 * dims), *(part.boxes for part in rows)])
-    sources = torch.cat([none, *(part.sources for part in rows)])
-    unique, which = _unique(boxes)
-    holders = rows[0].holders if rows else _Holders.of([])
-    count = holders.count[sources]
-    begin = holders.first[sources] - (count.cumsum(0) - count)  # of the ranks of each row, less where it begins here
-    ranks = holders.ranks[begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu")]
+    dims = said.rows.shape[1] // 2
+    unique, which = _unique(torch.cat([kinds[:, None], said.rows[rows]], 1))
+    sources = said.sources[rows]
+    places, count = _ranges(said.holders.first[sources], said.holders.count[sources])
+    ranks = said.holders.ranks[places]
     # A rank has a box twice where two tensors of its optimizer hold parts of one parameter, and count steps each.
     stride = int(ranks.max()) + 1 if len(ranks) else 1
     pairs = (which.repeat_interleave(count) * stride + ranks).unique()
     box, rank = pairs // stride, pairs % stride
-    if only_first and len(box):
-        is_first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), box[1:] != box[:-1]])
-        box, rank = box[is_first], rank[is_first]
-    first = torch.zeros(len(unique) + 1, dtype=torch.int64, device="cpu")
-    first[1:] = box.bincount(minlength=len(unique)).cumsum(0)[: len(unique)]
-    return Boxes(starts=unique[:, :dims], sizes=unique[:, dims:], ranks=rank, first=first)
+    if len(box) and bool(only_first.any()):
+        is_counted = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), box[1:] != box[:-1]])
+        is_counted |= ~only_first[unique[box, 0]]
+        box, rank = box[is_counted], rank[is_counted]
+    corners = unique[:, 1:].contiguous()
+    holders = _begins(box.bincount(minlength=len(unique)))
+    begins = _begins(unique[:, 0].bincount(minlength=len(only_first))).tolist()
+    for low, high in itertools.pairwise(begins):
+        first = holders[low : high + 1] - holders[low]
+        of_kind = corners[low:high], rank[int(holders[low]) : int(holders[high])], first
+        content = b"|".join(bytes(bytes_of(field.contiguous())) for field in of_kind)
+        if content not in equal:
+            starts, sizes = of_kind[0].clone().split(dims, 1) if dims else (of_kind[0], of_kind[0])
+            equal[content] = Boxes(starts=starts, sizes=sizes, ranks=of_kind[1].clone(), first=first)
+        yield equal[content]
+
+
+def _begins(counts: torch.Tensor) -> torch.Tensor:
+    """int64 (n + 1): where each of n parts begins that follow each other, and where the last one ends."""
+    begins = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(counts, 0, out=begins[1:])
+    return begins
+
+
+def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers from each first one on, so many of them, one range after the other; and the counts again."""
+    begin = first - (count.cumsum(0) - count)  # of each range, less where it begins among all
+    return begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu"), count
 
 
 def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,52 +4,55 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from .claims import Boxes, is_covered, row_major
+from ..format.bytes import bytes_of
+from .claims import Boxes, GlobalTensor, is_covered, row_major
 
 Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]
 """Start and size of a rectangle of a tensor."""
 
+_RECENT = 64  # stretches of one cut that are kept: tensors that are cut alike lie in one file
 _FEW = 16  # boxes that are sooner looked at one by one than as tensors
 
 
-class BoxIndex:
-    """The boxes of tensors of one shape that are cut alike, ready to be asked who holds how much of a stretch of them.
-
-    Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
+class Cut:
+    """How a tensor is cut into boxes, whoever holds them; many tensors are cut in the same way.
 
     Args:
-        boxes: The boxes and their holders.
+        boxes: The boxes.
         shape: The shape of the tensors.
     """
 
     def __init__(self, boxes: Boxes, shape: Shape) -> None:
-        self.boxes, self.shape = boxes, shape
+        self.starts, self.sizes, self.shape = boxes.starts, boxes.sizes, shape
         self.is_one_box = len(boxes) == 1 and tuple(boxes.sizes[0].tolist()) == shape
         self.strides = row_major(shape)
         self._corners: dict[int, tuple[list[int], list[int]]] = {}
-        self._held: dict[int, frozenset[int]] = {}
-        self._holders: dict[int, list[int]] = {}
+        self._recent: dict[tuple[int, int], Stretch] = {}
 
-    def within(self, start: int, stop: int) -> "Overlap":
+    def within(self, start: int, stop: int) -> "Stretch":
         """The boxes that reach into the row-major elements start .. stop - 1."""
-        low, high = 0, 1
-        if not self.is_one_box:  # outside of low .. high - 1 no box reaches into them
-            low = bisect_left(self._reached, start)
-            high = max(low, bisect_left(self._first, stop))
-        rectangles = tuple(_rectangles(self.shape, start, stop))
-        return Overlap(index=self, low=low, high=high, count=stop - start, rectangles=rectangles)
+        if (start, stop) not in self._recent:
+            low, high = 0, 1
+            if not self.is_one_box:  # outside of low .. high - 1 no box reaches into them
+                low = bisect_left(self._reached, start)
+                high = max(low, bisect_left(self._first, stop))
+            if len(self._recent) == _RECENT:
+                self._recent.clear()
+            rectangles = tuple(_rectangles(self.shape, start, stop))
+            self._recent[start, stop] = Stretch(cut=self, low=low, high=high, count=stop - start, rectangles=rectangles)
+        return self._recent[start, stop]
 
     @cached_property
     def are_runs(self) -> bool:
         """Whether each box is a run of elements that follow each other."""
-        return self.is_one_box or bool((self._ends[1] - self._ends[0] + 1 == self.boxes.sizes.prod(1)).all())
+        return self.is_one_box or bool((self._ends[1] - self._ends[0] + 1 == self.sizes.prod(1)).all())
 
     @cached_property
     def run(self) -> int:
@@ -58,15 +61,13 @@ class BoxIndex:
         0 where boxes overlap or leave elements out, so that the runs do not make up the tensor.
         """
         numel = math.prod(self.shape)
-        if int(self.boxes.sizes.prod(1).sum()) != numel or not is_covered(
-            self.shape, self.boxes.starts, self.boxes.sizes
-        ):
+        if int(self.sizes.prod(1).sum()) != numel or not is_covered(self.shape, self.starts, self.sizes):
             return 0
         if self.are_runs:
-            return numel // max(len(self.boxes), 1)  # some may be shorter: it is their number in a block that counts
-        is_cut = (self.boxes.sizes != torch.tensor(self.shape, device="cpu")).any(0).tolist()
+            return numel // max(len(self.starts), 1)  # some may be shorter: it is their number in a block that counts
+        is_cut = (self.sizes != torch.tensor(self.shape, device="cpu")).any(0).tolist()
         last = max(dim for dim, cut in enumerate(is_cut) if cut)
-        return int(self.boxes.sizes[:, last].min()) * self.strides[last]
+        return int(self.sizes[:, last].min()) * self.strides[last]
 
     def ends(self, box: int) -> tuple[int, int]:
         """The first element of a box, in row-major order, and one past its last."""
@@ -77,9 +78,136 @@ class BoxIndex:
         """Where boxes begin or end on the first dim, as row-major elements; between two of them, boxes are alike."""
         if not self.shape:
             return []
-        edges = torch.cat([self.boxes.starts[:, 0], self.stops[:, 0]]).unique() * self.strides[0]
+        edges = torch.cat([self.starts[:, 0], self.stops[:, 0]]).unique() * self.strides[0]
         found: list[int] = edges.tolist()
         return found
+
+    @cached_property
+    def stops(self) -> torch.Tensor:
+        """int64 (boxes, dims): one past the last index of each box."""
+        return self.starts + self.sizes
+
+    def corners(self, box: int) -> tuple[list[int], list[int]]:
+        """The first index of a box on each dim, and one past its last."""
+        if box not in self._corners:
+            self._corners[box] = self.starts[box].tolist(), self.stops[box].tolist()
+        return self._corners[box]
+
+    @cached_property
+    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last element of each box, in row-major order."""
+        strides = torch.tensor(self.strides, dtype=torch.int64, device="cpu")
+        return (self.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
+
+    @cached_property
+    def _first(self) -> "array[int]":
+        """The first element of each box; they ascend."""
+        return array("q", self._ends[0].tolist())
+
+    @cached_property
+    def _reached(self) -> "array[int]":
+        """The last element of each box and of all boxes before it; they ascend."""
+        return array("q", self._ends[1].cummax(0).values.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A range of the row-major elements of a tensor, and the boxes that reach into it.
+
+    Args:
+        cut: How the tensor is cut.
+        low: The first box that may reach into the stretch.
+        high: One past the last box that may.
+        count: Elements of the stretch.
+        rectangles: What the stretch is made of.
+    """
+
+    cut: Cut
+    low: int
+    high: int
+    count: int
+    rectangles: tuple[Rectangle, ...]
+
+    @cached_property
+    def boxes(self) -> dict[int, int]:
+        """By number of a box: how many elements of the stretch it has, if any."""
+        if self.cut.is_one_box:
+            return {0: self.count}
+        if self.high - self.low > _FEW:
+            counts = self._elements.tolist()
+        else:
+            counts = [sum(math.prod(size) for _, size in self.parts(box)) for box in range(self.low, self.high)]
+        return {self.low + i: count for i, count in enumerate(counts) if count}
+
+    def parts(self, box: int) -> Iterator[Rectangle]:
+        """The rectangles of the stretch that lie in a box."""
+        if self.cut.is_one_box:
+            yield from self.rectangles
+            return
+        first, stop = self.cut.corners(box)
+        for start, size in self.rectangles:
+            low = tuple(map(max, start, first))
+            common = tuple(min(a + n, end) - b for a, n, end, b in zip(start, size, stop, low, strict=True))
+            if min(common, default=1) > 0:
+                yield low, common
+
+    def runs(self, limit: int | None = None) -> list[tuple[int, int, int]] | None:
+        """The stretch as runs of elements that lie in one box each: first, one past the last, and the box, in order.
+
+        Args:
+            limit: The most runs; None: any number.
+
+        Returns:
+            The runs; None where they are too many.
+        """
+        if limit not in self._runs:
+            self._runs[limit] = self._found_runs(limit)
+        return self._runs[limit]
+
+    def _found_runs(self, limit: int | None) -> list[tuple[int, int, int]] | None:
+        found: list[tuple[int, int, int]] = []
+        for box in self.boxes:
+            for start, size in self.parts(box):
+                for first, count in _runs(start, size, self.cut.shape, self.cut.strides):
+                    if len(found) == limit:
+                        return None
+                    found.append((first, first + count, box))
+        return sorted(found)
+
+    @cached_property
+    def _runs(self) -> dict[int | None, list[tuple[int, int, int]] | None]:
+        """By limit: the runs that were asked for."""
+        return {}
+
+    @cached_property
+    def _elements(self) -> torch.Tensor:
+        """int64: how many elements of the stretch each of boxes low .. high - 1 has."""
+        boxes = slice(self.low, self.high)
+        corners = torch.tensor(self.rectangles, dtype=torch.int64, device="cpu")  # (rectangles, start and size, dims)
+        begin, size = corners.unsqueeze(2).unbind(1)
+        edges = torch.minimum(self.cut.stops[boxes], begin + size)
+        edges.sub_(torch.maximum(self.cut.starts[boxes], begin))
+        return edges.clamp_(min=0).prod(-1).sum(0)
+
+
+class BoxIndex:
+    """The boxes of tensors of one shape that are cut alike, ready to be asked who holds how much of a stretch of them.
+
+    Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
+
+    Args:
+        boxes: The boxes and their holders.
+        cut: The boxes alone.
+    """
+
+    def __init__(self, boxes: Boxes, cut: Cut) -> None:
+        self.boxes, self.cut = boxes, cut
+        self._held: dict[int, frozenset[int]] = {}
+        self._holders: dict[int, list[int]] = {}
+
+    def within(self, start: int, stop: int) -> "Overlap":
+        """The boxes that reach into the row-major elements start .. stop - 1."""
+        return Overlap(self, self.cut.within(start, stop))
 
     def held_by(self, rank: int) -> frozenset[int]:
         """The numbers of a rank's boxes."""
@@ -99,108 +227,42 @@ class BoxIndex:
         counts = self.boxes.first.diff()
         return torch.arange(len(counts), device="cpu").repeat_interleave(counts)
 
-    @cached_property
-    def stops(self) -> torch.Tensor:
-        """int64 (boxes, dims): one past the last index of each box."""
-        return self.boxes.starts + self.boxes.sizes
 
-    def corners(self, box: int) -> tuple[list[int], list[int]]:
-        """The first index of a box on each dim, and one past its last."""
-        if box not in self._corners:
-            self._corners[box] = self.boxes.starts[box].tolist(), self.stops[box].tolist()
-        return self._corners[box]
-
-    @cached_property
-    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the last element of each box, in row-major order."""
-        strides = torch.tensor(self.strides, dtype=torch.int64, device="cpu")
-        return (self.boxes.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
-
-    @cached_property
-    def _first(self) -> "array[int]":
-        """The first element of each box; they ascend."""
-        return array("q", self._ends[0].tolist())
-
-    @cached_property
-    def _reached(self) -> "array[int]":
-        """The last element of each box and of all boxes before it; they ascend."""
-        return array("q", self._ends[1].cummax(0).values.tolist())
+def indexes_of(tensors: Iterable[GlobalTensor]) -> list[BoxIndex]:
+    """The boxes of each tensor; those of one shape that are cut alike share a `Cut`, and if held alike, all of it."""
+    cuts: dict[tuple[Shape, int, bytes], Cut] = {}
+    made: dict[tuple[int, Shape], BoxIndex] = {}
+    found = []
+    for tensor in tensors:
+        boxes, shape = tensor.boxes, tensor.shape
+        if (id(boxes), shape) not in made:
+            content = b"".join(bytes(bytes_of(part.contiguous())) for part in (boxes.starts, boxes.sizes))
+            cut = cuts.setdefault((shape, len(boxes), content), Cut(boxes, shape))
+            made[id(boxes), shape] = BoxIndex(boxes, cut)
+        found.append(made[id(boxes), shape])
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Overlap:
-    """A stretch of a tensor, a range of its row-major elements, and the boxes that reach into it.
+    """A stretch of a tensor, and who holds the boxes that reach into it.
 
     Args:
-        index: The boxes of the tensor.
-        low: The first box that may reach into the stretch.
-        high: One past the last box that may.
-        count: Elements of the stretch.
-        rectangles: What the stretch is made of.
+        index: The boxes of the tensor and their holders.
+        stretch: The stretch.
     """
 
     index: BoxIndex
-    low: int
-    high: int
-    count: int
-    rectangles: tuple[Rectangle, ...]
+    stretch: Stretch
 
-    @cached_property
+    @property
     def boxes(self) -> dict[int, int]:
         """By number of a box: how many elements of the stretch it has, if any."""
-        if self.index.is_one_box:
-            return {0: self.count}
-        if self.high - self.low > _FEW:
-            counts = self._elements.tolist()
-        else:
-            counts = [sum(math.prod(size) for _, size in self.parts(box)) for box in range(self.low, self.high)]
-        return {self.low + i: count for i, count in enumerate(counts) if count}
+        return self.stretch.boxes
 
     def boxes_of(self, rank: int) -> list[int]:
         """The boxes with elements of the stretch that a rank holds."""
-        return [box for box in sorted(self.index.held_by(rank)) if self.low <= box < self.high and box in self.boxes]
-
-    def parts(self, box: int) -> Iterator[Rectangle]:
-        """The rectangles of the stretch that lie in a box."""
-        if self.index.is_one_box:
-            yield from self.rectangles
-            return
-        first, stop = self.index.corners(box)
-        for start, size in self.rectangles:
-            low = tuple(map(max, start, first))
-            common = tuple(min(a + n, end) - b for a, n, end, b in zip(start, size, stop, low, strict=True))
-            if min(common, default=1) > 0:
-                yield low, common
-
-    def runs(self, limit: int | None = None) -> list[tuple[int, int, int]] | None:
-        """The stretch as runs of elements that lie in one box each: first, one past the last, and the box, in order.
-
-        Args:
-            limit: The most runs; None: any number.
-
-        Returns:
-            The runs; None where they are too many.
-        """
-        found: list[tuple[int, int, int]] = []
-        for box in self.boxes:
-            for start, size in self.parts(box):
-                for first, count in _runs(start, size, self.index.shape, self.index.strides):
-                    if len(found) == limit:
-                        return None
-                    found.append((first, first + count, box))
-        return sorted(found)
-
-    @cached_property
-    def _elements(self) -> torch.Tensor:
-        """int64: how many elements of the stretch each of boxes low .. high - 1 has."""
-        if self.index.is_one_box:
-            return torch.tensor([self.count], device="cpu")
-        boxes = slice(self.low, self.high)
-        corners = torch.tensor(self.rectangles, dtype=torch.int64, device="cpu")  # (rectangles, start and size, dims)
-        begin, size = corners.unsqueeze(2).unbind(1)
-        edges = torch.minimum(self.index.stops[boxes], begin + size)
-        edges.sub_(torch.maximum(self.index.boxes.starts[boxes], begin))
-        return edges.clamp_(min=0).prod(-1).sum(0)
+        return [box for box in sorted(self.index.held_by(rank)) if box in self.boxes]
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:

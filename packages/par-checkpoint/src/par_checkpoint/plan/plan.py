@@ -11,20 +11,19 @@ Blocks are planned in runs, within which most are cut alike: a rank decides for 
 arithmetic, and lists the blocks in which it takes part. The pieces of a block are found when its turn has come.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .blocks import Area
 from .claims import GlobalTensor
 from .deal import Rotation, Shares, Together, Windows
+from .held import RUNS, Held
 from .homes import Homes
-from .overlap import BoxIndex
-from .tasks import Blocks, Dealt, Parts, Plan, parts_of
-
-Shape = tuple[int, ...]
+from .overlap import BoxIndex, indexes_of
+from .tasks import Blocks, Dealt, Listed, Parts, Plan
 
 _READERS = 4  # of one block from the page cache: reading it so often costs less than sending
-_RUNS = 16  # of a block that ranks write by themselves: more would be small writes
 _HOLDERS = 64  # of parts of a file, who all may write into it
 _WRITERS = 16  # of a file that more ranks hold parts of
 
@@ -66,21 +65,18 @@ class Planner:
         self._owners, self._hosts, self._alone, self._apart = owners, hosts, alone or apart, apart
         self._by_window, self._window = window > 0, max(window, 1)
         self._homes, self._names = homes, names
-        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
         self._begins: dict[int, int] = {}  # by file: where its first area begins
         for area in areas:
             self._begins.setdefault(area.file, area.begin)
-        self._turns = [0] * size  # blocks of each rank so far in which others take part
-        self._dealt: Counter[tuple[int, ...]] = Counter()  # by ranks that blocks rotate over: how many did so far
-        self._made: dict[tuple[int, Shape], BoxIndex] = {}
-        self._indexes = [self._index(tensor) for tensor in tensors]
+        self._begin()
+        self._seen: dict[tuple[int, tuple[tuple[int, ...], ...]], Held] = {}  # what an area repeats, by what lies where
+        self._indexes = indexes_of(tensors)
 
-    def _index(self, tensor: GlobalTensor) -> BoxIndex:
-        """The boxes of a tensor; those of one shape that are cut alike share them."""
-        same = id(tensor.boxes), tensor.shape
-        if same not in self._made:
-            self._made[same] = BoxIndex(tensor.boxes, tensor.shape)
-        return self._made[same]
+    def _begin(self) -> None:
+        """Nothing is dealt out yet."""
+        self._turns = [0] * self._size  # blocks of each rank so far in which others take part
+        self._dealt: Counter[tuple[int, ...]] = Counter()  # by ranks that blocks rotate over: how many did so far
+        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
 
     def save(self) -> Plan:
         """Every block is written by one rank, or in parts by those that hold it in runs; of replicas one gives."""
@@ -100,30 +96,42 @@ class Planner:
 
     def _planned(self, *, saving: bool, near: bool) -> Plan:
         """Deals out every run of blocks, and lists those in which this rank takes part."""
-        if self._size == 1:
-            dealt: list[list[Dealt | Parts]] = [
-                [Dealt(Rotation(0, area.count, (0,), 0, (0,)), sends=False)] for area in self._areas
-            ]
-        else:
-            dealt = self._dealt_by_many(saving=saving, near=near)
-        blocks = Blocks(self._tensors, self._indexes, self._areas, dealt, self._rank, hosts=self._hosts, saving=saving)
-        peers = any(isinstance(run, Dealt) and run.sends for runs in dealt for run in runs)
-        return Plan(blocks, max(self._turns), peers=peers, window=self._window)
+        blocks = Blocks(self._tensors, self._indexes, self._areas, self._rank, hosts=self._hosts, saving=saving)
+        listed = Listed(blocks, self._dealt_out(saving=saving, near=near))
+        return Plan(blocks, listed, max(self._turns), window=self._window)
 
-    def _dealt_by_many(self, *, saving: bool, near: bool) -> list[list[Dealt | Parts]]:
+    def writers(self) -> "list[array[int]]":
+        """By area: for each block, the rank that a save has it written by, where none is written in parts."""
+        found = []
+        for area, runs in zip(self._areas, self._dealt_out(saving=True, near=False), strict=True):
+            ranks = array("q", bytes(8 * area.count))
+            for run in runs:
+                if isinstance(run, Parts):
+                    raise RuntimeError(f"blocks from {run.first} on have several writers; a bug of par-checkpoint")
+                for rank, _, numbers in run.deal.segments(run.first, run.stop):
+                    for number in numbers:
+                        ranks[number] = rank
+            found.append(ranks)
+        return found
+
+    def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[Dealt | Parts]]:
         """By area: its runs of blocks, in order."""
+        self._begin()
+        if self._size == 1:
+            for area in self._areas:
+                yield [Dealt(Rotation(0, area.count, (0,), 0, (0,)), sends=False)]
+            return
         is_free = bool(self._owners) or self._apart if saving else self._homes is not None
         shared = {} if is_free else self._shared(saving=saving)
-        dealt = list[list[Dealt | Parts]]()
         for number, area in enumerate(self._areas):
+            self._seen.clear()
             if saving and self._owners:
                 owner = (self._owners[area.file],)
-                dealt.append([self._rotated(0, area.count, owner, sends=True)])
+                yield [self._rotated(0, area.count, owner, sends=True)]
             elif number in shared:
-                dealt.append([Dealt(shared[number], sends=True)])
+                yield [Dealt(shared[number], sends=True)]
             else:
-                dealt.append(list(self._free(number, area, saving=saving, near=near)))
-        return dealt
+                yield list(self._free(number, area, saving=saving, near=near))
 
     def _shared(self, *, saving: bool) -> dict[int, Shares]:
         """By number: the areas that more ranks hold parts of than may write into one file, dealt out to some of these.
@@ -167,13 +175,13 @@ class Planner:
                 yield from self._run(number, first, stop, saving=saving, near=near)
                 continue
             index, width = self._indexes[tensors[0]], self._tensors[tensors[0]].dtype.itemsize
-            is_alone = len(tensors) == 1 and not index.is_one_box
+            is_alone = len(tensors) == 1 and not index.cut.is_one_box
             if is_alone and self._in_runs(index, width, area.block, saving=saving):
                 yield Parts(first, stop)
                 continue
             begin = next(begin for tensor, begin, _ in area.placed if tensor == tensors[0])
             reached = first
-            edges = {element for tensor in tensors for element in self._indexes[tensor].slices}
+            edges = {element for tensor in tensors for element in self._indexes[tensor].cut.slices}
             for element in sorted(edges):  # a block that such an edge lies in is a run by itself
                 block, inside = divmod(begin + element * width - area.begin, area.block)
                 for end in (block, block + 1 if inside else block):
@@ -186,10 +194,10 @@ class Planner:
         """Whether every block of a tensor is best written or read in parts."""
         if self._alone if saving else self._homes is not None:
             return False
-        if self._by_window and not index.are_runs:  # as many requests as runs
+        if self._by_window and not index.cut.are_runs:  # as many requests as runs
             return False
         is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
-        return is_held_once and index.run * width * _RUNS >= block
+        return is_held_once and index.cut.run * width * RUNS >= block
 
     def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
         """Deals out a run of blocks by who holds how much of all of it.
@@ -199,44 +207,35 @@ class Planner:
         """
         area = self._areas[number]
         block = area.at(first, self._tensors, 0, (stop - first) * area.block)
-        overlaps = [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
-        overlaps = [(span, overlap) for span, overlap in overlaps if overlap.boxes]
-        held = [
-            (rank, count * span.width)
-            for span, overlap in overlaps
-            for box, count in overlap.boxes.items()
-            for rank in overlap.index.holders(box)
-        ]
-        some = {rank for rank, _ in held}
-        if not some and not saving:
+        alike = block.size, tuple((id(self._indexes[span.tensor]), *span.place) for span in block.spans)
+        if alike not in self._seen:
+            self._seen[alike] = Held(block, [self._indexes[span.tensor] for span in block.spans])
+        held = self._seen[alike]
+        if not held.some and not saving:
             return
-        most = max((size for _, size in held), default=0)  # about as much as any: at least half as much
-        main = tuple(sorted({rank for rank, size in held if 2 * size >= most})) or (block.file % self._size,)
+        main = held.main or (block.file % self._size,)
         if self._homes is not None and not saving:
-            yield from self._where_kept(number, first, stop, main, some)
-            return
-        is_whole = all(overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in overlaps for rank in main)
-        if saving and is_whole:
+            yield from self._where_kept(number, first, stop, main, held.some)
+        elif saving and held.is_whole:
             yield self._rotated(first, stop, main, sends=False)
-            return
-        is_held_once = all(len(overlap.index.holders(box)) == 1 for _, overlap in overlaps for box in overlap.boxes)
-        if (
-            (not self._alone if saving else is_held_once)
+        elif (
+            (not self._alone if saving else held.is_once)
             and stop == first + 1
-            and not (self._by_window and any(not overlap.index.are_runs for _, overlap in overlaps))
-            and parts_of(block, overlaps, limit=_RUNS)
+            and not (self._by_window and not held.are_runs)
+            and held.is_in_parts
         ):
             yield Parts(first, stop)
         elif self._by_window:
-            yield from self._in_windows(number, first, stop, main, sends=len(some) > 1)
+            yield from self._in_windows(number, first, stop, main, sends=len(held.some) > 1)
         elif saving or not near:
-            yield self._rotated(first, stop, main, sends=saving or len(some) > 1)
+            yield self._rotated(first, stop, main, sends=saving or len(held.some) > 1)
         else:
-            much = {rank for rank, size in held if 4 * size >= block.size}
-            readers = tuple(sorted(some if len(some) <= _READERS else much)) or main
-            yield self._together(first, stop, readers, sends=not some <= set(readers))
+            readers = tuple(sorted(held.some if len(held.some) <= _READERS else held.much)) or main
+            yield self._together(first, stop, readers, sends=not held.some <= set(readers))
 
-    def _where_kept(self, number: int, first: int, stop: int, main: tuple[int, ...], some: set[int]) -> Iterator[Dealt]:
+    def _where_kept(
+        self, number: int, first: int, stop: int, main: tuple[int, ...], some: frozenset[int]
+    ) -> Iterator[Dealt]:
         """Blocks that only some ranks can read: of those the ones that need most of it do, or any where none needs it.
 
         Args:

@@ -107,7 +107,6 @@ class Blocks:
         tensors: All tensors.
         indexes: For each of them, its boxes.
         areas: What the files are cut into.
-        dealt: By area: its runs of blocks, in order.
         rank: The rank.
         hosts: By rank: the number of its machine; None: all share one.
         saving: Whether the ranks save; else they load.
@@ -118,14 +117,14 @@ class Blocks:
         tensors: Sequence[GlobalTensor],
         indexes: Sequence[BoxIndex],
         areas: Sequence[Area],
-        dealt: Sequence[Sequence[Dealt | Parts]],
         rank: int,
         *,
         hosts: Sequence[int] | None,
         saving: bool,
     ) -> None:
-        self.areas, self.dealt, self.rank, self.saving = areas, dealt, rank, saving
+        self.areas, self.rank, self.saving = areas, rank, saving
         self._tensors, self._indexes, self._hosts = tensors, indexes, hosts
+        self._runs: dict[int, Sequence[Dealt | Parts]] = {}  # by area: those with blocks in which this rank takes part
         self._replicas: dict[tuple[BoxIndex, int, tuple[int, ...]], Replicas] = {}
 
     def mine(self, turn: int, area: int, number: int, low: int, high: int) -> Task:
@@ -191,20 +190,28 @@ class Blocks:
             if holder == self.rank:
                 yield low, high
 
+    def keep(self, area: int, runs: Sequence[Dealt | Parts], numbers: Iterable[int]) -> None:
+        """Keeps the runs of some blocks of an area, of all its runs, to be asked about these blocks later."""
+        kept: list[Dealt | Parts] = []
+        for number in sorted(numbers):
+            if not kept or number >= kept[-1].stop:
+                kept.append(_run_of(runs, number))
+        if kept:
+            self._runs[area] = kept
+
     def reached(self, area: int) -> Iterator[tuple[int, int, BoxIndex, int]]:
         """This rank's boxes in an area: first block, one past the last that it may reach into, tensor, and number."""
         own = self.areas[area]
         for tensor, begin, _ in own.placed:
             index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
             for box in index.held_by(self.rank):
-                first, last = index.ends(box)
+                first, last = index.cut.ends(box)
                 low, high = begin + first * width - own.begin, begin + last * width - own.begin
                 yield low // own.block, -(-high // own.block), index, box
 
     def run_of(self, area: int, number: int) -> Dealt | Parts:
-        """The run that a block belongs to."""
-        runs = self.dealt[area]
-        return runs[bisect_right(runs, number, key=lambda run: run.first) - 1]
+        """The run that a block belongs to, in which this rank takes part."""
+        return _run_of(self._runs[area], number)
 
     def is_wanted(self, area: int, number: int) -> bool:
         """Whether somebody holds anything of a block."""
@@ -220,27 +227,22 @@ class Plan:
 
     Args:
         blocks: The blocks.
+        listed: Those in which this rank takes part.
         turns: The most blocks that any rank writes or reads and others take part in; the same on every rank.
-        peers: Whether any rank sends anything to another; the same on every rank.
         window: Number of blocks that one request of a load brings.
     """
 
-    def __init__(self, blocks: Blocks, turns: int, *, peers: bool, window: int = 1) -> None:
-        self.turns, self.peers = turns, peers
+    def __init__(self, blocks: Blocks, listed: "Listed", turns: int, *, window: int = 1) -> None:
+        self.turns, self.peers = turns, listed.peers
         self._blocks = blocks
-        mine, alone, others = array("q"), array("q"), array("q")
-        for area in range(len(blocks.areas)):
-            _list_mine(blocks, area, mine, alone)
-            if peers:
-                _list_others(blocks, area, others)
-        shared, own = _rows(mine, 5), _rows(alone, 5)
+        shared, own = _rows(listed.shared, 5), _rows(listed.alone, 5)
         count = len(own)  # in which nobody else takes part: they are spread over the turns of the others
         places = torch.arange(count, device="cpu")
         if window > 1:  # which stays in one round
             _, lengths = torch.stack([own[:, 1], own[:, 2] // window], 1).unique_consecutive(dim=0, return_counts=True)
             places = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         own[:, 0] = places * turns // max(count, 1) if turns else places
-        self._mine, self._others = _by_turn(torch.cat([shared, own])), _by_turn(_rows(others, 4))
+        self._mine, self._others = _by_turn(torch.cat([shared, own])), _by_turn(_rows(listed.others, 4))
 
     @property
     def mine(self) -> Iterator[Task]:
@@ -259,20 +261,6 @@ class Plan:
     def files(self) -> list[int]:
         """For each block that this rank writes or reads, the number of its file."""
         return [self._blocks.areas[area].file for area in self._mine[:, 1].tolist()]
-
-    def dealt_to(self) -> "list[array[int]]":
-        """By area: for each block, the rank that writes or reads it, where none is written in parts."""
-        found = []
-        for area, runs in zip(self._blocks.areas, self._blocks.dealt, strict=True):
-            ranks = array("q", bytes(8 * area.count))
-            for run in runs:
-                if isinstance(run, Parts):
-                    raise RuntimeError(f"blocks from {run.first} on have several writers; a bug of par-checkpoint")
-                for rank, _, numbers in run.deal.segments(run.first, run.stop):
-                    for number in numbers:
-                        ranks[number] = rank
-            found.append(ranks)
-        return found
 
     def rounds(self, size: int | None) -> Iterator[tuple[list[Task], list[Task]]]:
         """This rank's blocks and those of others of turns 0 .. size - 1, of turns size .. 2 size - 1, and so on.
@@ -311,7 +299,7 @@ def parts_of(
     found: list[tuple[int, int, int]] = []
     count, end = 0, 0
     for span, overlap in overlaps:
-        runs = overlap.runs(None if limit is None else limit - count)
+        runs = overlap.stretch.runs(None if limit is None else limit - count)
         if runs is None:
             return []
         count += len(runs)
@@ -329,55 +317,77 @@ def parts_of(
     return found if end == block.size else []
 
 
-def _list_mine(blocks: Blocks, area: int, shared: "array[int]", alone: "array[int]") -> None:
-    """Lists the blocks of an area that a rank writes or reads: turn, area, number, first byte, one past the last.
+class Listed:
+    """The blocks in which a rank takes part, a few integers for each; of all the others nothing is kept.
 
     Args:
         blocks: The blocks.
-        area: Number of the area.
-        shared: Gets those in which others take part.
-        alone: Gets the others; they have no turn yet.
+        dealt: By area: its runs of blocks, in order.
+
+    Attributes:
+        shared: Blocks that this rank writes or reads and others take part in: turn, area, number, first byte, one past
+            the last.
+        alone: The same of blocks in which no other rank takes part; they have no turn yet.
+        others: Blocks of other ranks of which this one may have pieces: turn, rank, area, number.
+        peers: Whether any rank sends anything to another; the same on every rank.
     """
-    own = blocks.areas[area]
-    is_full = sum(last - first for _, first, last in own.placed) == own.end - own.begin
-    for run in blocks.dealt[area]:
-        if isinstance(run, Dealt):
-            rows = shared if run.sends else alone
-            for number, turn in run.deal.of(blocks.rank):
-                if blocks.saving or (is_full and run.sends) or blocks.is_wanted(area, number):
-                    rows.extend((turn, area, number, 0, own.block))
-    numbers: set[int] = set()
-    parts = [run for run in blocks.dealt[area] if isinstance(run, Parts)]
-    if parts:
-        for first, stop, _, _ in blocks.reached(area):
-            for run in _between(parts, first, stop):
-                numbers.update(range(max(first, run.first), min(stop, run.stop)))
-    for number in sorted(numbers):
-        for low, high in blocks.parts(area, number):
-            alone.extend((0, area, number, low, high))
+
+    def __init__(self, blocks: Blocks, dealt: Iterable[Sequence[Dealt | Parts]]) -> None:
+        self.shared, self.alone, self.others = array("q"), array("q"), array("q")
+        self.peers = False
+        for area, runs in enumerate(dealt):
+            self.peers |= any(isinstance(run, Dealt) and run.sends for run in runs)
+            blocks.keep(area, runs, {*self._list_mine(blocks, area, runs), *self._list_others(blocks, area, runs)})
+
+    def _list_mine(self, blocks: Blocks, area: int, runs: Sequence[Dealt | Parts]) -> Iterator[int]:
+        """Lists the blocks of an area that this rank writes or reads, and yields their numbers."""
+        own = blocks.areas[area]
+        is_full = sum(last - first for _, first, last in own.placed) == own.end - own.begin
+        for run in runs:
+            if isinstance(run, Dealt):
+                rows = self.shared if run.sends else self.alone
+                for number, turn in run.deal.of(blocks.rank):
+                    if blocks.saving or (is_full and run.sends) or blocks.is_wanted(area, number):
+                        rows.extend((turn, area, number, 0, own.block))
+                        yield number
+        numbers: set[int] = set()
+        parts = [run for run in runs if isinstance(run, Parts)]
+        if parts:
+            for first, stop, _, _ in blocks.reached(area):
+                for run in _between(parts, first, stop):
+                    numbers.update(range(max(first, run.first), min(stop, run.stop)))
+        for number in sorted(numbers):
+            for low, high in blocks.parts(area, number):
+                self.alone.extend((0, area, number, low, high))
+                yield number
+
+    def _list_others(self, blocks: Blocks, area: int, runs: Sequence[Dealt | Parts]) -> Iterator[int]:
+        """Lists the blocks of an area, of other ranks, that this rank may have pieces of, and yields their numbers."""
+        rank = blocks.rank
+        given: dict[int, tuple[int, int]] = {}
+        shared = [run for run in runs if isinstance(run, Dealt) and run.sends]
+        if not shared:
+            return
+        for first, stop, index, box in blocks.reached(area):
+            for run in _between(shared, first, stop):
+                if isinstance(run.deal, Together) and rank in run.deal.ranks:
+                    continue
+                for other, turn, numbers in run.deal.segments(first, stop):
+                    if other == rank or (blocks.saving and box in index.held_by(other)):
+                        continue
+                    givers = blocks.givers(index, box, other) if blocks.saving else (rank,)
+                    if rank not in givers:
+                        continue
+                    for at in range((givers.index(rank) - turn) % len(givers), len(numbers), len(givers)):
+                        given[numbers[at]] = turn + at, other
+        for number, (turn, other) in given.items():
+            self.others.extend((turn, other, area, number))
+            yield number
 
 
-def _list_others(blocks: Blocks, area: int, others: "array[int]") -> None:
-    """Lists the blocks of an area, of other ranks, that this rank may have pieces of: turn, rank, area, number."""
-    rank = blocks.rank
-    given: dict[int, tuple[int, int]] = {}
-    shared = [run for run in blocks.dealt[area] if isinstance(run, Dealt) and run.sends]
-    if not shared:
-        return
-    for first, stop, index, box in blocks.reached(area):
-        for run in _between(shared, first, stop):
-            if isinstance(run.deal, Together) and rank in run.deal.ranks:
-                continue
-            for other, turn, numbers in run.deal.segments(first, stop):
-                if other == rank or (blocks.saving and box in index.held_by(other)):
-                    continue
-                givers = blocks.givers(index, box, other) if blocks.saving else (rank,)
-                if rank not in givers:
-                    continue
-                for at in range((givers.index(rank) - turn) % len(givers), len(numbers), len(givers)):
-                    given[numbers[at]] = turn + at, other
-    for number, (turn, other) in given.items():
-        others.extend((turn, other, area, number))
+def _run_of(runs: Sequence[Dealt | Parts], number: int) -> Dealt | Parts:
+    """The run that a block belongs to."""
+    return runs[bisect_right(runs, number, key=lambda run: run.first) - 1]
 
 
 def _between(runs: "Sequence[Run]", first: int, stop: int) -> "Sequence[Run]":
@@ -405,7 +415,7 @@ def _in_turn(ranks: Sequence[int], turn: int) -> int:
 
 def _pieces(span: Span, overlap: Overlap, box: int, source: int, to: int, wave: int = 0) -> Iterator[Piece]:
     """The rectangles of a span within one box, on their way from one rank to another."""
-    for start, size in overlap.parts(box):
-        first = sum(i * stride for i, stride in zip(start, overlap.index.strides, strict=True))
+    for start, size in overlap.stretch.parts(box):
+        first = sum(i * stride for i, stride in zip(start, overlap.index.cut.strides, strict=True))
         at = span.at + (first - span.start) * span.width
         yield Piece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to, wave=wave)
