@@ -1,4 +1,4 @@
-"""Seconds and memory to plan a checkpoint of Llama 3.1 405B and its Adam on 4,096 ranks, on one of them.
+"""Seconds and memory to plan checkpoints of Llama 3.1 405B and of DeepSeek-V3, with their Adam, on one of 4,096 ranks.
 
 The other ranks are simulated: what each of them would tell is made by the code that tells it, and the rank under
 measurement, a process of its own, gets it as it would over the network. It decodes, merges and checks all claims, lays
@@ -311,6 +311,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
         empty = Manifest(style="", files=records, tied={}, model=None, optimizer=None, scheduler=None, extra=None)
         encode_manifest(empty)
         seconds["checksums s"], seconds["checksums MiB"] = time.process_time() - begin, peak() - base
+    seconds["tensors"] = len(tensors)
     seconds["TB"] = sum(file.size for file in files) / 1e12
     seconds["mine"] = len(plan.files())
     seconds["others"] = len(plan._others)
@@ -368,6 +369,7 @@ def row(name: str, messages: list[list[bytes]]) -> dict[str, str]:
     most = {key: max(each.get(key, 0.0) for each in found) for key in found[0]}
     return {
         "layout": name,
+        "tensors": f"{most['tensors']:.0f}",
         "TB": f"{most['TB']:.2f}",
         "told KiB a rank": f"{sum(map(len, messages[1])) / RANKS / 1024:.1f}",
         "save s": f"{most['save']:.2f}",
@@ -387,8 +389,8 @@ def main() -> None:
     """Measures every layout on some ranks."""
     rows = [row(name, told_by_all(layout)) for name, layout in LAYOUTS.items()]
     note = (
-        f"Llama 3.1 405B in bf16, with master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a "
-        f"host, blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
+        "Llama 3.1 405B, and DeepSeek-V3, whose 256 experts a layer have names of their own in the files, in bf16, with "
+        f"master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a host, blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
         "of one thread; the worst is shown. What the others tell is made by the same code and handed over as the "
         "network would. Seconds are those of the processor, from a rank's boxes to the lists of its blocks: claims, "
         "their digest, the claims of all, coverage, files, plan; `again` is the next time, which finds the plan by the "

@@ -52,13 +52,13 @@ def received(claims):
 def test_they_survive_the_way_to_another_rank():
     claims = Claims.of(MANY)
     again = received(claims)
-    assert (again.tensors, again.may_differ) == (claims.tensors, claims.may_differ)
+    assert (tuple(again.tensors), again.may_differ) == (claims.tensors, claims.may_differ)
     assert {dims: each.tolist() for dims, each in again.rows.items()} == {
         0: [[1, 1, 1]],
         1: [[4, 1, 1, 0, 1], [4, 1, 1, 3, 1]],
         2: [[0, 1, 1, 0, 0, 3, 4]],
     }
-    assert received(Claims.of([])).tensors == ()
+    assert tuple(received(Claims.of([])).tensors) == ()
 
 
 def test_tensors_that_are_cut_alike_are_one_row():

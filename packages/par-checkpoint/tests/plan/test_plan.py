@@ -358,8 +358,7 @@ def of_rows(value, rows):
 
 @pytest.mark.parametrize(("rows", "peers"), [([3, 2, 4], False), ([1] * 9, True)])
 def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatch):
-    for module in ("held", "plan"):
-        monkeypatch.setattr(f"par_checkpoint.plan.{module}.RUNS", 3)
+    monkeypatch.setattr("par_checkpoint.plan.plan._RUNS", 3)
     value = torch.arange(9.0 * BLOCK // 8).view(9, -1)  # four rows to a block
     world = of_rows(value, rows)
     held = held_by(world)

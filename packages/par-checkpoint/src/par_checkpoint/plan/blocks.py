@@ -1,12 +1,44 @@
 """The blocks that files are cut into: what is checksummed, written and read as one."""
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
+from typing import overload
 
 from .claims import GlobalTensor
+
+
+class Placed(Sequence[tuple[int, int, int]]):
+    """Number, first byte and one past the last byte of each tensor in a file, kept as integers of 8 bytes each.
+
+    Args:
+        placed: All of them.
+    """
+
+    def __init__(self, placed: Iterable[tuple[int, int, int]]) -> None:
+        self._flat = array("q", chain.from_iterable(placed))
+
+    def __len__(self) -> int:
+        return len(self._flat) // 3
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[int, int, int]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "Placed": ...
+
+    def __getitem__(self, place: "int | slice") -> "tuple[int, int, int] | Placed":
+        if isinstance(place, slice):
+            return Placed(self[number] for number in range(*place.indices(len(self))))
+        at = 3 * range(len(self))[place]
+        return self._flat[at], self._flat[at + 1], self._flat[at + 2]
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        each = iter(self._flat)
+        return zip(each, each, each, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +88,7 @@ class Area:
     begin: int
     end: int
     block: int
-    placed: tuple[tuple[int, int, int], ...]
+    placed: Sequence[tuple[int, int, int]]
 
     @property
     def count(self) -> int:
@@ -78,7 +110,8 @@ class Area:
         upcoming = max(bisect_right(self._firsts, begin) - 1, 0)
         while upcoming and self.placed[upcoming - 1][2] > begin:  # behind tensors without elements
             upcoming -= 1
-        for tensor, first, last in self.placed[upcoming:]:
+        for place in range(upcoming, len(self.placed)):
+            tensor, first, last = self.placed[place]
             if first >= end:
                 break
             if last > max(first, begin):
@@ -95,22 +128,22 @@ class Area:
                 )
         return Block(file=self.file, begin=begin, end=end, spans=tuple(spans))
 
-    def stretches(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """The blocks in runs: first, one past the last, and the numbers of the tensors of which each has all of it.
+    def stretches(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        """The blocks in runs, each within a tensor: first, one past the last, the tensor's first byte, and its number.
 
-        These are several where they are filled from the same bytes. A block with parts of tensors that lie one after
-        the other is a run by itself, of no tensor.
+        There are several numbers where tensors are filled from the same bytes. A block with parts of tensors that lie
+        one after the other is a run by itself, of no tensor.
         """
         upcoming = 0
         for (first, last), placed in groupby(self.placed, key=lambda tensor: tensor[1:]):
             low = max(-(-(first - self.begin) // self.block), upcoming)
             high = self.count if last == self.end else (last - self.begin) // self.block
             if low < high:
-                yield from ((number, number + 1, ()) for number in range(upcoming, low))
-                yield low, high, tuple(tensor for tensor, _, _ in placed)
+                yield from ((number, number + 1, 0, ()) for number in range(upcoming, low))
+                yield low, high, first, tuple(tensor for tensor, _, _ in placed)
                 upcoming = high
-        yield from ((number, number + 1, ()) for number in range(upcoming, self.count))
+        yield from ((number, number + 1, 0, ()) for number in range(upcoming, self.count))
 
     @cached_property
-    def _firsts(self) -> list[int]:
-        return [first for _, first, _ in self.placed]
+    def _firsts(self) -> "array[int]":
+        return array("q", (first for _, first, _ in self.placed))

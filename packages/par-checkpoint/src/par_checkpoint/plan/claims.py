@@ -9,10 +9,13 @@ import json
 import math
 import operator
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
+from typing import cast
 
 import torch
 
@@ -83,6 +86,27 @@ def with_unique_keys(entries: Iterable[Entry]) -> Iterator[Entry]:
         yield entry if kind == "1" else replace(entry, key=f"{entry.key}{_AGAIN}{kind}")
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Key, dtype and global shape of tensors, as another rank has told them; decoded each time that one goes over them.
+
+    Args:
+        data: What `Claims.table` makes of them.
+    """
+
+    data: bytes
+
+    @cached_property
+    def may_differ(self) -> tuple[str, ...]:
+        """Keys of those tensors whose replicas may differ."""
+        return tuple(json.loads(zlib.decompress(self.data))["may_differ"])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
+        table = json.loads(zlib.decompress(self.data))
+        kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in table["kinds"]]
+        return ((key, *kinds[kind]) for key, kind in zip(table["keys"], table["kind"], strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claims:
     """What a rank has, or each of several ranks that have the same.
@@ -98,7 +122,7 @@ class Claims:
         may_differ: Keys of those tensors whose replicas may differ.
     """
 
-    tensors: Tensors
+    tensors: Tensors | Table
     rows: dict[int, torch.Tensor]
     may_differ: tuple[str, ...] = ()
 
@@ -139,6 +163,8 @@ class Claims:
 
     def table(self) -> bytes:
         """The tensors as bytes, equal for equal ones; most ranks have the same."""
+        if isinstance(self.tensors, Table):
+            return self.tensors.data
         kinds = Counter((str(dtype).partition(".")[2], shape) for _, dtype, shape in self.tensors)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         table = {
@@ -169,13 +195,11 @@ class Claims:
     @classmethod
     def decode_table(cls, data: bytes) -> "Claims":
         """The claims of a rank that has no box of the tensors that `table` made bytes of."""
-        table = json.loads(zlib.decompress(data))
-        kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in table["kinds"]]
-        tensors = tuple((key, *kinds[kind]) for key, kind in zip(table["keys"], table["kind"], strict=True))
-        return cls(tensors=tensors, rows={}, may_differ=tuple(table["may_differ"]))
+        table = Table(data)
+        return cls(tensors=table, rows={}, may_differ=table.may_differ)
 
 
-def by_shape(tensors: Tensors) -> list[int]:
+def by_shape(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> list[int]:
     """The numbers of tensors, those of one shape together, and among them those of one slot of the optimizer."""
     shapes: dict[Shape, int] = {}
     kinds: dict[tuple[int, str], list[int]] = {}
@@ -227,7 +251,7 @@ class Boxes:
         return len(self.starts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalTensor:
     """One tensor of the checkpoint, and the boxes of it that ranks hold.
 
@@ -267,17 +291,19 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
     """
     known: dict[str, int] = {}  # by key: number
     kinds: list[tuple[torch.dtype, Shape]] = []  # by number
-    said_by: list[int] = []  # by number: the rank that said so
+    equal: dict[tuple[torch.dtype, Shape], tuple[torch.dtype, Shape]] = {}  # kinds, each once
+    said_by = array("q")  # by number: the rank that said so
     tables: dict[int, int] = {}  # by identity of a table of tensors, which most ranks share: its number
     numbers: list[torch.Tensor] = []  # by number of a table: the global numbers of its tensors, by place
     for ranks, claim in claims:
         if id(claim.tensors) in tables:
             continue
         tables[id(claim.tensors)] = len(numbers)
-        for key, dtype, shape in claim.tensors:
+        told = tuple(claim.tensors)
+        for key, dtype, shape in told:
             number = known.setdefault(key, len(kinds))
             if number == len(kinds):
-                kinds.append((dtype, shape))
+                kinds.append(equal.setdefault((dtype, shape), (dtype, shape)))
                 said_by.append(ranks[0])
             elif kinds[number] != (dtype, shape):
                 first_dtype, first_shape = kinds[number]
@@ -286,23 +312,23 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
                     f"on rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
                     "layout={name: Sharding(...)}"
                 )
-        own = [known[claim.tensors[number][0]] for number in by_shape(claim.tensors)]
+        own = [known[told[number][0]] for number in by_shape(told)]
         numbers.append(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
     may_differ = {known[key] for _, claim in claims for key in claim.may_differ}
     by_dims: dict[int, list[int]] = {}
     for number, (_, shape) in enumerate(kinds):
         by_dims.setdefault(len(shape), []).append(number)
-    boxes: dict[int, Boxes] = {}
+    keys = list(known)
+    merged: list[GlobalTensor | None] = [None] * len(keys)
     for dims, of_dims in by_dims.items():
         said = _Said.of(claims, tables, numbers, dims)
         alike = said.alike(of_dims, may_differ)
-        for united, same in zip(_united(said, list(alike)), alike.values(), strict=True):
-            boxes.update(dict.fromkeys(same, united))
-    return [
-        GlobalTensor(key=key, dtype=dtype, shape=shape, boxes=boxes[number])
-        for number, (key, (dtype, shape)) in enumerate(zip(known, kinds, strict=True))
-    ]
+        for boxes, same in zip(_united(said, list(alike)), alike.values(), strict=True):
+            for number in same:
+                dtype, shape = kinds[number]
+                merged[number] = GlobalTensor(key=keys[number], dtype=dtype, shape=shape, boxes=boxes)
+    return cast("list[GlobalTensor]", merged)
 
 
 @dataclass(frozen=True)
@@ -333,14 +359,16 @@ class _Said:
         rows: int64 (rows, 2 dims), start and size of a box, one statement after the other.
         sources: int64 (rows), which of the holders have each of them.
         first: int64 (statements + 1), where the rows of each begin, and where the last ones end.
-        tensors: For each statement, the global numbers of the tensors of which it speaks.
+        tensors: int64, the global numbers of the tensors of which each statement speaks, one after the other.
+        lengths: int64 (statements), how many these are.
         holders: The ranks of all claims.
     """
 
     rows: torch.Tensor
     sources: torch.Tensor
     first: torch.Tensor
-    tensors: Sequence[torch.Tensor]
+    tensors: torch.Tensor
+    lengths: torch.Tensor
     holders: _Holders
 
     @classmethod
@@ -363,7 +391,8 @@ class _Said:
         for ranks, claim in claims:
             if dims in claim.rows:
                 said = claim.rows[dims].contiguous()
-                alike.setdefault((tables[id(claim.tensors)], bytes(bytes_of(said))), (said, []))[1].extend(ranks)
+                same = tables[id(claim.tensors)], sha256(bytes_of(said)).digest()
+                alike.setdefault(same, (said, []))[1].extend(ranks)
         none = torch.empty(0, 3 + 2 * dims, dtype=torch.int64, device="cpu")
         rows = torch.cat([none, *(said for said, _ in alike.values())])
         counts = torch.tensor([len(said) for said, _ in alike.values()], dtype=torch.int64, device="cpu")
@@ -371,14 +400,16 @@ class _Said:
         table = torch.tensor([number for number, _ in alike], dtype=torch.int64, device="cpu").repeat_interleave(counts)
         statements, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
         order = which.argsort(stable=True)
+        of_table, first, step, length = statements.unbind(1)
+        place, _ = _ranges(torch.zeros_like(length), length)  # within each statement
+        starts = _begins(torch.tensor([len(each) for each in numbers], dtype=torch.int64, device="cpu"))
+        at = (starts[of_table] + first).repeat_interleave(length) + place * step.repeat_interleave(length)
         return cls(
             rows=rows[order, 3:],
             sources=sources[order],
             first=_begins(which.bincount(minlength=len(statements))),
-            tensors=[
-                numbers[number][first : first + step * (count - 1) + 1 : step] if step else numbers[number][[first]]
-                for number, first, step, count in statements.tolist()
-            ],
+            tensors=torch.cat(list(numbers))[at] if len(at) else at,
+            lengths=length,
             holders=_Holders.of([ranks for _, ranks in alike.values()]),
         )
 
@@ -389,12 +420,9 @@ class _Said:
             tensors: Numbers of all tensors of so many dims, also of those without elements, of which nobody speaks.
             may_differ: Numbers of those whose replicas may differ.
         """
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        spoken_of = torch.cat([none, *self.tensors])
-        lengths = torch.tensor([len(each) for each in self.tensors], dtype=torch.int64, device="cpu")
-        order = spoken_of.argsort(stable=True)
-        statements = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)[order].tolist()
-        first = _begins(spoken_of.bincount(minlength=max(tensors) + 1)).tolist()
+        order = self.tensors.argsort(stable=True)
+        statements = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)[order].tolist()
+        first = array("q", _begins(self.tensors.bincount(minlength=max(tensors) + 1)).tolist())
         found: dict[_Alike, list[int]] = {}
         for number in tensors:
             same = tuple(statements[first[number] : first[number + 1]]), number in may_differ

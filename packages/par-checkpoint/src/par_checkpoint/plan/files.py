@@ -1,5 +1,6 @@
 """Which tensor lies where: the files of a save, offsets in them, and the blocks that their data is cut into."""
 
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from ..format.crc import Crc, joined
 from ..format.header import DATA_ALIGNMENT, encode_header
 from ..format.index import STEMS
 from ..format.manifest import BLOCK
-from .blocks import Area
+from .blocks import Area, Placed
 from .claims import GlobalTensor, section_of
 from .tasks import Plan
 
@@ -22,7 +23,7 @@ class File:
     Args:
         name: Its name relative to the checkpoint's folder.
         section: "model" or "optimizer".
-        header: Its first bytes; empty when it is only read.
+        packed: Its first bytes, compressed: a rank knows of thousands of files, and writes the beginning of a few.
         data_begin: First byte of its data.
         size: Bytes of the file, header included.
         placed: Number, first byte and one past the last byte of each tensor, by first byte.
@@ -31,11 +32,16 @@ class File:
 
     name: str
     section: str
-    header: bytes
+    packed: bytes
     data_begin: int
     size: int
-    placed: tuple[tuple[int, int, int], ...]
+    placed: Sequence[tuple[int, int, int]]
     block: int = BLOCK
+
+    @property
+    def header(self) -> bytes:
+        """Its first bytes; empty when it is only read."""
+        return zlib.decompress(self.packed) if self.packed else b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +97,10 @@ def lay_out(
                 File(
                     name=file_name,
                     section=section,
-                    header=header,
+                    packed=zlib.compress(header, 1),
                     data_begin=begin,
                     size=begin + stored.data_size,
-                    placed=tuple((number, first, last) for first, last, number in sorted(placed)),
+                    placed=Placed((number, first, last) for first, last, number in sorted(placed)),
                     block=BLOCK if block is None else block(stored.data_size),
                 )
             )

@@ -14,16 +14,17 @@ arithmetic, and lists the blocks in which it takes part. The pieces of a block a
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-from .blocks import Area
+from .blocks import Area, Block
 from .claims import GlobalTensor
 from .deal import Rotation, Shares, Together, Windows
-from .held import RUNS, Held
 from .homes import Homes
 from .overlap import BoxIndex, indexes_of
-from .tasks import Blocks, Dealt, Listed, Parts, Plan
+from .tasks import Blocks, Dealt, Listed, Parts, Plan, parts_of
 
 _READERS = 4  # of one block from the page cache: reading it so often costs less than sending
+_RUNS = 16  # of a block that ranks write by themselves: more would be small writes
 _HOLDERS = 64  # of parts of a file, who all may write into it
 _WRITERS = 16  # of a file that more ranks hold parts of
 
@@ -69,7 +70,9 @@ class Planner:
         for area in areas:
             self._begins.setdefault(area.file, area.begin)
         self._begin()
-        self._seen: dict[tuple[int, tuple[tuple[int, ...], ...]], Held] = {}  # what an area repeats, by what lies where
+        self._seen: dict[
+            tuple[int, tuple[tuple[int, ...], ...]], _Held
+        ] = {}  # what an area repeats, by what lies where
         self._indexes = indexes_of(tensors)
 
     def _begin(self) -> None:
@@ -170,7 +173,7 @@ class Planner:
 
     def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
         """The runs of an area into which all of its holders may write."""
-        for first, stop, tensors in area.stretches():
+        for first, stop, begin, tensors in area.stretches():
             if not tensors:
                 yield from self._run(number, first, stop, saving=saving, near=near)
                 continue
@@ -179,7 +182,6 @@ class Planner:
             if is_alone and self._in_runs(index, width, area.block, saving=saving):
                 yield Parts(first, stop)
                 continue
-            begin = next(begin for tensor, begin, _ in area.placed if tensor == tensors[0])
             reached = first
             edges = {element for tensor in tensors for element in self._indexes[tensor].cut.slices}
             for element in sorted(edges):  # a block that such an edge lies in is a run by itself
@@ -197,7 +199,7 @@ class Planner:
         if self._by_window and not index.cut.are_runs:  # as many requests as runs
             return False
         is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
-        return is_held_once and index.cut.run * width * RUNS >= block
+        return is_held_once and index.cut.run * width * _RUNS >= block
 
     def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
         """Deals out a run of blocks by who holds how much of all of it.
@@ -209,7 +211,7 @@ class Planner:
         block = area.at(first, self._tensors, 0, (stop - first) * area.block)
         alike = block.size, tuple((id(self._indexes[span.tensor]), *span.place) for span in block.spans)
         if alike not in self._seen:
-            self._seen[alike] = Held(block, [self._indexes[span.tensor] for span in block.spans])
+            self._seen[alike] = _Held(block, [self._indexes[span.tensor] for span in block.spans])
         held = self._seen[alike]
         if not held.some and not saving:
             return
@@ -309,3 +311,65 @@ class Planner:
             for rank in ranks:
                 self._turns[rank] += stop - first
         return Dealt(deal, sends)
+
+
+class _Held:
+    """The ranks that hold a run of blocks, most of which are cut alike.
+
+    Where one index of the first dim is more than a block, boxes may be cut inside: then not all of the ranks hold some
+    of every block.
+
+    Args:
+        block: All blocks of the run, as if they were one.
+        indexes: For each of its spans, the boxes of the tensor.
+    """
+
+    def __init__(self, block: Block, indexes: Sequence[BoxIndex]) -> None:
+        self._block = block
+        spans = zip(block.spans, indexes, strict=True)
+        overlaps = [(span, index.within(span.start, span.stop)) for span, index in spans]
+        self._overlaps = [(span, overlap) for span, overlap in overlaps if overlap.boxes]
+        self._held = [
+            (rank, count * span.width)
+            for span, overlap in self._overlaps
+            for box, count in overlap.boxes.items()
+            for rank in overlap.index.holders(box)
+        ]
+
+    @cached_property
+    def some(self) -> frozenset[int]:
+        """The ranks that hold something."""
+        return frozenset(rank for rank, _ in self._held)
+
+    @cached_property
+    def main(self) -> tuple[int, ...]:
+        """The ranks that hold about as much as any, at least half as much, ascending."""
+        most = max((size for _, size in self._held), default=0)
+        return tuple(sorted({rank for rank, size in self._held if 2 * size >= most}))
+
+    @cached_property
+    def much(self) -> frozenset[int]:
+        """The ranks that hold at least a quarter of all of it."""
+        return frozenset(rank for rank, size in self._held if 4 * size >= self._block.size)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether each of the main ranks holds all of it; so it is where nobody holds anything."""
+        return all(
+            overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in self._overlaps for rank in self.main
+        )
+
+    @cached_property
+    def is_once(self) -> bool:
+        """Whether no box has replicas."""
+        return all(len(overlap.index.holders(box)) == 1 for _, overlap in self._overlaps for box in overlap.boxes)
+
+    @property
+    def are_runs(self) -> bool:
+        """Whether each box is a run of elements that follow each other."""
+        return all(overlap.index.cut.are_runs for _, overlap in self._overlaps)
+
+    @cached_property
+    def is_in_parts(self) -> bool:
+        """Whether ranks hold it in so few runs of bytes that each may write or read its own."""
+        return bool(parts_of(self._block, self._overlaps, limit=_RUNS))

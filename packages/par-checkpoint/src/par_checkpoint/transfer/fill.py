@@ -171,7 +171,7 @@ def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
             begin, size, block = record.data_begin, record.size, record.block
         in_order = tuple(sorted(inside, key=lambda tensor: tensor[1:]))
         files.append(
-            File(name=name, section=section, header=b"", data_begin=begin, size=size, placed=in_order, block=block)
+            File(name=name, section=section, packed=b"", data_begin=begin, size=size, placed=in_order, block=block)
         )
     return files
 
