@@ -172,7 +172,7 @@ def test_every_mode_writes_the_same_files_from_the_same_weights(tmp_path):
 def test_2d_saves_in_every_way(tmp_path):
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for number, options in enumerate(
-        ({"writer": "owner"}, {"async_": True}, {"style": "torch"}, {"max_shard_size": "20KB", "writer": "owner"})
+        ({"async_": True}, {"style": "torch"}, {"max_shard_size": "20KB", "writer": "owner"})
     ):
         path = tmp_path / str(number)
         expected = save_after_two_steps(path, {"mode": "2d"}, tied=False, **options)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from par_groups import ProcessGroups, Split, Topology, register_mode
 from par_layers import initialize, layer_set
 from par_pipeline import Costs, register_schedule, schedule, simulate
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 from par_train import Strategy, register_gradient_handler
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ def test_a_config_trains_as_one_rank_does(arguments, site, one_rank, tmp_path):
     assert losses_in(tmp_path) == pytest.approx(one_rank, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("config", "tolerance"), [("tensor.py", TOLERANCE), ("pipeline.py", BFLOAT16)])
+@pytest.mark.parametrize(("config", "tolerance"), [storm("tensor.py", TOLERANCE), ("pipeline.py", BFLOAT16)])
 @pytest.mark.ranks(4, init=False)
 def test_a_script_trains_as_plain_torch_does(config, tolerance, site):
     sys.path.insert(0, site)

@@ -178,7 +178,7 @@ def cover() -> list[Cell]:
     strategy steps them.
     """
     fp32 = [case(), case(2, zero=1), case(2, zero=3), *(case(tensor=name) for name in ("TP2", "SP2"))]
-    fp32 += [case(pipeline=name) for name in ("gpipe", "zb_h2", "looped_bfs", "v_min")]
+    fp32 += [case(pipeline=name) for name in ("zb_h2", "looped_bfs")]
     fp32 += [case(sequence="Ring2"), case(tensor="SP2", sequence="Gather2", zero=1)]
     fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama"), case(2, sequence="Gather2", zero=2, model="Packed")]
     fp32 += [case(expert="EP2", zero=1, model="Mixture"), case(tensor="TP2", expert="EP2 folded", model="Mixture")]

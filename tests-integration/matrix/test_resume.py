@@ -38,8 +38,8 @@ CHAINS = [
         case(2, "gpipe", "SP2", zero=3, tied=True),
     ],
 ]
-COVER = [*CHAINS[:2], CHAINS[2][:1]]
-"""Of eight ranks the first: tied over stages, cut, and shared by data ranks; test_checkpoint_layers.py has 2.5D, 3D."""
+COVER = [CHAINS[0][:6], CHAINS[1][:4], CHAINS[2][:1]]
+"""Each axis. Of eight ranks one: tied, cut, and shared by data ranks; test_checkpoint_layers.py has 2.5D and 3D."""
 
 
 def pytest_generate_tests(metafunc):

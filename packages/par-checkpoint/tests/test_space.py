@@ -14,6 +14,7 @@ import par_checkpoint as pc
 from par_checkpoint import _finish, _save
 from par_checkpoint.storage.commit import exchange
 from par_checkpoint.storage.folder import open_folder
+from par_testing import storm
 
 OLD, NEW = 1.0, 2.0
 
@@ -166,8 +167,8 @@ def test_a_path_below_a_file_is_refused_on_all_ranks(tmp_path):
     assert listed(tmp_path) == ["file"]
 
 
-MANY = pytest.param(None, 30, marks=pytest.mark.storm)
-"""The two savers do not wait for each other at any step; many times, when storms are asked for."""
+MANY = storm(None, 30)
+"""The two savers do not wait for each other at any step: many times, when storms are asked for."""
 
 
 def at_once(path, *, overwrite, until=None):
@@ -198,7 +199,7 @@ def skip_unless_exchanged(path):
         pytest.skip("this file system cannot exchange folders")
 
 
-@pytest.mark.parametrize(("until", "times"), [("made", 2), (None, 2), MANY])
+@pytest.mark.parametrize(("until", "times"), [("made", 2), MANY])
 @pytest.mark.ranks(2)
 def test_of_two_savers_to_one_path_exactly_one_wins(tmp_path, until, times):
     for number in range(times):
@@ -208,7 +209,7 @@ def test_of_two_savers_to_one_path_exactly_one_wins(tmp_path, until, times):
     assert listed(tmp_path) == sorted(str(number) for number in range(times))
 
 
-@pytest.mark.parametrize(("until", "times"), [("made", 2), ("synced-staging", 2), (None, 2), MANY])
+@pytest.mark.parametrize(("until", "times"), [storm("made", 2), ("synced-staging", 2), MANY])
 @pytest.mark.ranks(2)
 def test_of_two_first_savers_that_overwrite_one_wins_and_the_other_is_told_if_it_lost(tmp_path, until, times):
     for number in range(times):
@@ -217,7 +218,7 @@ def test_of_two_first_savers_that_overwrite_one_wins_and_the_other_is_told_if_it
     assert listed(tmp_path) == sorted(str(number) for number in range(times))
 
 
-@pytest.mark.parametrize(("until", "times"), [("made", 2), ("synced-staging", 2), (None, 2), MANY])
+@pytest.mark.parametrize(("until", "times"), [("made", 2), storm("synced-staging", 2), MANY])
 @pytest.mark.ranks(2)
 def test_two_savers_that_overwrite_one_path_both_succeed(tmp_path, until, times):
     path = tmp_path / "run"

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from par_groups import written_
 from par_precision import DynamicScale, MixedOptions, kept_buffers, mixed, precision_of
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
 
@@ -213,7 +213,7 @@ def test_an_actor_and_a_critic_share_an_optimizer(precision):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-amp", "fp8"])  # one of each way through forward
+@pytest.mark.parametrize("precision", [storm("fp32"), storm("bf16"), "fp16-amp", "fp8"])  # by context, by cast
 def test_a_module_that_is_compiled_before_its_first_call_trains_and_is_evaluated(precision):
     def trained(*, compiles):
         torch._dynamo.reset()

@@ -322,8 +322,7 @@ def test_layers_in_something_compiled_are_refused():
         checkpoint_layers(model, "cheap", layers=list(model[0]))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("policy", ["layers", "cheap"])
+@pytest.mark.parametrize(("policy", "fullgraph"), [("layers", True), ("cheap", False)])
 def test_under_torch_compile_a_layer_says_what_to_use(policy, fullgraph):
     torch.compiler.reset()
     model, given = nn.Sequential(Block(), Block()), torch.randn(1, 2, 32)

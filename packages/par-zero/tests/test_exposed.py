@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import Compute, Links, Strict, for_each, step, strict_time
+from par_testing import Compute, Links, Strict, for_each, step, storm, strict_time
 from par_zero import no_sync, shard
 
 from .helpers import STAGES, batch, mlp, sgd, train
@@ -112,7 +112,7 @@ OTHERWISE = {
 
 @for_each(how=OTHERWISE)
 @pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.storm), 3])
+@pytest.mark.parametrize("stage", [storm(0), storm(2), 3])
 def test_what_runs_otherwise_than_it_is_registered_holds_nothing_back(stage, how):
     """Neither reductions nor gatherings: only those wait that wait in a model whose blocks run in turn.
 

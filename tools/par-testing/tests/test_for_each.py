@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from par_testing import for_each
+from par_testing import for_each, storm
 
 
 def test_every_combination_is_called_in_the_order_of_the_product():
@@ -25,7 +25,23 @@ def test_a_failure_says_with_which_values_and_ends_the_test(kind):
     assert seen == [1, 2]
 
 
-@for_each(shift=(1, 10))
+def test_combinations_with_a_value_that_is_a_storm_are_a_test_of_their_own():
+    seen = []
+
+    def body(letter, number):
+        seen.append((letter, number))
+
+    test = for_each(letter=("a", storm("b")), number=(1, 2))(body)
+    [mark] = test.pytestmark
+    typical, others = mark.args[1]
+    assert [each.name for each in others.marks] == ["storm"]
+    test(storm=typical)
+    assert seen == [("a", 1), ("a", 2)]
+    test(storm=others.values[0])
+    assert seen[2:] == [("b", 1), ("b", 2)]
+
+
+@for_each(shift=(1, storm(10)))
 @pytest.mark.parametrize("base", [100, 200])
 @pytest.mark.ranks(2)
 def test_it_goes_with_parameters_and_ranks(base, shift):

@@ -23,7 +23,7 @@ from par_layers.context.cost import received
 from par_layers.context.kernels import Kernels
 from par_layers.context.modes import gather as gather_module
 from par_layers.context.modes import ulysses as ulysses_module
-from par_testing import count_collectives, step
+from par_testing import count_collectives, step, storm
 
 from .reference import attention, numbers
 
@@ -228,7 +228,7 @@ def counted(config, mask, length=32, documents=None, key_heads=2):
         return total.item() / dist.get_world_size(), int(exchanges[0])
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_what_travels_is_what_the_formulas_say():
     p, s, b = dist.get_world_size(), 32, 2
     m, h, k, causal = b * s, 32, 16, Mask(causal=True)

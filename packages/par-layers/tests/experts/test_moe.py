@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from par_layers import Balance, Dispatch, Experts, Grid, Router, initialize, layer_set
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 
 from ..helpers import whole_state
 from .dense import mixture
@@ -118,7 +118,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_every_option_over_ranks_is_the_layer_on_one_device():
     """Which is compared with transformers' blocks elsewhere. A capacity that drops nothing changes nothing."""
     every = WORLDS[dist.get_world_size()]

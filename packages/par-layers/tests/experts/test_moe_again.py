@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from par_layers import Balance, RouterLosses, layer_set, update_choice_bias_
+from par_testing import storm
 
 from .worlds import TOKENS, Tokens, world
 
@@ -17,7 +18,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
     """Two layers, of which one or both run again; counts and losses too. There, a near-tie was routed anew."""
     for parallel in WORLDS[dist.get_world_size()]:

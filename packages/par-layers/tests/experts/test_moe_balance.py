@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_layers import Balance, RouterLosses, layer_set, update_choice_bias_
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 
 from .worlds import Tokens, world
 
@@ -59,7 +59,7 @@ def check_losses(parallel, over):
         assert_equal_to_one_device(layer, whole, gradients=True, rtol=EXACT, atol=EXACT, reason="sums in another order")
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_losses_do_not_depend_on_tensor_ranks_nor_on_any_others_megatron_5047():
     """There the loss of balance grew with the tensor ranks."""
     for number, parallel in enumerate(WORLDS[dist.get_world_size()]):
@@ -79,7 +79,7 @@ def test_losses_over_every_axis_at_once():
             check_losses(parallel, over)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_counts_and_the_bias_of_the_choice_are_those_of_one_device_torchtitan_4148():
     """Four microbatches a step, with masked tokens and an evaluation between: neither counts, which it did there."""
     for parallel in WORLDS[dist.get_world_size()]:

@@ -7,7 +7,7 @@ from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import filled, in_the_typical_modes, integers, numbers, run_checks, whole_state
+from ..helpers import FROM_4, filled, in_the_typical_modes, integers, numbers, run_checks, whole_state
 
 
 class Tied(nn.Module):
@@ -28,7 +28,7 @@ def gathered(mode, logits, vocabulary):
     return mode.layers.gather(logits, inner=True)[..., :vocabulary]
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

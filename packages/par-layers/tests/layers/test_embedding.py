@@ -9,6 +9,7 @@ from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
 from ..helpers import (
+    FROM_4,
     assert_layer_equals_one_device,
     filled,
     in_the_typical_modes,
@@ -46,7 +47,7 @@ class Tied(nn.Module):
         return self.layers.cross_entropy(self.classifier(self.table(ids)), target, classes=self.vocabulary)
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

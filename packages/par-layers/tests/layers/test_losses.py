@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from par_layers import layer_set, scatter_to
 
-from ..helpers import in_the_typical_modes, integers, numbers, run_checks
+from ..helpers import FROM_4, in_the_typical_modes, integers, numbers, run_checks
 
 
 def cut(mode, logits):
@@ -29,7 +29,7 @@ def assert_equal_to_torch(mode, logits, target, exact=1e-10, **options):
     torch.testing.assert_close(mine.grad, other.grad, rtol=exact, atol=exact, equal_nan=True)
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

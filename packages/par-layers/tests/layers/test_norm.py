@@ -8,6 +8,7 @@ from par_groups import sharding_of
 from par_layers import layer_set
 
 from ..helpers import (
+    FROM_4,
     assert_layer_equals_one_device,
     every_config,
     filled,
@@ -32,7 +33,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch tells that it is not fused
-@pytest.mark.ranks([1, 4, 8])
+@pytest.mark.ranks([1, *FROM_4])
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

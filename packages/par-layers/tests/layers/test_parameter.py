@@ -8,7 +8,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import MODES, filled, in_the_typical_modes, run_checks
+from ..helpers import FROM_4, MODES, filled, in_the_typical_modes, run_checks
 
 
 class Everything(nn.Module):
@@ -24,7 +24,7 @@ class Everything(nn.Module):
         self.linear = layers.Linear(16, 32)
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradients, costs, parallel_of, parallelize
-from par_testing import assert_equal_to_one_device, count_collectives, for_each
+from par_testing import assert_equal_to_one_device, count_collectives, for_each, storm
 
 from .helpers import VOCABULARY, close, make, stays_wide
 
@@ -106,7 +106,7 @@ def sequence_cut(way):
     return "tensor" in WAYS[dist.get_world_size()][way]
 
 
-@pytest.mark.ranks([2, 4], timeout=240)
+@pytest.mark.ranks([storm(2), 4], timeout=240)
 def test_sequence_parallel_layers_have_experts_that_see_whole_tokens():
     for way in filter(sequence_cut, WAYS[dist.get_world_size()]):
         with live(way, sequence_parallel=True) as groups, stays_wide():

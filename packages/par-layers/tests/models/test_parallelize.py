@@ -25,7 +25,7 @@ from par_layers import (
     parallel_of,
     parallelize,
 )
-from par_testing import assert_equal_to_one_device, limited_backend
+from par_testing import assert_equal_to_one_device, limited_backend, storm
 
 from ..helpers import numbers
 from .helpers import Mlp, close, live
@@ -120,7 +120,7 @@ def assert_gradients_equal(whole, cut, x, groups):
     assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_a_model_of_ones_own_equals_one_device():
     for sequence in (False, True):
         with live(sequence_parallel=sequence) as groups:

@@ -10,7 +10,7 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology
 from par_layers import ModelShape, PartialGradients, compare, cost, costs, parallel_of, parallelize
-from par_testing import assert_equal_to_one_device, count_collectives
+from par_testing import assert_equal_to_one_device, count_collectives, storm
 
 from .helpers import (
     VOCABULARY,
@@ -210,7 +210,7 @@ COUNTED = {
 """Families by the number of ranks, and by whether the sequence is cut."""
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([storm(2), 4])
 def test_collectives_are_what_the_formulas_say():
     p, m = dist.get_world_size(), 16
     for sequence in (False, True):

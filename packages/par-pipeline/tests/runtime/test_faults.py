@@ -12,7 +12,7 @@ from torch import nn
 
 from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b, split_rows
 from par_pipeline.wire import inbox
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from ..runtime_helpers import (
     SCHEDULES,
@@ -79,7 +79,7 @@ def boom():
     raise ValueError("a fault on purpose")
 
 
-@for_each(case=[("1f1b", False), ("interleaved", True), ("zb_v", False)])
+@for_each(case=[storm(("1f1b", False)), ("interleaved", True), ("zb_v", False)])
 @pytest.mark.ranks([2, 4])
 def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(case):
     name, apart = case

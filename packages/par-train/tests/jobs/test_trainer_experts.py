@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
 from par_layers import RouterLosses, update_choice_bias_
-from par_testing import once
+from par_testing import once, storm
 from par_train.jobs.checkpoint import TrainingState, load_model, load_state, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
@@ -83,7 +83,7 @@ def check_trains_as_alone(axes, expected, **changes):
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     ("axes", "zero"),
-    [({"expert": 2}, 1), (FOLDED, 3), pytest.param({"pipeline": 2}, 0, marks=pytest.mark.storm)],
+    [(FOLDED, 3), storm({"expert": 2}, 1), storm({"pipeline": 2}, 0)],
     ids=str,
 )
 def test_a_gpt_with_experts_trains_for_twenty_steps_as_on_one_device(axes, zero):

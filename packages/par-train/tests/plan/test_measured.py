@@ -192,8 +192,17 @@ def test_a_table_that_is_tied_in_2d_is_swapped_with_the_transposed_rank():
         assert sums["values"] + swaps == predicted(run.predicted.moves, "tensor")[0]["values"]
 
 
+STAGES = [
+    ("1f1b", "fp32", True),
+    ("interleaved", "bf16", False),  # of whose last rank one stage alone has logits
+    ("zb_h1", "fp32", True),
+]
+MORE_STAGES = [("1f1b", "bf16", False), ("gpipe", "bf16", True), ("interleaved", "bf16", True)]
+
+
+@pytest.mark.parametrize("cases", [STAGES, pytest.param(MORE_STAGES, marks=pytest.mark.storm)], ids=["typical", "more"])
 @pytest.mark.ranks(2, timeout=120)
-def test_stages_of_a_pipeline():
+def test_stages_of_a_pipeline(cases):
     """What they send each other, and keep. Messages are not collectives, and are seen where they leave."""
     sent = []
     send = Lane.send
@@ -203,14 +212,6 @@ def test_stages_of_a_pipeline():
         return send(lane, part, number)
 
     Lane.send = counting  # of this rank's process alone; what it sends, the other one receives
-    cases = (
-        ("1f1b", "fp32", True),
-        ("1f1b", "bf16", False),
-        ("gpipe", "bf16", True),
-        ("interleaved", "bf16", True),
-        ("interleaved", "bf16", False),  # of whose last rank one stage alone has logits
-        ("zb_h1", "fp32", True),
-    )
     for schedule, precision, tied in cases:
         model = ModelOptions(width=64, layers=4, heads=4, context=16, tied=tied)
         options = {"schedule": schedule, "precision": precision, "model": model, "microbatches": 4}

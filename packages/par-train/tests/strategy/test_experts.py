@@ -7,7 +7,7 @@ from torch import nn
 
 from par_groups import set_sharding, sharding_of
 from par_layers import Balance, RouterLosses, initialize, layer_set, normal, update_choice_bias_
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, storm
 from par_train import Strategy
 
 WIDTH, ROWS, LENGTH = 8, 8, 4
@@ -94,10 +94,10 @@ def check_trains_as_alone(parallel, *, steps=3, make=blocks, microbatches=2, sch
 @pytest.mark.parametrize(
     ("parallel", "zero"),
     [
-        ({"expert": 2}, 0),
+        storm({"expert": 2}, 0),
         ({"expert": 2}, 3),
         ({"expert": {"size": 2, "tensor": 1}, "tensor": {"size": 2, "mode": "1d"}}, 1),
-        ({"pipeline": 2}, 1),
+        storm({"pipeline": 2}, 1),
     ],
 )
 def test_a_mixture_trains_as_on_one_device(parallel, zero):

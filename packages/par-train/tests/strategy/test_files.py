@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import CheckpointError
+from par_testing import storm
 from par_train import Strategy
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
@@ -54,8 +55,9 @@ class Training:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("plan", ["huggingface", "torch"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    ("plan", "zero"), [("huggingface", 3), ("torch", 0), *map(storm, ("huggingface", "torch"), (0, 3))]
+)
 def test_objects_come_back(plan, zero, tmp_path):
     """Also in the file that torch itself opens."""
     first, second = Training(zero=zero), Training(zero=zero)
@@ -93,7 +95,7 @@ def test_a_model_from_elsewhere_is_loaded_from_a_torch_file(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", [storm("fp32"), "fp16", storm("bf16")])
 def test_a_run_that_goes_on_is_the_run_that_went_on(precision, tmp_path):
     """Dropout, order of data, loss scale, lr schedule included; in the middle of an epoch, saved in the background."""
     first, second = Training(precision=precision, zero=2), Training(precision=precision, zero=2)

@@ -13,7 +13,7 @@ from torch import nn
 
 from par_groups import gradients as gradients_of
 from par_groups import settle_
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import Offload, memory, no_sync, place, residency, shard, simulate, summon, trace, transfers
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
@@ -96,13 +96,13 @@ PLACES = (
 """Of parameters, state and gradients."""
 
 
-@for_each(dtypes=(FP32, BF16, BF16 | {"reduce_dtype": torch.float32}), places=PLACES)
+@for_each(dtypes=(storm(FP32), BF16, storm(BF16 | {"reduce_dtype": torch.float32})), places=PLACES)
 @pytest.mark.ranks(2)
 def test_what_lies_on_a_disk_changes_no_number(dtypes, places, tmp_path):
     assert_same(trained(elsewhere(tmp_path, *places), dtypes), trained(None, dtypes))
 
 
-@for_each(gradients=("device", "disk"))
+@for_each(gradients=(storm("device"), "disk"))
 @pytest.mark.ranks(2)
 def test_what_lies_on_a_disk_beside_everything_else(gradients, tmp_path):
     offload = elsewhere(tmp_path, gradients=gradients)
@@ -195,7 +195,7 @@ class Slow(torch.optim.AdamW):
         return super().step(closure)
 
 
-@for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}), gradients=("device", "disk"))
+@for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}), gradients=(storm("device"), "disk"))
 @pytest.mark.ranks(2)
 def test_a_unit_waits_until_a_thread_has_stepped_and_written_its_parameters(parameters, gradients, tmp_path):
     late = elsewhere(tmp_path, parameters, gradients=gradients, overlap=True)
@@ -230,7 +230,7 @@ def with_faults(offload, dtypes, name, call):
     return raised, whole(module) | moments(optimizer)
 
 
-@for_each(dtypes=(FP32, BF16), call=(1, 2, 5), overlap=(False, True))
+@for_each(dtypes=(storm(FP32), BF16), call=(1, storm(2), 5), overlap=(False, True))
 @pytest.mark.ranks(2)
 def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(dtypes, call, overlap, tmp_path):
     _, expected = with_faults(None, dtypes, "pwritev", call)
@@ -377,7 +377,7 @@ def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
     assert_same(make(elsewhere(tmp_path)), make(None))
 
 
-@for_each(call=(1, 2, 4), overlap=(False, True))
+@for_each(call=(1, storm(2), 4), overlap=(False, True))
 @pytest.mark.ranks(2)
 def test_a_gradient_that_cannot_be_written_stays_in_memory(call, overlap, tmp_path):
     def run(offload):

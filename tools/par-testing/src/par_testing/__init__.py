@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
-    from ._for_each import for_each
+    from ._for_each import for_each, storm
     from ._limited import limited_backend
     from ._once import once
     from .counting.counting import Collective, Counted, count_collectives
@@ -51,6 +51,7 @@ __all__ = [
     "received_per_rank",
     "saved_bytes",
     "step",
+    "storm",
     "strict_time",
     "virtual_streams",
 ]
@@ -58,7 +59,7 @@ __all__ = [
 _LATE = {
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
-    "_for_each": ("for_each",),
+    "_for_each": ("for_each", "storm"),
     "_limited": ("limited_backend",),
     "_once": ("once",),
     "counting.memory": ("live_bytes", "live_storages", "peak_bytes", "saved_bytes"),
