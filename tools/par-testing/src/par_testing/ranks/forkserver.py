@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from multiprocessing.spawn import get_preparation_data
 
 import pytest
 
@@ -27,7 +28,7 @@ PRELOAD = (
 )
 
 MODULES = "PAR_TESTING_MODULES"
-"""Environment variable of the server: a file with the pickled test modules to import."""
+"""Environment variable of the server: a file with the pickled path of ranks and the test modules to import."""
 
 
 def start_forkserver(also: Sequence[str], modules: Sequence[Module] = ()) -> ForkServerContext:
@@ -45,7 +46,8 @@ def start_forkserver(also: Sequence[str], modules: Sequence[Module] = ()) -> For
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *also, "par_testing.ranks.warm"])
     with pytest.MonkeyPatch.context() as patch, tempfile.NamedTemporaryFile(prefix="par-testing-") as file:
-        file.write(pickle.dumps(list(modules)))
+        path = get_preparation_data("rank")["sys_path"]  # that of a rank
+        file.write(pickle.dumps((path, list(modules))))
         file.flush()
         patch.setenv(MODULES, file.name)
         # A process that asked the CUDA runtime whether there is a GPU, as modules do for a skipif, could fork no rank
