@@ -37,13 +37,18 @@ STRICT_COVER = (
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
 WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
+BASE = ROOT / ".nox" / "base"
 CONSTRAINTS = ["-c", "constraints.txt"]
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that CI tests, in one environment. Arguments go to pytest."""
-    run_suite(session, *workers(), *session.posargs)
+    """Everything that CI tests, in one environment. Arguments go to pytest.
+
+    `-- --backend strict --cover` runs the part of them that CI runs on strict ranks, too.
+    """
+    covers, others = cover_of(session)
+    run_suite(session, *workers(), *(STRICT_COVER if covers else ()), *others)
 
 
 @nox.session
@@ -60,14 +65,7 @@ def hosts(session: nox.Session) -> None:
 
 @nox.session
 def strict(session: nox.Session) -> None:
-    """Rank tests on ranks that enforce on a CPU what NCCL would; then again, completing when a seed says. Minutes.
-
-    `-- --cover` runs a part of them, once, as CI does.
-    """
-    covers, others = cover_of(session)
-    if covers:
-        run_suite(session, *workers(), "--backend", "strict", *STRICT_COVER, *others)
-        return
+    """Rank tests on ranks that enforce on a CPU what NCCL would; then again, completing when a seed says. Minutes."""
     run_suite(session, *workers(), "--backend", "strict", *session.posargs)
     seed = str(random.randrange(1, 10**6))
     run_suite(session, *workers(), "--backend", "strict", "--strict-draw", seed, *session.posargs)
@@ -103,9 +101,9 @@ def types(session: nox.Session) -> None:
     install_workspace(session, "types", "test", "pictures")
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
-    session.run("mypy", *sources, f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src")
-    tools = ["tools/check_api.py", "tools/matrix.py", "tools/tiny_model.py"]
-    session.run("mypy", "noxfile.py", *tools, *docs_scripts(), *benchmarks())
+    sources += [f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src"]
+    tools = ["noxfile.py", "tools/check_api.py", "tools/matrix.py", "tools/tiny_model.py"]
+    session.run("mypy", *sources, *tools, *docs_scripts(), *benchmarks())
 
 
 def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
@@ -113,6 +111,7 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
 
     `-- --cover` leaves out the tests of several ranks, as CI does, which has run them in the environment of all.
     """
+    share_base(session)
     wheels = build_wheels(session, package, *siblings(package))
     constraints = ["-c", lowest_versions(session, package)] if lowest else []
     extras = ",".join(name for name in project(package).get("optional-dependencies", {}) if name not in ADAPTERS)
@@ -129,7 +128,7 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     warnings = ["-W", "ignore::DeprecationWarning"] if lowest else []
     covers, others = cover_of(session)
     part = ["-m", "not ranks and not storm and not hosts"] if covers else []
-    session.run("pytest", *workers(), *warnings, f"packages/{package}/tests", *part, *others)
+    run_pytest(session, *workers(more=0 if covers else 1), *warnings, f"packages/{package}/tests", *part, *others)
 
 
 def register_package_sessions(package: str) -> None:
@@ -290,8 +289,27 @@ def cover_of(session: nox.Session) -> tuple[bool, list[str]]:
 def run_suite(session: nox.Session, *arguments: str, pins: Sequence[str] = CONSTRAINTS) -> None:
     """Runs pytest over everything, in an environment that has all packages."""
     install_workspace(session, "test", "integration", pins=pins)
-    # Where Python may not write bytecode, every command that a test starts would compile all packages again.
-    session.run("pytest", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+    run_pytest(session, *arguments)
+
+
+def run_pytest(session: nox.Session, *arguments: str) -> None:
+    """Runs pytest as a module, since its command may lie in the base, and without this folder on the path."""
+    # Where Python may not write bytecode, every worker, and every command of a test, would compile all sources again.
+    session.run("python", "-P", "-m", "pytest", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+
+
+def share_base(session: nox.Session) -> None:
+    """Takes torch and the test tools from one environment, which all others read, so that torch is unpacked once.
+
+    Nothing of ours is in it, nor anything that one package alone declares; what a session installs goes before it.
+    """
+    python = str(BASE / ("Scripts" if os.name == "nt" else "bin") / "python")
+    if not WHEELS:  # once in a call of nox
+        session.run("python", "-m", "venv", str(BASE))
+        session.run(python, "-m", "pip", "install", *CONSTRAINTS, "torch", *group("test"), external=True)
+    where = ["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    shared, own = (str(session.run(each, *where, external=True, silent=True)).strip() for each in (python, "python"))
+    Path(own, "base.pth").write_text(f"{shared}\n")
 
 
 def install_workspace(session: nox.Session, *groups: str, pins: Sequence[str] = CONSTRAINTS) -> None:
@@ -360,10 +378,14 @@ def lowest_versions(session: nox.Session, package: str) -> str:
     return str(path)
 
 
-def workers() -> list[str]:
-    """Workers of pytest: one a core, up to four. The tests of a file stay together: they share what is slow to make."""
+def workers(*, more: int = 1) -> list[str]:
+    """Workers of pytest: one a core, up to four. The tests of a file stay together: they share what is slow to make.
+
+    Args:
+        more: Workers beyond the cores, which compute while others wait: for ranks, for commands, for a time to pass.
+    """
     cores = min(os.cpu_count() or 1, 4)
-    return ["-n", str(cores), "--dist", "loadfile"] if cores > 1 else []
+    return ["-n", str(cores + more), "--dist", "loadfile"] if cores > 1 else []
 
 
 def transformers_tests() -> list[str]:
