@@ -26,7 +26,7 @@ from par_groups import (
     sharding_of,
     whole,
 )
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_train import Strategy
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -218,7 +218,7 @@ def test_any_cut_of_experts_goes_on_from_any_other(family, pairs, tmp_path):
 
 
 @pytest.mark.ranks(WORLD)
-@for_each(family=["mixtral", "gpt-oss"])
+@for_each(family=[storm("mixtral"), "gpt-oss"])
 def test_a_rank_reads_its_own_experts_alone(family, tmp_path):
     """Of what transformers saved, expert by expert or packed; ranks share a machine, so each reads what is whole."""
     kind, settings = FAMILIES[family]

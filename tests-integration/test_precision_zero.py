@@ -9,7 +9,7 @@ from torch import nn
 
 from par_groups import segments_of
 from par_precision import DynamicScale, clip_grad_norm_, grad_norm, mixed
-from par_testing import count_collectives, for_each
+from par_testing import count_collectives, for_each, storm
 from par_zero import Offload, shard, summon
 
 STAGES = (0, 1, 2, 3)
@@ -57,7 +57,7 @@ def train(module, optimizer, steps, *, ranks=1, rank=0):
     return norms, losses
 
 
-@for_each(stage=STAGES)
+@for_each(stage=(0, storm(1), storm(2), 3))
 @pytest.mark.parametrize("precision", DISTANCE)
 @pytest.mark.ranks(2, timeout=120)
 def test_training_under_zero_follows_one_device(stage, precision):

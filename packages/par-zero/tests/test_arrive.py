@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import reset, shard, summon
 
 from .helpers import adamw, assert_same, batch, copies, deferred, loss_of, mlp, sgd, train
@@ -144,7 +144,7 @@ class Within(nn.Module):
         return self.last(nn.functional.linear(self.first(x), self.inner.weight, self.inner.bias))
 
 
-@for_each(make=(Within, mlp), evaluates=(False, True), looks=(False, True))
+@for_each(make=(Within, storm(mlp)), evaluates=(False, True), looks=(False, True))
 @pytest.mark.ranks(2, backend="strict")
 def test_several_steps_equal_those_of_stage_0(make, evaluates, looks):
     results = []

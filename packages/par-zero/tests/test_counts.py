@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import set_sharding, whole
-from par_testing import count_collectives, for_each
+from par_testing import count_collectives, for_each, storm
 from par_zero import Share, no_sync, shard, traffic
 
 from .helpers import for_each_stage
@@ -65,7 +65,7 @@ def part(ranks):
 
 
 @pytest.mark.ranks(4)
-@for_each(stage=(0, 1, 2, 3), passes=((2, False, True), (2, True, True), (3, True, False)))
+@for_each(stage=(0, 1, 2, 3), passes=(storm((2, False, True)), (2, True, True), (3, True, False)))
 def test_a_step_moves_what_traffic_says(stage, passes):
     """Stage 3 saves one gathering: the unit that ends forward begins backward, unless all stay under no_sync."""
     microbatches, together, keep = passes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import segments_of, sharding_of, written_
-from par_testing import for_each, live_bytes, peak_bytes
+from par_testing import for_each, live_bytes, peak_bytes, storm
 from par_zero import shard, summon
 
 from .helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, for_each_stage, sgd, train, whole
@@ -145,7 +145,7 @@ def segments(optimizer):
     }
 
 
-@for_each(stage=(0, 3), make=OPTIMIZERS)
+@for_each(stage=(storm(0), 3), make=OPTIMIZERS)
 @pytest.mark.ranks(2, timeout=120)
 def test_any_optimizer_may_be_made_of_a_model_on_meta(stage, make):
     model, reference = on_meta(), filled()

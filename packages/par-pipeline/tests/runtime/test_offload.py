@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_pipeline import Offload, gpipe, one_f_one_b, zb_v
 from par_pipeline.runtime.offload import Activations, HostCopies
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from ..runtime_helpers import (
     SCHEDULES,
@@ -95,7 +95,7 @@ class Chain(nn.Module):
         return self.inner(x)
 
 
-@for_each(name=["gpipe", "1f1b", "zb_v"])
+@for_each(name=[storm("gpipe"), "1f1b", "zb_v"])
 @pytest.mark.ranks(2)
 def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
     schedule = SCHEDULES[name](2, 6)
@@ -214,7 +214,7 @@ class LateStream:
         self.wait_event(stream.record_event())
 
 
-@for_each(name=["gpipe", "1f1b", "zb_v"])
+@for_each(name=[storm("gpipe"), "1f1b", "zb_v"])
 @pytest.mark.ranks(2)
 def test_copies_beside_the_computation_are_waited_for_and_begin_two_microbatches_ahead(name):
     schedule = SCHEDULES[name](2, 6)

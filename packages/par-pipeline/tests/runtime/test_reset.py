@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from par_pipeline import PipelineError, one_f_one_b, zb_v
 from par_pipeline.runtime import pipeline as _pipeline
-from par_testing import for_each
+from par_testing import for_each, storm
 
 from ..runtime_helpers import (
     FEW,
@@ -39,7 +39,7 @@ def sockets():
     return sum(1 for each in folder.iterdir() if each.is_symlink() and str(each.readlink()).startswith("socket:"))
 
 
-@for_each(make=[one_f_one_b, zb_v], warm=[True, False])
+@for_each(make=[storm(one_f_one_b), zb_v], warm=[True, False])
 @pytest.mark.ranks([FEW, 3], timeout=40)
 def test_a_rank_that_resets_frees_those_that_wait_for_it_in_a_step(make, warm):
     schedule = make(dist.get_world_size(), 4)

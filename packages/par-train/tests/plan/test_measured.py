@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.wire.lanes import Lane
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each, storm
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
 from par_train.jobs.trainer import make_optimizer
@@ -177,10 +177,10 @@ def test_tensor_ranks_in_2d(precisions):
         assert_all("tensor", {"tensor": {"size": 4, "mode": "2d"}}, precision=precision, model=SMALL)
 
 
+@for_each(tensor=(storm({"mode": "2.5d", "depth": 2}), {"mode": "3d"}))
 @pytest.mark.ranks(8, timeout=120)
-def test_tensor_ranks_in_two_and_a_half_and_three_dimensions():
-    for tensor in ({"mode": "2.5d", "depth": 2}, {"mode": "3d"}):
-        assert_all("tensor", {"tensor": {"size": 8, **tensor}}, model=SMALL)
+def test_tensor_ranks_in_two_and_a_half_and_three_dimensions(tensor):
+    assert_all("tensor", {"tensor": {"size": 8, **tensor}}, model=SMALL)
 
 
 @pytest.mark.ranks(4)
@@ -200,7 +200,7 @@ STAGES = [
 MORE_STAGES = [("1f1b", "bf16", False), ("gpipe", "bf16", True), ("interleaved", "bf16", True)]
 
 
-@pytest.mark.parametrize("cases", [STAGES, pytest.param(MORE_STAGES, marks=pytest.mark.storm)], ids=["typical", "more"])
+@pytest.mark.parametrize("cases", [STAGES, storm(MORE_STAGES)], ids=["typical", "more"])
 @pytest.mark.ranks(2, timeout=120)
 def test_stages_of_a_pipeline(cases):
     """What they send each other, and keep. Messages are not collectives, and are seen where they leave."""

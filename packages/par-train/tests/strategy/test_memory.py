@@ -9,7 +9,7 @@ from torch import nn
 
 from par_layers import initialize
 from par_recompute import saved
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_train import Strategy
 from par_train.strategy import plugins
 from par_zero import on_disk, residency
@@ -135,7 +135,7 @@ def at_the_fullest(make, memory, zero, steps=3):
 
 
 @pytest.mark.ranks(2, timeout=60)
-@for_each(case=((1, 3), (2, 3), (3, 3), (5, 3), (3, 2), (3, 1)))
+@for_each(case=((1, 3), storm((2, 3)), (3, 3), storm((5, 3)), (3, 2), (3, 1)))
 def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tmp_path):
     units, stage = case
 

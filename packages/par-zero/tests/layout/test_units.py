@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_testing import count_collectives, for_each
+from par_testing import count_collectives, for_each, storm
 from par_zero import no_sync, reset, shard
 from par_zero.layout.units import called, choose_units, places
 
@@ -74,7 +74,7 @@ def test_units_are_chosen_within_each_item():
     assert found[module["critic"].weight] == (6, (2,))
 
 
-@for_each(make=(adamw, sgd))
+@for_each(make=(adamw, storm(sgd)))
 @pytest.mark.ranks(2)
 def test_items_train_in_any_order_and_not_all_in_every_step(make):
     """The count of steps of one that did not run stays: torch passes over it too."""

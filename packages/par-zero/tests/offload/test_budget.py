@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import Offload, memory, residency, shard
 
 from ..helpers import assert_same, batch, whole
@@ -171,7 +171,7 @@ def two_optimizers(parameters):
 
 
 @pytest.mark.ranks(4)
-@for_each(case=((1, False), (3, False), (3, True)), several=(False, True))
+@for_each(case=((1, False), storm((3, False)), (3, True)), several=(False, True))
 def test_auto_with_replicas_a_late_step_and_several_optimizers(case, several, tmp_path):
     (stage, overlap), (group, replicas) = case, hybrid()
 

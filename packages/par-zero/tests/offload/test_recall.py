@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from par_testing import for_each
+from par_testing import for_each, storm
 from par_zero import on_disk as look
 from par_zero import recall, residency
 
@@ -34,7 +34,7 @@ def trained(stage, offload, sizes=(), **options):
     return {"loss": torch.stack(losses)} | whole(module) | moments(optimizer), module, optimizer
 
 
-@for_each(case=((0, {}), (1, BF16), (2, {}), (3, BF16)), late=(False, True))
+@for_each(case=((0, {}), storm((1, BF16)), storm((2, {})), (3, BF16)), late=(False, True))
 @pytest.mark.ranks(2)
 def test_what_comes_back_changes_no_number(case, late, tmp_path):
     stage, options = case
