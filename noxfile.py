@@ -1,6 +1,7 @@
 """What contributors and CI run. `nox -l` lists it; sessions for single packages come from the folder listing."""
 
 import os
+import platform
 import random
 import re
 import shutil
@@ -37,7 +38,7 @@ STRICT_COVER = (
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
 WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
-BASE = ROOT / ".nox" / "base"
+BASE = ROOT / ".nox" / f"base-{platform.python_version()}"
 CONSTRAINTS = ["-c", "constraints.txt"]
 
 
@@ -80,6 +81,7 @@ def interpreters(session: nox.Session) -> None:
 @nox.session
 def train(session: nox.Session) -> None:
     """The main job: trains a byte-level GPT on two local ranks. Arguments go to `par-train run`."""
+    share_base(session)
     session.install(*CONSTRAINTS, *editable("par-groups", *PACKAGES))
     session.run("par-train", "run", "--ranks", "2", "--output", "runs/train", "--overwrite", *session.posargs)
 
@@ -98,6 +100,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """The strict type check of every source."""
+    share_base(session)
     install_workspace(session, "types", "test", "pictures")
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
@@ -299,7 +302,7 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
 
 
 def share_base(session: nox.Session) -> None:
-    """Takes torch and the test tools from one environment, which all others read, so that torch is unpacked once.
+    """Takes torch and the test tools from one environment, which others read too, so that torch is unpacked once.
 
     Nothing of ours is in it, nor anything that one package alone declares; what a session installs goes before it.
     """
