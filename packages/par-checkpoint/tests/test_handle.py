@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from par_checkpoint import CheckpointError, load, save, verify
 from par_checkpoint.transfer import snapshot as copying
+from par_checkpoint.transfer.chunks import Chunks
 from par_checkpoint.transfer.snapshot import Snapshot
 from par_testing import for_each
 
@@ -300,14 +301,15 @@ def test_a_second_save_waits_or_raises_while_the_first_copies(gate, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_an_error_of_the_copy_keeps_nobody_waiting(gate, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(copying, "join_"), (Chunks, "split")])
+def test_an_error_of_the_copy_keeps_nobody_waiting(gate, tmp_path, monkeypatch, owner, name):
     def fail(*_):
         raise MemoryError("no more")
 
     model = {"w": nn.Parameter(torch.ones(3 << 20))}
     optimizer = torch.optim.SGD(model.values(), lr=0.1)
     handle = save(tmp_path / "c", model=model, **BACKGROUND)
-    monkeypatch.setattr(copying, "join_", fail)
+    monkeypatch.setattr(owner, name, fail)
     gate.open_soon()
     optimizer.step()
     with pytest.raises(CheckpointError, match="no more"):

@@ -180,9 +180,10 @@ class Save:
             work: What to do in the thread; it sets the event as soon as the copy is made.
             copied: Whether the copy is made already.
         """
-        event = threading.Event()
+        event, started = threading.Event(), threading.Event()
 
         def run() -> None:
+            started.wait()  # whoever starts a thread waits until it runs, and then for Python's lock
             try:
                 work(event)
                 while not self._ended:
@@ -206,6 +207,7 @@ class Save:
             self._hook = register_optimizer_step_pre_hook(not_compiled(lambda *_: self._wait_for_copy()))
         self._thread = threading.Thread(target=run, name="par-checkpoint-save")
         self._thread.start()
+        started.set()
 
     def _wait_for_copy(self) -> None:
         """Waits for the copy, if it is not made yet, and counts the seconds."""

@@ -32,29 +32,39 @@ class Snapshot:
     """
 
     def __init__(self, plan: Plan, local: Local, rank: int, memory: Chunks | None, *, late: bool, threads: int) -> None:
-        self._local = local
+        self._plan, self._local, self._rank = plan, local, rank
         self._watched = _versions(local) if late else {}
         self._streams = _streams(local) if self._watched else []
-        mine, others = list(plan.mine), list(plan.others)
+        on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
+        self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
+        self.blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self._waits = late and not on_gpu and len(self._watched) == len(local.parts)
+        if not self._waits:  # to be listed, and for memory, until all of it is copied
+            self._lay_out()
+            with Workers(threads, "par-checkpoint-copy") as workers:
+                self._copy(lambda piece: piece.tensor not in self._watched, workers)
+
+    def _lay_out(self) -> None:
+        """Lists what is to be copied, and where to; makes memory for it."""
+        local, rank = self._local, self._rank
+        mine, others = list(self._plan.mine), list(self._plan.others)
         own = [[piece for piece in task.pieces if piece.source == rank] for task in mine]
         given = [[piece for piece in task.pieces if piece.to != rank] for task in others]
         sizes = [task.block.size for task in mine] + [local.packed_size(pieces) for pieces in given]
-        on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
-        self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
         parts = self.memory.split(sizes)
         self.blocks = {(task.block.file, task.block.begin): next(parts) for task in mine}
         self._packed = {(task.rank, task.turn): next(parts) for task in others}
         self._own = list(zip(self.blocks.values(), own, strict=True))
         self._given = list(zip(self._packed.values(), given, strict=True))
-        with Workers(threads, "par-checkpoint-copy") as workers:
-            self._copy(lambda piece: piece.tensor not in self._watched, workers)
 
     def finish(self) -> None:
-        """Copies what is left, in this thread.
+        """Copies what is left, in this thread; where that is everything, makes the memory for it, too.
 
         Raises:
             CheckpointError: It has changed since the snapshot was made.
         """
+        if self._waits:
+            self._lay_out()
         if not self._watched:
             return
         with ExitStack() as stack:
