@@ -2,9 +2,11 @@
 
 Contenders take turns in one run, so that each meets the disk in all its moods; ratios are medians over the turns. Every
 save includes fsync, every load ends with the bytes in tensors that were there before. Run as
-`python tools/bench/checkpoint.py`; writes docs/benchmarks/checkpoint.md and .json.
+`python tools/bench/checkpoint.py`; writes docs/benchmarks/checkpoint.md and .json. With the names of cases, it measures
+and prints these alone: `python tools/bench/checkpoint.py "1 rank" --place disk --turns 4 --kinds "load,cold load"`.
 """
 
+import argparse
 import json
 import mmap
 import os
@@ -18,12 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _table import Section, write_sections
+from _table import Section, table, write_sections
 from _turns import shuffled
 from crc32c import crc32c
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,7 @@ SHAPES = [(32000, 1024), *[(4096, 1024), (1024, 4096), (1024,)] * 12]
 TOTAL = sum(torch.Size(shape).numel() for shape in SHAPES) * 4
 CASES = ("1 rank", "2 ranks, rows", "2 ranks, replicas")
 PLACES = {"disk": None, "tmpfs": "/dev/shm"}
+KINDS = ("save", "blocked", "disk", "load", "cold load")  # of contenders
 
 BASES = {
     "blocked": "save: par-checkpoint",
@@ -66,8 +68,10 @@ NOTES = {
         "`ours is faster` is the median of the ratios within a turn: how many times as long the contender takes as "
         "ours does. `disk` is what the disk takes at most: one rank writes as many bytes, from one small piece of "
         "memory, into a file that has its blocks already, and syncs it. `limit` of a save is how many times as long it "
-        "takes as the fastest of these, or of plain pwrite and fsync, in its turn; of a load, as plain pread with a "
-        "crc32c of what was read; of a cold load, as plain pread. O_DIRECT needs no "
+        "takes as that one of these, and of plain pwrite and fsync, whose median over all turns is the least; of a "
+        "load, as plain pread with a crc32c of what was read; of a cold load, as plain pread; again the median of the "
+        "ratios within a turn. The quickest of several in each turn would be no way to write, but the luckiest of as "
+        "many draws. O_DIRECT needs no "
         "new pages of the page cache, which on some virtual machines cost more than the disk. `blocked` is the time "
         "that save keeps the trainer with async_=True, in the call and before the optimizer's step, against our "
         f"synchronous save; between the two are {STEP} s of forward and backward passes on this machine's cores, "
@@ -94,6 +98,7 @@ class Bench:
         mirror: A second copy of this rank's bytes, for memcpy.
         step: A training step without the optimizer's part.
         in_memory: Whether the folder is on no disk: then there is nothing to evict, and no disk to measure alone.
+        kinds: The kinds of contenders that are measured; other libraries are only where these are all.
         turns: Seconds by contender, a dict a turn.
     """
 
@@ -102,6 +107,7 @@ class Bench:
     mirror: State
     step: Callable[[], None]
     in_memory: bool = False
+    kinds: Sequence[str] = KINDS
     turns: list[Seconds] = field(default_factory=list)
 
     @property
@@ -112,7 +118,7 @@ class Bench:
     def turn(self, number: int) -> None:
         """Each contender once, in another order each time: what ran right before matters to disk and caches."""
         self.turns.append({})
-        slow = number % SELDOM == 0
+        slow = number % SELDOM == 0 and set(self.kinds) == set(KINDS)
         for name, act in shuffled(list(self.savers(slow=slow).items()), number):
             self.clear(name)
             if name.startswith("disk") and first():
@@ -122,8 +128,9 @@ class Bench:
         sources = {"par-checkpoint": "save: par-checkpoint", "pread": plain, "pread + crc32c": plain}
         for name, act in shuffled(list(self.loaders(slow=slow).items()), number):
             source = self.folder / sources.get(name, f"save: {name}")
-            self.measure(f"load: {name}", partial(act, source), partial(warm, source))
-            if name != "memcpy" and not self.in_memory:
+            if "load" in self.kinds:
+                self.measure(f"load: {name}", partial(act, source), partial(warm, source))
+            if "cold load" in self.kinds and name != "memcpy" and not self.in_memory:
                 self.measure(f"cold load: {name}", partial(act, source), partial(evict, source))
         for name in self.savers(slow=slow):
             self.clear(name)
@@ -133,8 +140,9 @@ class Bench:
         found: dict[str, Callable[[Path], float | None]] = {
             "save: par-checkpoint": self.save,
             "save: pwrite + fsync": self.write_plainly,
-            "blocked: par-checkpoint, async, background copy": partial(self.save_async, "background"),
         }
+        if "blocked" in self.kinds:
+            found["blocked: par-checkpoint, async, background copy"] = partial(self.save_async, "background")
         if slow:
             found["blocked: par-checkpoint, async"] = partial(self.save_async, "blocking")
             if world() == 1:
@@ -143,9 +151,9 @@ class Bench:
                 )
             found["save: DCP"] = self.save_dcp
             found["save: DCP, Hugging Face files"] = self.save_hugging_face
-        if slow and not self.in_memory:
+        if "disk" in self.kinds and not self.in_memory:
             found |= {f"disk: page cache, threads: {n}": partial(fill_early, n) for n in (2, 4)}
-            found |= {f"disk: O_DIRECT, threads: {n}": partial(fill_directly, n) for n in (1, 2, 4)}
+            found |= {f"disk: O_DIRECT, threads: {n}": partial(fill_directly, n) for n in (2, 4)}
         if slow and world() == 1:  # for more ranks the first would do the same
             found["save: safetensors"] = partial(self.save_to, save_file)
             found["save: torch.save"] = partial(self.save_to, torch.save)
@@ -287,21 +295,43 @@ class Bench:
 
 def main() -> None:
     """Measures every case in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"cases to measure and print: {'; '.join(CASES)}")
+    parser.add_argument("--place", choices=PLACES, help="where the files are; by default, on both")
+    parser.add_argument("--turns", type=int, default=RUNS, help="how often every contender runs")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"kinds of contenders, of {','.join(KINDS)}")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # of the process that measures
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    kinds = wanted.kinds.split(",")
+    if unknown := sorted({*wanted.cases} - {*CASES} | {*kinds} - {*KINDS}):
+        parser.error(f"there is no {unknown[0]!r}; cases are {', '.join(CASES)}, kinds are {', '.join(KINDS)}")
+    if wanted.rank is not None:
+        print(json.dumps(run(wanted.cases[0], wanted.rank, wanted.folder, wanted.place, kinds, wanted.turns)))
+        return
     sections = [
         Section(
             title=f"On {'a disk' if place == 'disk' else 'tmpfs'}",
             note=NOTES[place],
-            rows=[row for case in CASES for row in rows_of(case, measured(case, place))],
+            rows=[
+                row
+                for case in wanted.cases or CASES
+                for row in rows_of(case, measured(case, place, wanted.kinds, wanted.turns))
+            ],
         )
-        for place in PLACES
+        for place in ([wanted.place] if wanted.place else PLACES)
     ]
-    write_sections("checkpoint", "Saving and loading", sections)
+    if sys.argv[1:]:
+        print("\n".join(line for section in sections for line in [section.title, *table(section.rows)]))
+    else:
+        write_sections("checkpoint", "Saving and loading", sections)
 
 
-def measured(case: str, place: str) -> list[Seconds]:
+def measured(case: str, place: str, kinds: str, turns: int) -> list[Seconds]:
     """Seconds by contender, of every turn; one process a rank."""
     with tempfile.TemporaryDirectory(prefix="par-bench-", dir=PLACES[place]) as folder:
-        commands = [[sys.executable, __file__, case, str(rank), folder, place] for rank in range(int(case[0]))]
+        chosen = [case, "--place", place, "--kinds", kinds, "--turns", str(turns), "--folder", folder]
+        commands = [[sys.executable, __file__, *chosen, "--rank", str(rank)] for rank in range(int(case[0]))]
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
         outputs = [each.communicate()[0] for each in running]
     if any(each.returncode for each in running):
@@ -314,6 +344,7 @@ def rows_of(case: str, turns: Sequence[Seconds]) -> list[dict[str, object]]:
     """The table of a case, against our save, load and cold load."""
     rows: list[dict[str, object]] = []
     names = dict.fromkeys(name for turn in turns for name in turn)
+    limits = {**LIMITS, "save": quickest(turns)}
     for name in sorted(names, key=lambda each: each.partition(":")[0]):
         kind = name.partition(":")[0]
         base = BASES.get(kind, f"{kind}: par-checkpoint")
@@ -325,32 +356,26 @@ def rows_of(case: str, turns: Sequence[Seconds]) -> list[dict[str, object]]:
                 "median s": f"{statistics.median(seconds):.3f}",
                 "range s": f"{min(seconds):.3f} to {max(seconds):.3f}",
                 "GiB/s": "" if kind.startswith("step") else f"{TOTAL / 2**30 / statistics.median(seconds):.2f}",
-                "ours is faster": ratio(turns, name, itemgetter(base)),
-                "limit": ratio(turns, name, best_of_disk) if kind == "save" else of_limit(turns, kind, name),
+                "ours is faster": ratio(turns, name, base),
+                "limit": ratio(turns, name, limits[kind]) if kind in limits else "",
             }
         )
     return rows
 
 
-def ratio(turns: Iterable[Seconds], name: str, base: Callable[[Seconds], float | None]) -> str:
-    """The median over the turns in which both were measured."""
-    pairs = [(turn[name], base(turn)) for turn in turns if name in turn]
-    return f"{statistics.median(it / other for it, other in pairs if other is not None):.2f}"
+def ratio(turns: Iterable[Seconds], name: str, base: str) -> str:
+    """The median over the turns in which both were measured; nothing if there are none."""
+    ratios = [turn[name] / turn[base] for turn in turns if name in turn and base in turn]
+    return f"{statistics.median(ratios):.2f}" if ratios else ""
 
 
-def of_limit(turns: Iterable[Seconds], kind: str, name: str) -> str:
-    """The ratio to the plainest way to load as much."""
-    return ratio(turns, name, itemgetter(LIMITS[kind])) if kind in LIMITS else ""
+def quickest(turns: Sequence[Seconds]) -> str:
+    """The plain way to write whose median over all turns is the least."""
+    names = {name for turn in turns for name in turn if name.startswith("disk") or name == "save: pwrite + fsync"}
+    return min(names, key=lambda name: statistics.median(turn[name] for turn in turns if name in turn))
 
 
-def best_of_disk(turn: Seconds) -> float | None:
-    """The least seconds that plain writes took in a turn in which the disk was measured, if there is one."""
-    disk = [seconds for name, seconds in turn.items() if name.startswith("disk")]
-    is_measured = disk or "save: DCP" in turn
-    return min([*disk, turn["save: pwrite + fsync"]]) if is_measured else None
-
-
-def run(case: str, number: int, folder: Path, place: str) -> list[Seconds]:
+def run(case: str, number: int, folder: Path, place: str, kinds: Sequence[str], turns: int) -> list[Seconds]:
     """All turns, on one rank."""
     if case != CASES[0]:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
@@ -360,8 +385,10 @@ def run(case: str, number: int, folder: Path, place: str) -> list[Seconds]:
         mesh = init_device_mesh("cpu", (2,))
         state = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in state.items()}
     mirror = {name: local(each).clone() for name, each in state.items()}
-    bench = Bench(state=state, folder=folder, mirror=mirror, step=training_step(), in_memory=place != "disk")
-    for turn in range(WARM_UPS + RUNS):
+    bench = Bench(
+        state=state, folder=folder, mirror=mirror, step=training_step(), in_memory=place != "disk", kinds=kinds
+    )
+    for turn in range(WARM_UPS + turns):
         bench.turn(turn)
     return bench.turns[WARM_UPS:]
 
@@ -428,12 +455,14 @@ def fill(threads: int, write_at: Callable[[int, memoryview], object]) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Files into the page cache, which ours leave when they are saved."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(CHUNK):
-                    pass
+    """Files into the page cache, by reading: pages that a write has left there are larger, and copied sooner."""
+    if first():
+        evict(folder)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb", buffering=0) as file:
+                    while file.read(CHUNK):
+                        pass
 
 
 def evict(folder: Path) -> None:
@@ -468,7 +497,4 @@ def wait() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    else:
-        print(json.dumps(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])))
+    main()
