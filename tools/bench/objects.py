@@ -1,10 +1,10 @@
 """Saving to and loading from an object store: par-checkpoint, DCP through fsspec and s3fs, and the limit of the store.
 
 The limit is the plainest way to move these bytes with a checksum of each part: by the same client of HTTP, with as many
-requests at a time, on as many ranks. The store is once as fast as this machine makes it; once every request takes 20 ms
-more, and a body comes at 8 MB/s, while others go on beside it: a tenth of what S3 gives to one request, as this server
-does a small part of what S3 does in all. Run as `python tools/bench/objects.py`; writes docs/benchmarks/objects.md and
-.json.
+requests at a time, on as many ranks. A way that is written by hand for these tensors does our work, the same file. The
+store is once as fast as this machine makes it; once every request takes 20 ms more, and a body comes at 8 MB/s, while
+others go on beside it: a tenth of what S3 gives to one request, as this server does a small part of all that S3 does.
+Run as `python tools/bench/objects.py`; writes docs/benchmarks/objects.md and .json.
 """
 
 import json
@@ -41,11 +41,12 @@ from par_groups import Box, Sharding
 TENSORS, SHAPE = 8, (2048, 2048)  # 16 MiB each
 TOTAL = TENSORS * SHAPE[0] * SHAPE[1] * 4
 OURS = "par-checkpoint"
-CALLS = {"save": ("limit", "joined", OURS, "DCP"), "load": ("limit", OURS, "DCP")}
+CALLS = dict.fromkeys(("save", "load"), ("limit", "by hand", OURS, "DCP"))
 SLOW = "20 ms, 8 MB/s a request"
 STORES = {"as fast as it goes": (0.0, 0.0, 5, 1), SLOW: (0.02, 8e6, 4, 4)}
 """By name: seconds of delay, bytes a second, turns, and every which of them has DCP in it."""
 BUDGET = 256 * 10**6  # of a save and a load, as it comes
+PATH = "bucket/by-hand"
 PUTS = min(IN_FLIGHT, BUDGET // (2 * PART))  # under way at a time, of one rank
 
 Seconds = dict[tuple[str, str], float]
@@ -63,8 +64,11 @@ def main() -> None:
         "Ours: whole tensors in one file, which transformers opens, so that ranks exchange their columns. Limit: parts "
         f"of {PART >> 20} MiB of a rank's own bytes, with a crc32c of each, go and come by one request each, {PUTS} "
         f"and {IN_FLIGHT} at a time, which is what ours does, through the client of HTTP that ours and DCP use; every "
-        "part is an object. Joined: the same parts become one object, which the store puts together in the end, as it "
-        "does for ours. `against` are medians of ratios within a turn, in which each goes once, in a new order; "
+        "part is an object. By hand: the same work as ours, in a few lines that are made for these tensors: parts of "
+        "whole rows become one object, which the store puts together in the end, and ranges of it come back; two ranks "
+        "exchange their columns meanwhile, straight from and to where they lie, as each byte goes and comes once. It "
+        "looks up nothing, agrees on nothing, has no header, index or manifest, and removes nothing. `against` are "
+        "medians of the ratios within a turn, in which each goes once, in an order of its own; "
         f"{STORES['as fast as it goes'][2]} turns, of the slow store {STORES[SLOW][2]}, one of them with DCP. The "
         f"server is nanio in {PROCESSES} processes, its objects in memory. Server and ranks share the machine, so that "
         "the first store measures how much of it each way takes; the second is what requests at a time are worth."
@@ -98,7 +102,7 @@ def rows_of(store: str, ranks: int, turns: Sequence[Seconds]) -> list[dict[str, 
             line["median s"] = f"{statistics.median(seconds):.2f}"
             line["range s"] = f"{min(seconds):.2f} to {max(seconds):.2f}"
             line["MiB/s"] = f"{TOTAL / 2**20 / statistics.median(seconds):.0f}"
-            for base in ("limit", "joined", OURS):
+            for base in ("limit", "by hand", OURS):
                 pairs = [
                     (turn[call, name], turn[call, base])
                     for turn in turns
@@ -139,13 +143,15 @@ def run(rank: int, ranks: int, folder: str, turns: int, seldom: int) -> list[lis
     layout = dict.fromkeys(state, Sharding(SHAPE, (box,)))
     cut: dict[str, Any] = {name: DTensor.from_local(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
     options: dict[str, Any] = {"model": state, "layout": layout, "budget": BUDGET, "progress": False}
-    plain = Plain(state, rank, ranks)
+    plain, by_hand = Plain(state, rank), ByHand(state, rank, ranks)
+    dist.barrier()
     acts: dict[tuple[str, str], Callable[[int], object]] = {
         ("save", "limit"): lambda _: plain.put(),
-        ("save", "joined"): lambda _: plain.put_joined(),
+        ("save", "by hand"): lambda _: by_hand.save(),
         ("save", OURS): lambda i: par_checkpoint.save(f"s3://bucket/par-{i}", overwrite=True, **options),
         ("save", "DCP"): lambda i: dcp_save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
         ("load", "limit"): lambda _: plain.get(),
+        ("load", "by hand"): lambda _: by_hand.load(),
         ("load", OURS): lambda i: par_checkpoint.load(f"s3://bucket/par-{i}", **options),
         ("load", "DCP"): lambda i: dcp_load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
     }
@@ -170,43 +176,24 @@ class Plain:
     Args:
         state: The rank's tensors.
         rank: The rank.
-        ranks: How many there are.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
-        store = RemoteFolder("s3://bucket/plain", at=lambda _: None).store
-        if not isinstance(store, S3Store):
-            raise TypeError(f"s3:// is {type(store).__name__}")
-        self._store, self._rank, self._ranks = store, rank, ranks
+    def __init__(self, state: Mapping[str, torch.Tensor], rank: int) -> None:
+        self._store, self._rank = store_of_bench(), rank
         if rank == 0:
-            store.call("create_bucket", Bucket="bucket")
+            self._store.call("create_bucket", Bucket="bucket")
         memories = map(bytes_of, state.values())
         self._parts = [memory[begin : begin + PART] for memory in memories for begin in range(0, len(memory), PART)]
         self._crcs = [0] * len(self._parts)
 
     def put(self) -> None:
         """Every part is an object."""
-        self._each(PUTS, lambda number, data: self._store.put(f"bucket/{self._rank}-{number}", data))
-
-    def put_joined(self) -> None:
-        """All parts of all ranks become one object."""
-        path, parts = "bucket/joined", self._ranks * len(self._parts)
-        upload = [self._store.begin(path)] if self._rank == 0 else [""]
-        dist.broadcast_object_list(upload)
-        first = self._rank * len(self._parts)
-        self._each(PUTS, lambda number, data: self._store.send(path, upload[0], first + number, data))
-        dist.barrier()
-        if self._rank == 0:
-            self._store.join(path, upload[0], Parts(size=parts * PART, head=0, part=PART))
-
-    def _each(self, at_a_time: int, send: Callable[[int, bytes], object]) -> None:
-        """Sends every part, with its checksum."""
 
         def one(number: int) -> None:
             self._crcs[number] = crc32c(self._parts[number])
-            send(number, bytes(self._parts[number]))
+            self._store.put(f"bucket/{self._rank}-{number}", bytes(self._parts[number]))
 
-        with ThreadPoolExecutor(at_a_time) as pool:
+        with ThreadPoolExecutor(PUTS) as pool:
             list(pool.map(one, range(len(self._parts))))
 
     def get(self) -> None:
@@ -215,11 +202,108 @@ class Plain:
         def one(number: int) -> None:
             part = self._parts[number]
             self._store.open(f"bucket/{self._rank}-{number}", len(part)).read_into(0, part)
-            if crc32c(part) != self._crcs[number]:
-                raise RuntimeError(f"part {number} is not what was put there")
+            check(part, self._crcs[number])
 
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             list(pool.map(one, range(len(self._parts))))
+
+
+class ByHand:
+    """Whole tensors in one object, written for these tensors alone: nothing is planned, looked up or agreed upon.
+
+    A part is half of the rows of a tensor, and the ranks take turns. Of each pair of parts a rank gives the other one
+    its columns of that one's part, straight from where they lie, and a load brings them straight to where they belong.
+
+    Args:
+        state: The rank's tensors.
+        rank: The rank.
+        ranks: How many there are, one or two.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
+        self._store, self._rank, self._peer, self._ranks = store_of_bench(), rank, 1 - rank, ranks
+        width = SHAPE[1] // ranks
+        self._columns = [slice(width * each, width * (each + 1)) for each in range(ranks)]
+        rows = PART // 4 // SHAPE[1]
+        self._halves = [tensor[first : first + rows] for tensor in state.values() for first in range(0, SHAPE[0], rows)]
+        self._mine = range(rank, len(self._halves), ranks)
+        self._crcs = dict.fromkeys(self._mine, 0)
+
+    def save(self) -> None:
+        """Columns go to and fro, parts go to the store as soon as they are whole, and the store joins them."""
+        upload = [self._store.begin(PATH)] if self._rank == 0 else [""]
+        dist.broadcast_object_list(upload)
+
+        def one(number: int, others: torch.Tensor) -> None:
+            half = self._halves[number]
+            part = torch.cat([half, others][:: 1 - 2 * self._rank], 1) if self._ranks > 1 else half
+            self._crcs[number] = crc32c(bytes_of(part))
+            self._store.send(PATH, upload[0], number, bytes(bytes_of(part)))
+
+        with ThreadPoolExecutor(PUTS) as pool:
+            jobs = []
+            for number in self._mine:
+                others = torch.empty_like(self._halves[number])
+                if self._ranks > 1:
+                    waits(self._receive(others), self._send(self._halves[number - self._rank + self._peer]))
+                jobs.append(pool.submit(one, number, others))
+            for job in jobs:
+                job.result()
+        dist.barrier()
+        if self._rank == 0:
+            self._store.join(PATH, upload[0], Parts(size=TOTAL, head=0, part=PART))
+
+    def load(self) -> None:
+        """Each rank gets every other part by a request for a range, checks it, and hands on what is not its own."""
+        source = self._store.open(PATH, TOTAL)
+
+        def one(number: int) -> torch.Tensor:
+            half = self._halves[number]
+            part = half if self._ranks == 1 else torch.empty(len(half), SHAPE[1])
+            source.read_into(PART * number, bytes_of(part))
+            check(bytes_of(part), self._crcs[number])
+            if self._ranks == 1:
+                return part
+            half[:] = part[:, self._columns[self._rank]]
+            return part[:, self._columns[self._peer]].contiguous()
+
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            jobs = {number: pool.submit(one, number) for number in self._mine}
+            passing = []
+            for number, job in jobs.items():
+                others = job.result()
+                if self._ranks > 1:
+                    passing += [self._receive(self._halves[number - self._rank + self._peer]), self._send(others)]
+            waits(*passing)
+
+    def _receive(self, into: torch.Tensor) -> dist.Work | None:
+        """Begins to receive from the other rank."""
+        return dist.irecv(into, self._peer)
+
+    def _send(self, what: torch.Tensor) -> dist.Work | None:
+        """Begins to send to the other rank."""
+        return dist.isend(what, self._peer)
+
+
+def waits(*passing: dist.Work | None) -> None:
+    """Waits for what is under way between ranks."""
+    for work in passing:
+        if work is not None:
+            work.wait()
+
+
+def store_of_bench() -> S3Store:
+    """The store, by the client that ours uses."""
+    store = RemoteFolder("s3://bucket/plain", at=lambda _: None).store
+    if not isinstance(store, S3Store):
+        raise TypeError(f"s3:// is {type(store).__name__}")
+    return store
+
+
+def check(data: memoryview, crc: int) -> None:
+    """Raises unless bytes are what was put there."""
+    if crc32c(data) != crc:
+        raise RuntimeError("a part is not what was put there")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,17 @@ assert "torch._dynamo" not in sys.modules  # importing it takes a second
 
 COPY_OF_WHAT_CHANGES = f"{COPY}\nmodel['b'].detach().zero_()"
 
+EXECUTORS = """
+import time, torch
+from concurrent.futures import ThreadPoolExecutor
+from par_checkpoint import save
+from par_checkpoint.transfer.snapshot import Snapshot
+
+finish, pool = Snapshot.finish, ThreadPoolExecutor(1)  # as a store's client has one
+Snapshot.finish = lambda self: (time.sleep(0.3), pool.submit(finish, self).result())
+save(PATH, model={"a": torch.full((3 << 20,), 7.0)}, async_=True, copy="background")
+"""
+
 WORKERS = """
 import threading, time
 from par_checkpoint.transfer.workers import Workers
@@ -56,7 +67,7 @@ for name, script in SCRIPTS.items():
 def ended(tmp_path_factory):
     """The folder where all scripts have run, each to the end of a process that did not have to import torch."""
     folder = tmp_path_factory.mktemp("ended")
-    scripts = {"copy": COPY, "changed": COPY_OF_WHAT_CHANGES, "workers": WORKERS}
+    scripts = {"copy": COPY, "changed": COPY_OF_WHAT_CHANGES, "executors": EXECUTORS, "workers": WORKERS}
     scripts = {name: script.replace("PATH", repr(str(folder / name / "c"))) for name, script in scripts.items()}
     program = IN_FORKS.replace("SCRIPTS", repr(scripts)).replace("{FOLDER}", str(folder))
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -74,6 +85,11 @@ def test_a_copy_that_waits_is_made_and_saved(ended):
 def test_a_copy_of_what_was_changed_is_refused(ended):
     assert "c' failed: 'b' was changed" in (ended / "changed.err").read_text()
     assert list((ended / "changed").iterdir()) == []
+
+
+def test_executors_work_until_a_save_is_done(ended):
+    assert (ended / "executors.err").read_text() == ""
+    assert verify(ended / "executors" / "c") == []
 
 
 def test_workers_go_on(ended):

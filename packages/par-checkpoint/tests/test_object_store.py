@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
+from par_checkpoint import CheckpointError, CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
 from par_checkpoint.storage.files import REACH
 from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.objects.requests import load_requests, save_requests
@@ -187,7 +188,8 @@ def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):
     )
     store.start()
     assert latest(ROOT) == f"{ROOT}/step-00000002"
-    assert store.count() == {"ListObjectsV2": 3, "GetObject": 5}, "the steps; two manifests, each twice, and an index"
+    # Steps, and two folders; a manifest that is not there, twice; the index beside it; the manifest of the other step.
+    assert store.count() == {"ListObjectsV2": 3, "GetObject": 4}
     assert inspect(f"{ROOT}/step-00000002").step == 2
     box = Box((2, 3), (4, 5), 0, (5, 1), (0,))
     assert torch.equal(read(f"{ROOT}/step-00000002", "w1", box), weights(2, 8)["w1"][2:6, 3:8])
@@ -317,24 +319,27 @@ def seed_shown(server, url):
 
 
 KILLS = range(1, 60)
-SAMPLE = {"save": (5, 16, 19, 20, 21), "overwrite": (13, 22, 23, 24, 26)}
+SAMPLE = {"save": (4, 10, 11, 12), "overwrite": (5, 11, 12, 13, 14)}  # the manifest is the 12th and the 11th
 
 
 @pytest.mark.parametrize("mode", ["save", "overwrite"])
 def test_killed_at_some_requests_of_a_save_the_old_or_the_new_is_whole(store, server, impatient, mode):
-    killed_at(store, server, mode, SAMPLE[mode])
+    assert killed_at(store, server, mode, SAMPLE[mode]) is None, "it makes as many requests as the sample says"
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("mode", ["save", "overwrite"])
 def test_killed_at_every_request_of_a_save_the_old_or_the_new_is_whole(store, server, impatient, mode):
-    last = killed_at(store, server, mode, KILLS)
-    assert last < KILLS[-1], "the save needs no more requests"
+    assert killed_at(store, server, mode, KILLS) == SAMPLE[mode][-1] + 1
 
 
 def killed_at(store, server, mode, numbers):
-    """Saves whose client dies at each of some requests, before or after the store has done what was asked."""
-    seen = []
+    """Saves whose client dies at each of some requests, before or after the store has done what was asked.
+
+    Returns:
+        The first of the numbers at which no client died, as a save makes fewer requests; None if there is none.
+    """
+    seen, last = [], None
     for number in numbers:
         for passed_on in (False, True):
             root = f"{ROOT}/{mode}-{number}-{passed_on}"
@@ -343,7 +348,8 @@ def killed_at(store, server, mode, numbers):
                 save(url, model=weights(1, 300), config={"seed": 1}, **SMALL)
             if not save_and_die(store, url, 2, number, passed_on=passed_on, overwrite=mode == "overwrite"):
                 assert seed_at(url) == 2
-                return number
+                last = number
+                break
             old = 1 if mode == "overwrite" else None
             found = seed_at(url)
             assert found in (old, 2), number
@@ -358,9 +364,11 @@ def killed_at(store, server, mode, numbers):
             assert len({name for name in mine if name.startswith("generation-")}) == 1, (
                 "what the dead save left is gone"
             )
+        if last is not None:
+            break
     assert seen == sorted(seen, key=lambda seed: seed == 2), "the new one never goes again"
     assert {1 if mode == "overwrite" else None, 2} == set(seen)
-    return numbers[-1]
+    return last
 
 
 def test_killed_at_some_requests_of_a_prune_a_step_is_whole_or_gone(store, server, impatient):
@@ -439,9 +447,65 @@ def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
     assert verify(f"{ROOT}/c") == []
 
 
+def swap(server, url, other):
+    """Another checkpoint takes the place of the one at a URL, as the end of a save does it."""
+    client, prefix = stores.client(server.url), url.removeprefix(f"s3://{stores.BUCKET}/")
+    before = [key for key in objects(server.url)[0] if key.startswith(f"{prefix}/generation-")]
+    for key in sorted(objects(server.url)[0]):  # generations before the manifest
+        if key.startswith(f"{other}/"):
+            source = {"Bucket": stores.BUCKET, "Key": key}
+            client.copy_object(Bucket=stores.BUCKET, Key=key.replace(other, prefix, 1), CopySource=source)
+    for key in before:
+        client.delete_object(Bucket=stores.BUCKET, Key=key)
+
+
+@pytest.mark.parametrize("kind", ["ListObjectsV2", "GetObject"])
+def test_what_is_replaced_while_it_is_read_is_wholly_the_new_one(store, server, kind):
+    """Between the manifest and the list of what is there, and between that and the first header."""
+    url = f"{ROOT}/c"
+    save(url, model=weights(1, 300), **SMALL)
+    save(f"s3://{stores.BUCKET}/other", model=weights(2, 300), **SMALL)
+    replaced = []
+
+    def replace(request):
+        if request.kind == kind and not request.path.endswith("par_checkpoint.json") and not replaced:
+            replaced.append(request)
+            swap(server, url, "other")
+
+    store.start(seen=replace)
+    found = zeros(weights(0, 300))
+    load(url, model=found)
+    assert replaced
+    assert_equal(found, weights(2, 300))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_generation_that_disappears_while_it_is_read_is_an_error_that_names_the_file(store, server, number):
+    """Before the header has come, when nothing is changed, and before the data."""
+    url = f"{ROOT}/step-00000001"
+    save(url, model=weights(1, 8), **OPTIONS)
+    asked = itertools.count(1)
+
+    def remove(request):
+        if request.path.endswith(".safetensors") and next(asked) == number:
+            client = stores.client(server.url)
+            for key in objects(server.url)[0]:
+                if "/generation-" in key:
+                    client.delete_object(Bucket=stores.BUCKET, Key=key)
+
+    store.start(seen=remove)
+    found = zeros(weights(0, 8))
+    with pytest.raises(CorruptError, match=r"model\.safetensors is missing: restore it, or load another") as caught:
+        load(url, model=found)
+    assert ("is now undefined: load it again, or another" in str(caught.value)) == (number == 2)
+    assert_equal(found, zeros(weights(0, 8)))
+    with pytest.raises(CorruptError, match=r"model\.safetensors is missing; bring it back, or take another"):
+        load(url, model=found)
+    assert latest(ROOT) is None
+
+
 @pytest.mark.storm  # what a load had read by then depends on time
-def test_a_generation_that_disappears_while_it_is_read(store, server):
-    """By another save, whose checkpoint is then read; by hand, which is an error that names the file."""
+def test_a_save_takes_the_place_of_what_is_being_read(store, server):
     url = f"{ROOT}/c"
     save(url, model=weights(1), **OPTIONS)
     replaced = []
@@ -456,18 +520,6 @@ def test_a_generation_that_disappears_while_it_is_read(store, server):
     load(url, model=found)
     assert replaced
     assert_equal(found, weights(2))
-    client = stores.client(server.url)
-    store.start()
-    for key in objects(server.url)[0]:
-        if key.endswith("model-00002-of-00002.safetensors"):
-            client.delete_object(Bucket=stores.BUCKET, Key=key)
-    found = zeros(weights())
-    with pytest.raises(
-        CorruptError, match=r"model-00002-of-00002\.safetensors is missing; bring it back, or take another"
-    ):
-        load(url, model=found)
-    assert_equal(found, zeros(weights()))
-    assert latest(ROOT) is None
 
 
 def save_elsewhere(server, url, seed):
@@ -506,11 +558,29 @@ def test_a_folder_that_was_synced_is_a_checkpoint(store, server, tmp_path):
     load(path, model=found)
     assert_equal(found, weights(2))
     assert not list(path.glob("generation-*"))
-    half = tmp_path / "half"
-    sync(server, "run/step-00000001", half, skip=("model-00002-of-00002.safetensors",))
-    with pytest.raises(CorruptError, match=r"model-00002-of-00002\.safetensors is missing; bring it back"):
-        load(half, model=found)
-    assert_equal(found, weights(2))
+
+
+def test_what_was_synced_by_half_is_refused_and_changes_nothing(store, server, tmp_path):
+    save(f"{ROOT}/c", model=weights(1, 300), **SMALL)
+    found, last = zeros(weights(0, 300)), "model-00003-of-00003.safetensors"
+
+    def refused(name, error, text):
+        with pytest.raises(error, match=text):
+            load(tmp_path / name, model=found)
+        assert_equal(found, zeros(weights(0, 300)))
+        assert latest(tmp_path) is None
+
+    sync(server, "run/c", tmp_path / "step-1", skip=(last,))
+    refused("step-1", CorruptError, r"model-00003-of-00003\.safetensors is missing; bring it back, or take another")
+    sync(server, "run/c", tmp_path / "step-2")
+    [file] = (tmp_path / "step-2").glob(f"generation-*/{last}")
+    os.truncate(file, 1000)
+    refused("step-2", CorruptError, r"has 1000 bytes, but .* were written; it is truncated or was replaced")
+    sync(server, "run/c", tmp_path / "step-3", skip=("par_checkpoint.json",))
+    refused("step-3", CheckpointError, "generation-")
+    save(f"{ROOT}/c", model=weights(2, 300), overwrite=True, **SMALL)
+    sync(server, "run/c", tmp_path / "step-3", skip=[each.name for each in (tmp_path / "step-2").rglob("model-*")])
+    refused("step-3", CorruptError, r"model-00001-of-00003\.safetensors is missing; bring it back, or take another")
 
 
 def test_transformers_opens_a_synced_folder(store, server, tmp_path):
@@ -582,8 +652,18 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
         save(url, model=local, layout=layout, overwrite=True, progress=False)
     dist.barrier()
     if rank == 0:
+        proxy.start(forbid=True)
+    dist.barrier()
+    for act in (partial(save, overwrite=True), load):
+        with pytest.raises(StoreError, match=r"the store refuses access .*; check the credentials"):
+            act(url, model=local, layout=layout, progress=False)
+    dist.barrier()
+    if rank == 0:
         proxy.start()
     dist.barrier()
+    for act in (save, load):
+        with pytest.raises(StoreError, match="there is no such bucket; create it, or check its name"):
+            act("s3://nobody/c", model=local, layout=layout, progress=False)
     load(url, model=found)
     if rank == 0:
         assert not objects(address)[1]

@@ -1,9 +1,11 @@
 """What `save` returns: a save, done or under way."""
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - which registers what it does at exit, see below
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,22 @@ from ._torch_private import not_compiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+
+_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _await_saves() -> None:
+    """Waits for all saves in the background, when the main thread is done.
+
+    The interpreter would do so by itself, but only after it has shut all executors down: of a store's client, which
+    looks names up in one, and ours.
+    """
+    for thread in list(_under_way):
+        thread.join()
+
+
+threading._register_atexit(_await_saves)  # type: ignore[attr-defined] # of its calls the last one comes first
 
 
 class Save:
@@ -118,6 +136,7 @@ class Save:
         self._tiers_ended = False
         atexit.register(self._write_tiers_error)
         self._tiers = threading.Thread(target=run, name="par-checkpoint-tiers")
+        _under_way.add(self._tiers)
         self._tiers.start()
 
     def _written(self) -> bool:
@@ -206,6 +225,7 @@ class Save:
             # torch iterates over the hooks when it calls them.
             self._hook = register_optimizer_step_pre_hook(not_compiled(lambda *_: self._wait_for_copy()))
         self._thread = threading.Thread(target=run, name="par-checkpoint-save")
+        _under_way.add(self._thread)
         self._thread.start()
         started.set()
 

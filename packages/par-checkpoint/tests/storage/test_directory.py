@@ -25,6 +25,7 @@ class Memory:
     """A folder in memory that notes what is read of it."""
 
     url = "memory://folder"
+    in_flight = 0
 
     def __init__(self, files):
         self.files, self.reads = dict(files), []

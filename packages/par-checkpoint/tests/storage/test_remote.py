@@ -99,7 +99,7 @@ def test_short_and_missing_files_are_named(root):
 
 
 def paths_in(folder):
-    return sorted(folder.store.sizes(folder.path))
+    return sorted(folder.store.objects(folder.path))
 
 
 def test_the_manifest_decides_between_generations_and_a_sweep_puts_the_rest_right(root):

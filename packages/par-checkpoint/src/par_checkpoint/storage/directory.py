@@ -11,6 +11,7 @@ from .._errors import CheckpointError, corrupt
 from ..format.header import Header, decode_header
 from ..format.index import decode_index, is_base_name
 from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
+from .files import for_each
 
 
 class ReadableFolder(Protocol):
@@ -19,6 +20,10 @@ class ReadableFolder(Protocol):
     @property
     def url(self) -> str:
         """The folder's name for messages."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many files to ask for at a time."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -106,7 +111,8 @@ def read_directory(
         _check_size(folder, file, sizes, records)
     if form.pickled:
         return Directory({}, tuple(files), index, weight_map)
-    headers = {file: _read_header(folder, file, sizes[file], records.get(file)) for file in files}
+    read = for_each(lambda file: _read_header(folder, file, sizes[file], records.get(file)), files, folder.in_flight)
+    headers = dict(zip(files, read, strict=True))
     if weight_map is not None:
         check_index(weight_map, {file: header.tensors for file, header in headers.items()}, f"{folder.url}/{index}")
     places = {}

@@ -28,15 +28,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from .._errors import CheckpointError, StoreError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
 from .files import IN_FLIGHT, Source, Writer
-from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, client_options, in_parallel
-from .objects.store import FsspecStore, Store, missing
+from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, client_options
+from .objects.store import FsspecStore, Store, UnderWay, missing
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
 from .sharing import Sharing
 
@@ -62,6 +62,7 @@ class RemoteFolder:
         self.positional = self.store.joins
         self.sharing = Sharing.RANGES if self.positional else Sharing.FILES
         self._seen: _Seen | None = None
+        self._manifest = b"", ""  # its bytes and its tag, as they were read the last time
 
     def block(self, size: int) -> int:
         """Bytes of the blocks of a file with that much data; of one that ranks write together, those are its parts."""
@@ -86,7 +87,7 @@ class RemoteFolder:
     def version(self) -> str | None:
         """A text that changes when the manifest is replaced; None where there is none."""
         try:
-            data = self.store.get(f"{self.path}/{MANIFEST}")
+            data, _ = self._manifest = self.store.get_tagged(f"{self.path}/{MANIFEST}")
         except FileNotFoundError:
             return None
         return f"{generation_in(data)} {len(data)} {data[:32]!r}"  # it begins with its checksum
@@ -152,10 +153,14 @@ class RemoteFolder:
         self.recover()
         self.sweep()
 
-    def sweep(self, *, dry_run: bool = False) -> list[str]:
+    def sweep(self, *, dry_run: bool = False, of: str = "") -> list[str]:
         """Ends what savers that died have begun; returns the paths of the generations that it removes.
 
         A saver that lives is not told from a dead one.
+
+        Args:
+            dry_run: Whether to end nothing.
+            of: The generation of the saver that sweeps, which may begin uploads meanwhile; "": there is none.
         """
         seen = self.look()
         if not seen.is_sound:  # it may name any of the generations
@@ -165,7 +170,7 @@ class RemoteFolder:
         if isinstance(self.store, S3Store):
             for path, upload in list(self.store.uploads(f"{self.path}/generation-")):
                 generation = "/".join(path.split("/")[: self.path.count("/") + 2])
-                if generation != f"{self.path}/{seen.generation}":
+                if generation not in (f"{self.path}/{seen.generation}", f"{self.path}/{of}"):
                     paths[generation] = None
                     if not dry_run:
                         self.store.give_up(path, upload)
@@ -182,10 +187,13 @@ class RemoteFolder:
     def look(self) -> "_Seen":
         """What lies below the path, listed once: by the first call, and anew by the first after `recover`."""
         if self._seen is None:
-            listed = self.store.sizes(self.path)
-            manifest = self.store.get(f"{self.path}/{MANIFEST}") if MANIFEST in listed else b""
+            listed = self.store.objects(self.path)
+            is_known = MANIFEST in listed and listed[MANIFEST].tag and listed[MANIFEST].tag == self._manifest[1]
+            if MANIFEST in listed and not is_known:
+                self._manifest = self.store.get_tagged(f"{self.path}/{MANIFEST}")
+            manifest = self._manifest[0] if MANIFEST in listed else b""
             root, generations = {}, dict[str, dict[str, int]]()
-            for name, size in listed.items():
+            for name, (size, _) in listed.items():
                 first, _, rest = name.partition("/")
                 if rest and GENERATION.fullmatch(first):
                     generations.setdefault(first, {})[rest] = size
@@ -272,14 +280,18 @@ class RemoteStaging:
         self._uploads: dict[str, str] = {}
         self._beside: dict[str, bytes] = {}
         self._manifest = b""
+        self._under_way = UnderWay(folder.in_flight if folder.store.joins else 0)  # other stores, one by one
 
     def create(self, names: Iterable[str], needed: int) -> None:
         """Sweeps, and shows that the save has begun."""
         del names, needed  # there are no folders to make, and nobody tells how much is free
-        self._folder.sweep()
-        self._folder.at("swept")
+        self._under_way.begin(self._sweep)
         if not self._store.joins:
             self._store.put(f"{self._path}/{BEGUN}", b"begun")
+
+    def _sweep(self) -> None:
+        self._folder.sweep(of=self.generation)
+        self._folder.at("swept")
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
         """Takes up a file that ranks write together; what is one part is put as a whole."""
@@ -290,9 +302,9 @@ class RemoteStaging:
     def invite(self) -> dict[str, tuple[Parts, str | None]]:
         """Begins the uploads, and names them: what the other ranks need to take part."""
         if isinstance(self._store, S3Store):
-            names = [name for name, parts in self._parts.items() if parts.count > 1]
-            paths = [f"{self._path}/{check_name(name)}" for name in names]
-            self._uploads = dict(zip(names, in_parallel(self._store.begin, paths), strict=True))
+            for name in (name for name, parts in self._parts.items() if parts.count > 1):
+                self._under_way.begin(partial(self._begin, self._store, name))
+        self._under_way.wait()  # for the sweep, too
         self._folder.at("begun")
         return {name: (parts, self._uploads.get(name)) for name, parts in self._parts.items()}
 
@@ -300,17 +312,17 @@ class RemoteStaging:
         """Takes part in the uploads; where there are none, raises CheckpointError if the save is not visible here."""
         self._parts = {name: parts for name, (parts, _) in invitation.items()}
         self._uploads = {name: upload for name, (_, upload) in invitation.items() if upload is not None}
-        if not self._store.joins and BEGUN not in self._store.sizes(self._path):
+        if not self._store.joins and BEGUN not in self._store.objects(self._path):
             raise CheckpointError(f"{self._path} is not visible on this rank: use a file system that all ranks share")
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a small file; the manifest waits for `publish`."""
+        """Begins to write a small file, which `publish` waits for; the manifest waits for `publish` itself."""
         if name == MANIFEST:
             self._manifest = data
             return
         if is_beside_weights(name):
             self._beside[name] = data
-        self._store.put(f"{self._path}/{check_name(name)}", data)
+        self._under_way.begin(partial(self._store.put, f"{self._path}/{check_name(name)}", data))
 
     def writer(self, name: str) -> Writer:
         """A file to write into: in parts where it was allocated, else from beginning to end."""
@@ -322,12 +334,19 @@ class RemoteStaging:
     def complete(self, share: tuple[int, int]) -> None:
         """Joins the parts of this rank's share of the files: of n ranks the i-th joins every n-th file."""
         if isinstance(self._store, S3Store):
-            store, names = self._store, sorted(self._uploads)[share[0] :: share[1]]
-            in_parallel(lambda name: store.join(f"{self._path}/{name}", self._uploads[name], self._parts[name]), names)
+            for name in sorted(self._uploads)[share[0] :: share[1]]:
+                path, upload, parts = f"{self._path}/{name}", self._uploads[name], self._parts[name]
+                self._under_way.begin(partial(self._store.join, path, upload, parts))
+            self._under_way.wait()
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Commits."""
         folder, store = self._folder, self._store
+        self._under_way.wait()
+        shown = dict(self._beside)
+        if index is not None:
+            shown[index[0]] = index[1]
+            self._under_way.begin(partial(store.put, f"{self._path}/{SHOWN}", index[1]))
         folder.recover()
         seen = folder.look()
         if seen.visible and not overwrite:
@@ -340,17 +359,16 @@ class RemoteStaging:
                     f"{self._path}/{name} is not there as it was written ({inside.get(name)} of {record.size} bytes): "
                     "another save to the same place has removed it; save to another path, or one after the other"
                 )
-        shown = dict(self._beside)
-        if index is not None:
-            shown[index[0]] = index[1]
-            store.put(f"{self._path}/{SHOWN}", index[1])
+        self._under_way.wait()
         is_first = index is not None and not seen.visible
         if is_first:  # the index before the others: it tells a sweep that they are of a save
-            self._show(dict(reversed(shown.items())))
+            self._show(shown, list(shown)[-1:])
+            self._show(shown, list(shown)[:-1])
         store.put(f"{folder.path}/{MANIFEST}", self._manifest)
         folder.at("committed")
         if not is_first:
-            self._show(shown)
+            self._show(shown, list(shown)[:-1])
+            self._show(shown, list(shown)[-1:])
         with contextlib.suppress(StoreError):  # the save has not failed: what cannot be removed is left for a sweep
             store.delete(folder.path, [name for name in seen.root if is_data(name) and name not in shown])
             for name, files in seen.generations.items():
@@ -363,6 +381,8 @@ class RemoteStaging:
 
     def discard(self) -> None:
         """Removes the generation, unless it is the checkpoint by now."""
+        with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
+            self._under_way.wait()
         self._folder.recover()
         seen = self._folder.look()
         if seen.generation != self.generation:
@@ -374,10 +394,17 @@ class RemoteStaging:
         self._folder.recover()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Ends the threads of its requests."""
+        self._under_way.close()
 
-    def _show(self, files: Mapping[str, bytes]) -> None:
-        """Puts files in the target, in this order."""
-        for name, data in files.items():
-            self._store.put(f"{self._folder.path}/{name}", data)
+    def _begin(self, store: S3Store, name: str) -> None:
+        """Begins the upload of a file."""
+        self._uploads[name] = store.begin(f"{self._path}/{check_name(name)}")
+
+    def _show(self, files: Mapping[str, bytes], names: Iterable[str]) -> None:
+        """Puts some of these files in the target, all at once."""
+        for name in names:
+            self._under_way.begin(partial(self._store.put, f"{self._folder.path}/{name}", files[name]))
+        self._under_way.wait()
+        for name in names:
             self._folder.at(f"shown {name}")

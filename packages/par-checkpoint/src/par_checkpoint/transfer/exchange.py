@@ -49,6 +49,7 @@ class Exchange:
         *,
         fill: Callable[[int, Sequence[Piece], torch.Tensor], torch.Tensor],
         take: Callable[[Sequence[Piece], torch.Tensor], None],
+        place: Callable[[Sequence[Piece]], torch.Tensor | None] = lambda _: None,
     ) -> None:
         """Sends and receives the pieces of one wave of a round.
 
@@ -60,6 +61,7 @@ class Exchange:
             incoming: What comes from whom.
             fill: Packs pieces for a rank into an empty buffer, or gives one that is packed already.
             take: Unpacks pieces.
+            place: Where pieces lie as they come, if they do, so that there is nothing to unpack.
         """
         ranks = self._ranks
         steps = {(to - ranks.rank) % ranks.size for to in outgoing}
@@ -67,16 +69,20 @@ class Exchange:
         for step in sorted(steps):
             to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
             for leaving, coming in zip_longest(self._parcels(outgoing, to), self._parcels(incoming, source)):
-                sending = receiving = None
+                sending = receiving = home = None
                 if coming is not None:
-                    arrived = self._arriving.of(self._packed_size(coming))
+                    size, home = self._packed_size(coming), place(coming)
+                    if home is not None and home.numel() < size:  # a buffer ends with a multiple of its alignment
+                        home = None
+                    arrived = self._arriving.of(size) if home is None else home
                     receiving = ranks.receive(arrived, source)
                 if leaving is not None:
                     buffer = fill(to, leaving, self._leaving.of(self._packed_size(leaving)))
                     sending = ranks.send(buffer, to)
                 if receiving is not None:
                     receiving.wait()
-                    take(coming, arrived)
+                    if home is None:
+                        take(coming, arrived)
                 if sending is not None:
                     sending.wait()
 

@@ -146,9 +146,16 @@ class Local:
 
     def _run(self, piece: Piece) -> torch.Tensor | None:
         """The bytes of a piece, if they lie in its local tensor as they do in the whole one, without a gap."""
+        return self.place([piece]) if _is_run(piece.size, row_major(self.tensors[piece.tensor].shape)) else None
+
+    def place(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+        """The bytes of a single piece where they lie in its local tensor as they do in a buffer; else None."""
+        if len(pieces) != 1:
+            return None
+        [piece] = pieces
         part = self._part(piece)
         stride, tensor = part.box.stride, self.tensors[piece.tensor]
-        if part.flat is None or not _is_run(piece.size, stride) or not _is_run(piece.size, row_major(tensor.shape)):
+        if part.flat is None or not _is_run(piece.size, stride):
             return None
         inside = zip(piece.start, part.box.start, stride, strict=True)
         first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * tensor.dtype.itemsize

@@ -246,7 +246,7 @@ class _Reader:
                 copy_elements_(local.view(piece), view)
 
         for outgoing, incoming in by_wave([*(task for task, _ in shared), *others], self._rank):
-            self._exchange.run(outgoing, incoming, fill=fill, take=take)
+            self._exchange.run(outgoing, incoming, fill=fill, take=take, place=local.place)
 
     def _read_run(self, run: Sequence[Task], memories: Sequence[torch.Tensor | None]) -> None:
         """Reads blocks that lie in a row: each into the memory that is given for it, or to where this rank holds it."""

@@ -9,8 +9,7 @@ import contextlib
 import errno
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from fsspec.config import conf  # type: ignore[import-untyped]
 from ..._errors import CheckpointError, StoreError
 from ..files import IN_FLIGHT
 from .requests import PAGE
-from .store import ObjectSource, StreamWriter, missing, persist
+from .store import Listed, ObjectSource, StreamWriter, missing, persist
 
 PART = 8 << 20
 """Bytes of a part, and of the blocks of a file that is written in parts; the first part has the header, too."""
@@ -70,12 +69,15 @@ class S3Store:
     def __init__(self, fs: Any, url: str) -> None:
         self.fs, self._url = fs, url
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of every object below a folder."""
+    def objects(self, folder: str) -> dict[str, Listed]:
+        """Every object below a folder."""
         bucket, prefix = _split(f"{folder}/")
         pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix)
-        listed = ((str(each["Key"]), int(each["Size"])) for page in pages for each in page.get("Contents", ()))
-        return {name.removeprefix(prefix): size for name, size in listed}
+        return {
+            str(each["Key"]).removeprefix(prefix): Listed(int(each["Size"]), str(each.get("ETag", "")))
+            for page in pages
+            for each in page.get("Contents", ())
+        }
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
@@ -86,10 +88,15 @@ class S3Store:
 
     def get(self, path: str) -> bytes:
         """All bytes of an object."""
+        return self.get_tagged(path)[0]
 
-        def fetch() -> bytes:
-            body, size = self._ask(path)
-            return cast("bytes", sync(self.fs.loop, _read_all, body, size))
+    def get_tagged(self, path: str) -> tuple[bytes, str]:
+        """All bytes of an object, and its tag."""
+
+        def fetch() -> tuple[bytes, str]:
+            answer = self._ask(path)
+            data = sync(self.fs.loop, _read_all, answer["Body"], int(answer["ContentLength"]))
+            return data, str(answer.get("ETag", ""))
 
         return persist(fetch)
 
@@ -119,7 +126,7 @@ class S3Store:
                 size = int(self.call("head_object", Bucket=bucket, Key=key)["ContentLength"])
             except FileNotFoundError as error:
                 raise missing(path) from error
-        return ObjectSource(path, size, lambda begin, end: S3Range(self.fs.loop, *self._ask(path, begin, end)))
+        return ObjectSource(path, size, lambda begin, end: S3Range(self.fs.loop, self._ask(path, begin, end)["Body"]))
 
     def stream(self, path: str) -> "S3StreamWriter":
         """An object to write from beginning to end, by one rank."""
@@ -232,13 +239,12 @@ class S3Store:
                 ) from error
             raise
 
-    def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> tuple[Any, int]:
-        """Asks for an object or a range of it: its body, which is yet to come, and how many bytes that has."""
+    def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> Mapping[str, Any]:
+        """Asks for an object or a range of it: the answer, whose body is yet to come."""
         bucket, key = _split(path)
         asked = {} if begin is None or end is None else {"Range": f"bytes={begin}-{end - 1}"}
         with self.told():
-            answer = self.fs.call_s3("get_object", Bucket=bucket, Key=key, **asked)
-        return answer["Body"], int(answer["ContentLength"])
+            return cast("Mapping[str, Any]", self.fs.call_s3("get_object", Bucket=bucket, Key=key, **asked))
 
     def _pages(self, method: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
         """All answers to a question that takes several."""
@@ -256,12 +262,10 @@ class S3Range:
 
     Args:
         loop: The event loop of s3fs.
-        body: What the store answers.
-        size: The bytes of it.
+        body: What the store answers; what does not come of it shows in what was filled.
     """
 
-    def __init__(self, loop: Any, body: Any, size: int) -> None:
-        del size  # what does not come shows in what was filled
+    def __init__(self, loop: Any, body: Any) -> None:
         self._loop, self._body = loop, body
 
     def fill(self, view: memoryview) -> int:
@@ -350,12 +354,6 @@ def client_options(scheme: str) -> dict[str, Any]:
         return {}
     wanted = conf.get(scheme, {}).get("config_kwargs", {})
     return {"config_kwargs": {"max_pool_connections": IN_FLIGHT, **wanted}}
-
-
-def in_parallel(act: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
-    """Calls something for each of some arguments, several at a time; the results in order."""
-    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="par-checkpoint-store") as pool:
-        return list(pool.map(act, arguments))
 
 
 async def _read_all(body: Any, size: int) -> bytes:

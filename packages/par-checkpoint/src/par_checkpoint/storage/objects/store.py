@@ -9,7 +9,8 @@ import errno
 import random
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..._errors import CorruptError, StoreError
 from ..files import Source, Writer
@@ -26,20 +27,35 @@ _PASSING_NAMES = ("HTTPClientError", "IncompleteReadError", "ResponseStreamingEr
 """Errors of botocore: a connection in trouble, and bodies that are too short or not what the store says of them."""
 
 
+class Listed(NamedTuple):
+    """What a list says of an object.
+
+    Args:
+        size: Its bytes.
+        tag: A text that stands for its content; "" where the store gives none.
+    """
+
+    size: int
+    tag: str
+
+
 class Store(Protocol):
     """Objects by path. What the store refuses is raised as `StoreError`, what is not there as FileNotFoundError."""
 
     joins: bool
     """Whether ranks can write one object together, in parts."""
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of every object below a folder, by its name relative to that."""
+    def objects(self, folder: str) -> dict[str, Listed]:
+        """Every object below a folder, by its name relative to that."""
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
 
     def get(self, path: str) -> bytes:
         """All bytes of an object."""
+
+    def get_tagged(self, path: str) -> tuple[bytes, str]:
+        """All bytes of an object, and the tag that a list has while that is its content; "" where there is none."""
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object in one request."""
@@ -66,11 +82,11 @@ class FsspecStore:
     def __init__(self, fs: Any) -> None:
         self.fs = fs
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of every object below a folder."""
+    def objects(self, folder: str) -> dict[str, Listed]:
+        """Every object below a folder, without a tag."""
         self.fs.invalidate_cache()
         listed = self.fs.find(folder, detail=True)
-        return {path.removeprefix(folder).lstrip("/"): int(info["size"]) for path, info in listed.items()}
+        return {path.removeprefix(folder).lstrip("/"): Listed(int(info["size"]), "") for path, info in listed.items()}
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
@@ -86,6 +102,10 @@ class FsspecStore:
         """All bytes of an object."""
         self.fs.invalidate_cache()
         return bytes(persist(lambda: self.fs.cat_file(path)))
+
+    def get_tagged(self, path: str) -> tuple[bytes, str]:
+        """All bytes of an object, and no tag: each file system has one of another kind, if it has one."""
+        return self.get(path), ""
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object."""
@@ -250,6 +270,43 @@ class StreamWriter:
         if self._file is not None:
             with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
                 self.finish()
+
+
+class UnderWay:
+    """Requests that are under way at once, and waited for together.
+
+    Args:
+        most: How many at most; 0: each is done when it is begun.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: list[Future[object]] = []
+
+    def begin(self, act: Callable[[], object]) -> None:
+        """Calls something that asks, in a thread, as soon as fewer are under way; what it sends is held until then."""
+        if not self._most:
+            act()
+            return
+        while len(under_way := [each for each in self._begun if not each.done()]) >= self._most:
+            wait(under_way, return_when=FIRST_COMPLETED)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._most, thread_name_prefix="par-checkpoint-store")
+        self._begun.append(self._pool.submit(act))
+
+    def wait(self) -> None:
+        """Waits for all that has begun; raises the first error, when nothing is under way any more."""
+        begun, self._begun = self._begun, []
+        wait(begun)
+        for each in begun:
+            each.result()
+
+    def close(self) -> None:
+        """Ends the threads, after what is under way; again is harmless."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
 
 def persist(act: Callable[[], Value], again: Callable[[], None] = lambda: None) -> Value:
