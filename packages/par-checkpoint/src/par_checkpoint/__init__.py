@@ -9,9 +9,11 @@ from ._save import save
 from .state.conversion import Convert, Part
 from .state.expert_layout import expert_layout
 from .storage.steps import latest, prune
-from .storage.verify import verify
+from .storage.verify import Faults
+from .tiers.gathered import HostPart
 from .tools.inspect import Contents, inspect
 from .tools.read import read
+from .tools.verify import verify
 from .transfer.ranks import release
 
 __version__ = "0.1.0"
@@ -22,6 +24,8 @@ __all__ = [
     "Contents",
     "Convert",
     "CorruptError",
+    "Faults",
+    "HostPart",
     "LoadOptions",
     "Part",
     "ReplacedError",

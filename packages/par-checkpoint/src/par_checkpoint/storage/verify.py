@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from os import PathLike
 
 import torch
 from crc32c import crc32c
@@ -12,27 +11,22 @@ from .._errors import CheckpointError, CorruptError, corrupt_block
 from ..format.bytes import bytes_of
 from ..format.manifest import BLOCK, CONFIG, MANIFEST, FileRecord, Manifest, block_ranges, decode_manifest
 from ..format.strict_json import parse_object
-from .consistent import read_consistently
 from .directory import Directory, Place
-from .folder import Folder, open_folder
+from .folder import Folder
 from .outline import Outline, read_outline, tensors_of, wrong_size
 
 
-def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
-    """Compares a checkpoint with the checksums in its manifest. No process group is needed.
+class Faults(list[str]):
+    """What is wrong with a checkpoint, one sentence for each fault.
 
-    Args:
-        path: The checkpoint's folder, or its URL.
-        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
-
-    Returns:
-        What is wrong, one sentence for each fault: empty for a checkpoint that is whole.
-
-    Raises:
-        ReplacedError: Other checkpoints took its place again and again while it was read.
+    Attributes:
+        lost: Those of them for which nothing else stands in, so that the checkpoint cannot be loaded as it is. All of
+            them but where parts of hosts were looked at: a fault in a part of which a sound copy was given is none.
     """
-    folder = open_folder(path)
-    return read_consistently(folder, lambda: _wrong(folder, deep=deep))
+
+    def __init__(self, faults: Iterable[str] = (), lost: Iterable[str] | None = None) -> None:
+        super().__init__(faults)
+        self.lost = list(self if lost is None else lost)
 
 
 def check_blocks(
@@ -50,7 +44,7 @@ def check_blocks(
         CorruptError: The first block that differs, and the tensors in it.
     """
     for name, record in {} if outline.manifest is None else outline.manifest.files.items():
-        for text in _wrong_blocks(folder, name, record, outline.directories, threads, is_mine):
+        for _, text in wrong_blocks(folder, name, record, outline.directories, threads, is_mine):
             raise CorruptError(f"{text}. Nothing was changed")
 
 
@@ -79,18 +73,26 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
             )
 
 
-def _wrong(folder: Folder, *, deep: bool) -> list[str]:
+def faults_of(folder: Folder, *, deep: bool) -> Faults:
+    """What is wrong with a checkpoint.
+
+    Args:
+        folder: The checkpoint's folder.
+        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
+    """
     try:
         outline = read_outline(folder)
     except (CheckpointError, OSError) as error:
-        return _wrong_one_by_one(folder, deep=deep) or [str(error)]
+        return Faults(_wrong_one_by_one(folder, deep=deep) or [str(error)])
     manifest = outline.manifest
     if manifest is None:
-        return [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
-    wrong = _wrong_config(folder, manifest)
+        return Faults(
+            [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
+        )
+    wrong = wrong_config(folder, manifest)
     for name, record in manifest.files.items() if deep else ():
-        wrong.extend(_wrong_blocks(folder, name, record, outline.directories))
-    return wrong
+        wrong.extend(text for _, text in wrong_blocks(folder, name, record, outline.directories))
+    return Faults(wrong)
 
 
 def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
@@ -105,11 +107,11 @@ def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
         if text is not None:
             wrong.append(text)
         elif deep:
-            wrong.extend(_wrong_blocks(folder, name, record, {}))
+            wrong.extend(text for _, text in wrong_blocks(folder, name, record, {}))
     return wrong
 
 
-def _wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
+def wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
     """Checks the model's config, which people edit: it has no checksum, but must be there and be JSON."""
     sizes = folder.sizes()
     wrong = [
@@ -125,15 +127,15 @@ def _wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
     return wrong
 
 
-def _wrong_blocks(
+def wrong_blocks(
     folder: Folder,
     name: str,
     record: FileRecord,
     directories: Mapping[str, Directory],
     threads: int = 2,
     is_mine: Callable[[str, int], bool] = lambda *_: True,
-) -> Iterator[str]:
-    """Every block of a file, its header first, that has another checksum than the manifest says, in words."""
+) -> Iterator[tuple[int, str]]:
+    """Every block of a file, its header first, that has another checksum than the manifest says: number, and words."""
     ranges = [(number, *ends) for number, ends in enumerate(block_ranges(record.size, record.data_begin, record.block))]
     if record.data_begin:
         ranges.insert(0, (-1, 0, record.data_begin))
@@ -150,7 +152,7 @@ def _wrong_blocks(
 
         for (number, begin, end), crc in zip(mine, pool.map(checksum, mine), strict=True):
             if number < 0 and crc != record.header_crc:
-                yield f"the header of {folder.url}/{name} is corrupt: its checksum is wrong"
+                yield number, f"the header of {folder.url}/{name} is corrupt: its checksum is wrong"
             elif number >= 0 and crc != record.crcs[number]:
                 tensors = [
                     tensor
@@ -158,7 +160,7 @@ def _wrong_blocks(
                     for tensor, place in directory.places.items()
                     if place.file == name and place.begin < end and place.end > begin
                 ]
-                yield corrupt_block(f"{folder.url}/{name}", number, begin, tensors)
+                yield number, corrupt_block(f"{folder.url}/{name}", number, begin, tensors)
 
 
 def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:

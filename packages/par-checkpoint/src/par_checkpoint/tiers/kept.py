@@ -5,8 +5,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from crc32c import crc32c
+
 from .._errors import CheckpointError, CorruptError, ReplacedError
-from ..format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest
+from ..format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, record_of
 from ..plan.homes import Homes
 from ..storage.commit import scan
 from ..storage.local import LocalFolder, LocalSource
@@ -97,6 +99,13 @@ class KeptFolder(LocalFolder):
         """A file of which this host's blocks can be read."""
         return KeptSource(self, name)
 
+    def absent(self, name: str, number: int, part: int) -> CheckpointError:
+        """The error for a block of a part that is not on this host."""
+        return CheckpointError(
+            f"block {number} of {self.url}/{name} is in part {part}, which is on another host than the rank that "
+            "compares tensors that the model ties; load from another tier"
+        )
+
     def reader(self, name: str, number: int) -> int:
         """The rank that looks at a block for all."""
         ranks = self.homes.ranks[self.homes.parts[name][number]]
@@ -126,14 +135,11 @@ class KeptSource:
             begin, view = begin + count, view[count:]
 
     def _source_of(self, number: int) -> LocalSource:
-        """The part of the file that a block lies in, or, for the header, any part."""
-        parts = self._folder.homes.parts[self._name]
-        wanted = parts[number] if number >= 0 else min(self._sources, default=-1)
+        """The part of the file that a block lies in; any part for the header, and for a file that every part has."""
+        parts = self._folder.record.homes.get(self._name)
+        wanted = parts[number] if number >= 0 and parts is not None else min(self._sources, default=-1)
         if wanted not in self._sources:
-            raise CheckpointError(
-                f"block {number} of {self._folder.url}/{self._name} is in part {wanted}, which is on another host than "
-                "the rank that compares tensors that the model ties; load from another tier"
-            )
+            raise self._folder.absent(self._name, number, wanted)
         return self._sources[wanted]
 
     def ranged(self, begin: int, end: int) -> "KeptSource":
@@ -244,18 +250,32 @@ def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str 
     mine = {part: path for (of, part), path in paths.items() if of == save}
     places = found.ranks[save]
     first = min(min(of_part) for of_part in places)
-    own = ranks.agree(lambda: small_in(next(iter(mine.values()))) if ranks.rank == first else {})
+    own = ranks.agree(lambda: small_in(next(iter(mine.values())))[0] if ranks.rank == first else {})
     small = next(files for _, files in ranks.distinct(own) if files)  # the first rank may be on a host that was lost
     record = decode_part(small[RECORD], f"{whole.url}/{RECORD}")
     return KeptFolder(whole, record, mine, places, small), None
 
 
-def small_in(part: Path) -> dict[str, bytes]:
-    """By name, what every part has: its record, the small files, and the headers of those with tensors."""
+def small_in(part: Path) -> tuple[dict[str, bytes], list[str]]:
+    """What every part has: its record, the small files, and the headers of those with tensors.
+
+    Returns:
+        By name, their bytes, and in words, which of them are not what was written.
+    """
     record, manifest = read_part(part)
-    small = {RECORD: (part / RECORD).read_bytes()}
+    small, wrong = {RECORD: (part / RECORD).read_bytes()}, []
     for name in (MANIFEST, *manifest.files, *manifest.beside):
-        count = manifest.files[name].data_begin if name in record.homes else -1
-        with (part / f"{name}{SUFFIX}").open("rb") as file:
-            small[name] = file.read(count)
-    return small
+        own, path = manifest.files.get(name), part / f"{name}{SUFFIX}"
+        try:
+            with path.open("rb") as file:
+                small[name] = file.read(-1 if own is None or name not in record.homes else own.data_begin)
+        except FileNotFoundError:
+            wrong.append(f"{path} is missing")
+            continue
+        if own is None:  # the manifest, which `read_part` has checked, and what people edit
+            continue
+        if crc32c(small[name][: own.data_begin]) != own.header_crc:
+            wrong.append(f"the header of {path} is corrupt: its checksum is wrong")
+        elif name not in record.homes and record_of(small[name], own.block) != own:
+            wrong.append(f"{path} is corrupt: its checksum is wrong")
+    return small, wrong

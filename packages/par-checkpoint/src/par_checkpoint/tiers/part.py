@@ -3,10 +3,10 @@
     /dev/shm/run/step-100/part-00000-of-00002/
         model.safetensors.part         as long as the whole file, with its header; of the data this part's blocks alone
         par_checkpoint.json.part       the manifest of the whole checkpoint, and other small files, in every part
-        par_checkpoint.part.json       which part of which save, and for each block the part that it is in
+        par_checkpoint.part.json       which part of which save, who keeps it, and for each block the part it is in
 
 What other parts have are zeros here, so no file has a name that transformers, or a load of a folder, would take for a
-whole one. A copy of a part has the same bytes, on another host.
+whole one. A copy of a part, on another host, has the same bytes, but for who keeps it.
 """
 
 import json
@@ -27,7 +27,7 @@ RECORD = "par_checkpoint.part.json"
 SUFFIX = ".part"
 
 _FORMAT = 1
-_FIELDS = {"checksum", "format", "part", "written", "nonce", "hosts", "manifest", "homes"}
+_FIELDS = {"checksum", "format", "part", "keeper", "written", "nonce", "hosts", "manifest", "homes"}
 _NAME = re.compile("part-([0-9]{5,})-of-([0-9]{5,})")
 
 
@@ -37,6 +37,7 @@ class PartRecord:
 
     Args:
         part: Its number.
+        keeper: The number of the host that keeps it: its own number, but for a copy.
         written: When the save was committed: nanoseconds of the first rank's clock.
         nonce: The save's.
         hosts: The names of the hosts, by the number of the part that each of them wrote.
@@ -45,6 +46,7 @@ class PartRecord:
     """
 
     part: int
+    keeper: int
     written: int
     nonce: str
     hosts: tuple[str, ...]
@@ -73,6 +75,7 @@ def encode_part(record: PartRecord) -> bytes:
     fields = {
         "format": _FORMAT,
         "part": record.part,
+        "keeper": record.keeper,
         "written": record.written,
         "nonce": record.nonce,
         "hosts": list(record.hosts),
@@ -99,17 +102,21 @@ def decode_part(data: bytes, where: str) -> PartRecord:
         raise CheckpointError(
             f"{where} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install a later one"
         )
-    part, written, nonce, hosts, homes = (fields.get(name) for name in ("part", "written", "nonce", "hosts", "homes"))
+    part, keeper, written, nonce = (fields.get(name) for name in ("part", "keeper", "written", "nonce"))
+    hosts, homes = fields.get("hosts"), fields.get("homes")
     if (
         set(fields) != _FIELDS
-        or not (is_count(part) and is_count(written) and is_count(fields["manifest"]) and isinstance(nonce, str))
-        or not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts) and part < len(hosts))  # type: ignore[operator]
+        or not all(map(is_count, (part, keeper, written, fields["manifest"])))
+        or not isinstance(nonce, str)
+        or not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts))
+        or max(part, keeper) >= len(hosts)  # type: ignore[call-overload]
         or not isinstance(homes, dict)
     ):
         raise corrupt(where, "is no record of a part")
     decoded = {name: _decode_homes(text, len(hosts), where) for name, text in homes.items()}
     return PartRecord(
         part=part,  # type: ignore[arg-type]
+        keeper=keeper,  # type: ignore[arg-type]
         written=written,  # type: ignore[arg-type]
         nonce=nonce,
         hosts=tuple(hosts),

@@ -283,6 +283,7 @@ class PartStaging(LocalStaging):
         """What this part says of itself."""
         return PartRecord(
             part=self.folder.part,
+            keeper=self.folder.hosts.mine,
             written=common.written,
             nonce=self.nonce,
             hosts=self.folder.hosts.names,

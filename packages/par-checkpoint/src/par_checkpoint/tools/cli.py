@@ -1,11 +1,15 @@
 """The command `par-checkpoint`: ls, verify, diff, convert, prune."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import torch
+
+from par_groups import Box
 
 from .._errors import CheckpointError, ReplacedError
 from ..format.bytes import as_integers
@@ -13,10 +17,17 @@ from ..storage.consistent import version_of
 from ..storage.folder import open_folder
 from ..storage.outline import read_outline
 from ..storage.steps import prune, read_manifest, step_of
-from ..storage.verify import check_blocks, verify
+from ..storage.verify import check_blocks
+from ..tiers.gathered import Gathered, HostPart, open_checkpoint, part_folders
 from .convert import FORMATS, convert_checkpoint
 from .inspect import Contents, inspect
 from .read import reader_of
+from .verify import verify
+
+_SHOWN = 4  # rectangles of a tensor in a line
+
+
+_TOGETHER = "several folders of hosts with parts of one checkpoint are looked at together"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     ls = commands.add_parser("ls", help="what a checkpoint holds, or which checkpoints a folder holds")
-    ls.add_argument("path", help="a checkpoint, a folder of step directories, or a URL")
+    ls.add_argument("path", nargs="+", help=f"a checkpoint, a folder of step directories, or a URL; {_TOGETHER}")
     ls.add_argument("--tensors", action="store_true", help="list every tensor")
     ls.set_defaults(run=_ls)
 
     check = commands.add_parser("verify", help="compare files with their checksums")
-    check.add_argument("path", nargs="+", help="a checkpoint")
+    check.add_argument("path", nargs="+", help=f"a checkpoint; {_TOGETHER}, and all is well if it can be loaded")
     check.add_argument("--shallow", action="store_true", help="sizes, headers, index and manifest alone")
     check.set_defaults(run=_verify)
 
@@ -86,26 +97,79 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    root = open_folder(given.path)
-    steps = sorted((step, name) for name in root.folders() if (step := step_of(name)) is not None)
-    if steps:
-        for step, name in steps:
-            folder = root.child(name)
-            whole = read_manifest(folder) is not None
-            size = sum(folder.sizes().values())
-            _say(f"{name}  step {step}  {_size(size)}{'' if whole else '  not whole: no sound manifest'}")
-        return 0
-    contents = inspect(given.path)
-    _say(f"{contents.path}: {_summary(contents)}")
-    if given.tensors:
-        for places in (contents.tensors, contents.optimizer):
-            width = max((len(name) for name in places), default=0)
-            for name, place in places.items():
-                dtype = str(place.dtype).removeprefix("torch.")
-                _say(f"  {name:{width}}  {dtype:9} {list(place.shape)!s:20} {place.file}")
-        for name, stored in contents.tied.items():
-            _say(f"  {name}  is {stored}")
+    roots = [open_folder(path) for path in given.path]
+    steps = {(step, name) for root in roots for name in root.folders() if (step := step_of(name)) is not None}
+    for step, name in sorted(steps):
+        folders = [root.child(name) for root in roots if name in root.folders()]
+        of_parts = [folder.url for folder in folders if part_folders(folder.url)]
+        if of_parts:
+            _say(f"{name}  step {step}  {_summary_of_parts(of_parts)}")
+        for folder in folders:
+            if folder.url not in of_parts:
+                whole = read_manifest(folder) is not None
+                size = sum(folder.sizes().values())
+                _say(f"{name}  step {step}  {_size(size)}{'' if whole else '  not whole: no sound manifest'}")
+    for path in [] if steps else _together(given.path):
+        contents = inspect(path)
+        _say(f"{contents.path}: {_summary(contents)}")
+        for part in contents.parts:
+            _say(f"  {_about(part)}")
+        if given.tensors:
+            _list_tensors(contents)
     return 0
+
+
+def _together(paths: Sequence[str]) -> list[str | list[str]]:
+    """The paths of checkpoints: each by itself, and those of hosts' parts in one."""
+    parts = [path for path in paths if part_folders(path)]
+    if not parts:
+        return list(paths)
+    empty = [path for path in paths if path not in parts and not open_folder(path).exists()]  # a host has lost its own
+    return [parts + empty, *(path for path in paths if path not in parts + empty)]
+
+
+def _list_tensors(contents: Contents) -> None:
+    for places in (contents.tensors, contents.optimizer):
+        width = max((len(name) for name in places), default=0)
+        for name, place in places.items():
+            dtype = str(place.dtype).removeprefix("torch.")
+            there = f"  {_there(place.shape, contents.boxes[name])}" if contents.parts else ""
+            _say(f"  {name:{width}}  {dtype:9} {list(place.shape)!s:20} {place.file}{there}")
+    for name, stored in contents.tied.items():
+        _say(f"  {name}  is {stored}")
+
+
+def _there(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Which rectangles of a tensor are there, in words."""
+    if sum(box.numel for box in boxes) == math.prod(shape):
+        return "all of it"
+    each = [
+        f"[{', '.join(f'{start}:{start + size}' for start, size in zip(box.start, box.size, strict=True))}]"
+        for box in boxes
+    ]
+    more = f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
+    return f"{', '.join(each[:_SHOWN])}{more}" if each else "nothing of it"
+
+
+def _about(part: HostPart) -> str:
+    """What a part is, in words."""
+    text = f"{part.path}: part {part.number} of {part.count}"
+    if part.fault:
+        return f"{text}, not whole: {part.fault}"
+    saved = datetime.fromtimestamp(part.saved, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    copy = f", a copy kept by {part.keeper}" if part.keeper != part.host else ""
+    return f"{text}, with the data of {part.host}{copy}, whole, {_size(part.bytes)}, saved {saved} UTC"
+
+
+def _summary_of_parts(paths: Sequence[str]) -> str:
+    """What of a checkpoint there is in folders of hosts, in one line."""
+    try:
+        folder = Gathered(paths)
+    except CheckpointError as error:
+        return f"not whole: {error}"
+    size, count = sum(part.bytes for part in folder.parts), len(folder.parts)
+    state = "; ".join(["not whole", *folder.missing]) if folder.missing else f"all {len(folder.copies)} parts"
+    return f"{_size(size)}  {count} part{'s' * (count > 1)} of hosts, {state}"
 
 
 def _summary(contents: Contents) -> str:
@@ -125,17 +189,21 @@ def _summary(contents: Contents) -> str:
 
 def _verify(given: argparse.Namespace) -> int:
     code = 0
-    for path in given.path:
-        wrong = verify(path, deep=not given.shallow)
-        for fault in wrong:
+    for path in _together(given.path):
+        faults = verify(path, deep=not given.shallow)
+        for fault in faults:
             _say(fault)
-        _say(f"{path}: {'whole' if not wrong else f'{len(wrong)} wrong'}")
-        code = code or int(bool(wrong))
+        state = f"{len(faults)} wrong" if faults else "whole"
+        if faults and not isinstance(path, str):
+            left = len(faults.lost)
+            state += f", {left} of them in the way of a load" if left else ", but other parts have it: it can be loaded"
+        _say(f"{path if isinstance(path, str) else ', '.join(path)}: {state}")
+        code = code or int(bool(faults.lost))
     return code
 
 
 def _diff(given: argparse.Namespace) -> int:
-    folders = open_folder(given.a), open_folder(given.b)
+    folders = open_checkpoint(given.a), open_checkpoint(given.b)
     before = [version_of(folder) for folder in folders]
     outlines = [read_outline(folder) for folder in folders]
     for folder, outline in zip(folders, outlines, strict=True):

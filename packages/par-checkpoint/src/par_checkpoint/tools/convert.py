@@ -10,9 +10,10 @@ from .._errors import CheckpointError
 from .._save import save
 from ..format.pickled import load_object
 from ..storage.consistent import read_consistently
-from ..storage.folder import Folder, open_folder
+from ..storage.folder import Folder
 from ..storage.outline import read_outline
 from ..storage.verify import check_blocks
+from ..tiers.gathered import open_checkpoint
 from .read import reader_of
 
 FORMATS = ("huggingface", "torch", "dcp")
@@ -28,8 +29,8 @@ def convert_checkpoint(
     """Writes a model's tensors in another format, through memory. An optimizer's state is not converted.
 
     Args:
-        source: A Hugging Face folder, one of ours in either style, a file that torch.load opens, or a folder of
-            torch.distributed.checkpoint.
+        source: A Hugging Face folder, one of ours in either style, one with all parts of hosts in it, a file that
+            torch.load opens, or a folder of torch.distributed.checkpoint.
         target: A folder that does not exist.
         to: "huggingface", "torch" or "dcp".
         dtype: The name of a floating-point dtype to cast to.
@@ -65,7 +66,7 @@ def _read_model(source: str) -> dict[str, torch.Tensor]:
         from .dcp import read_dcp  # noqa: PLC0415 - slow to import
 
         return _named_tensors(read_dcp(source))
-    folder = open_folder(source)
+    folder = open_checkpoint(source)
     return read_consistently(folder, lambda: _read_checkpoint(folder))
 
 

@@ -1,15 +1,18 @@
 """`inspect`: what a checkpoint holds, without its tensors' data."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from par_groups import Box
+
 from ..storage.consistent import read_consistently
 from ..storage.directory import Place
-from ..storage.folder import Folder, open_folder
+from ..storage.folder import Folder
 from ..storage.outline import read_outline
+from ..tiers.gathered import Gathered, HostPart, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,9 @@ class Contents:
         groups: Parameter names and options of each of the optimizer's param groups.
         scheduler: The scheduler's state, or a list of states.
         extra: What `save` was given as `extra`.
+        parts: Where it is kept in parts of hosts (see `copies` of `save`): those that were looked at, copies and broken
+            ones, too.
+        boxes: Of such parts, by name of a tensor of the model or the optimizer: which rectangles of it are in them.
     """
 
     path: str
@@ -39,6 +45,8 @@ class Contents:
     groups: tuple[tuple[list[str], dict[str, Any]], ...]
     scheduler: Any
     extra: Any
+    parts: tuple[HostPart, ...] = ()
+    boxes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -51,26 +59,30 @@ class Contents:
         return sum(self.files.values())
 
 
-def inspect(path: str | PathLike[str]) -> Contents:
+def inspect(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Contents:
     """Looks at what a checkpoint holds, without its tensors' data. No process group is needed.
 
     Args:
-        path: The checkpoint's folder or its URL; it may be any Hugging Face folder.
+        path: The checkpoint's folder or its URL; it may be any Hugging Face folder. Or the folders of hosts that hold
+            its parts (see `copies` of `save`), one or several.
 
     Raises:
+        ValueError: Several folders of which none holds parts.
         CheckpointError: There is no checkpoint.
         CorruptError: Headers, index or manifest are not what was written.
         ReplacedError: Other checkpoints took its place again and again while it was read.
     """
-    folder = open_folder(path)
+    folder = open_checkpoint(path)
     return read_consistently(folder, lambda: _contents(folder))
 
 
 def _contents(folder: Folder) -> Contents:
     outline = read_outline(folder)
     manifest = outline.manifest
+    parts = folder if isinstance(folder, Gathered) else None
+    places = {**outline.places("optimizer"), **outline.places("model")}
     return Contents(
-        path=folder.url,
+        path=folder.url if parts is None else parts.names,
         style="foreign" if manifest is None else manifest.style,
         step=None if manifest is None else manifest.step,
         tensors=outline.places("model"),
@@ -80,4 +92,6 @@ def _contents(folder: Folder) -> Contents:
         groups=tuple(outline.groups()),
         scheduler=outline.part("scheduler"),
         extra=outline.part("extra"),
+        parts=() if parts is None else tuple(parts.parts),
+        boxes={} if parts is None else parts.boxes(places),
     )

@@ -1,7 +1,7 @@
 """`read`: one tensor of a checkpoint, or a rectangle of it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from os import PathLike
 
@@ -12,15 +12,17 @@ from par_groups import Box
 from ..format.bytes import bytes_of
 from ..plan.claims import row_major
 from ..storage.consistent import read_consistently
-from ..storage.folder import Folder, open_folder
+from ..storage.folder import Folder
 from ..storage.outline import Outline, read_outline, tensors_of
+from ..tiers.gathered import open_checkpoint
 
 
-def read(path: str | PathLike[str], name: str, box: Box | None = None) -> torch.Tensor:
+def read(path: str | PathLike[str] | Sequence[str | PathLike[str]], name: str, box: Box | None = None) -> torch.Tensor:
     """Reads one tensor, or a rectangle of it. Only its bytes are read, and checksums are not looked at.
 
     Args:
-        path: The checkpoint's folder, or its URL.
+        path: The checkpoint's folder, or its URL; or the folders of hosts that hold its parts (see `copies` of `save`),
+            one or several.
         name: The tensor's name; for a tensor of the optimizer "<parameter>.<slot>".
         box: The rectangle, of which `start` and `size` count; None reads the whole tensor.
 
@@ -29,10 +31,11 @@ def read(path: str | PathLike[str], name: str, box: Box | None = None) -> torch.
 
     Raises:
         KeyError: There is no such tensor.
-        ValueError: A box that leaves the tensor.
+        ValueError: A box that leaves the tensor; several folders of which none holds parts.
+        CheckpointError: There is no checkpoint, or its parts in these folders lack some of the elements.
         ReplacedError: Other checkpoints took its place again and again while it was read.
     """
-    folder = open_folder(path)
+    folder = open_checkpoint(path)
     return read_consistently(folder, lambda: _read(folder, read_outline(folder), name, box))
 
 

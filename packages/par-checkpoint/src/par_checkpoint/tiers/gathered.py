@@ -1,0 +1,239 @@
+"""The parts of a checkpoint in folders of hosts, as one process sees them: can it be loaded from these?"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+
+from par_groups import Box, cut, whole
+
+from .._errors import CheckpointError, CorruptError
+from ..format.manifest import MANIFEST, block_ranges, decode_manifest
+from ..storage.commit import scan
+from ..storage.directory import Place
+from ..storage.folder import Folder, open_folder
+from ..storage.local import LocalFolder
+from ..storage.outline import read_outline
+from ..storage.verify import Faults, wrong_blocks, wrong_config
+from .kept import KeptFolder, SaveId, small_in
+from .part import PartRecord, part_of, read_part
+
+AnyPath = str | PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """A part of a checkpoint, or a copy of one, that a host keeps.
+
+    Args:
+        path: Its folder.
+        number: Its number.
+        count: Number of parts of the checkpoint, one for each host that saved it.
+        host: Name of the host whose data it holds; "" where the part is too broken to tell.
+        keeper: Name of the host that keeps it: another one for a copy.
+        saved: When the checkpoint was committed: seconds since 1970, by the clock of the first rank.
+        bytes: Bytes of the blocks and small files in it.
+        fault: What is wrong with it, as far as sizes, headers and manifest tell; "" for nothing.
+    """
+
+    path: str
+    number: int
+    count: int
+    host: str = ""
+    keeper: str = ""
+    saved: float = 0.0
+    bytes: int = 0
+    fault: str = ""
+
+
+def part_folders(path: AnyPath) -> list[Path]:
+    """The folders of parts that a path stands for: itself, or those in it; none if it holds no parts."""
+    path = fspath(path)
+    if not isinstance(path, str) or "://" in path:
+        return []
+    folders = [Path(path), *sorted(Path(entry.path) for entry in scan(Path(path)) if entry.is_dir())]
+    return [folder for folder in folders if part_of(folder.name) is not None]
+
+
+def open_checkpoint(path: AnyPath | Sequence[AnyPath]) -> Folder:
+    """The folder of a checkpoint, or of its parts in folders of one or several hosts, to read.
+
+    Raises:
+        TypeError: A path of bytes.
+        ValueError: No folder, or several of which none holds parts.
+        CheckpointError: No part is whole enough to tell what it is of.
+    """
+    paths = [path] if isinstance(path, str | bytes | PathLike) else list(path)
+    if any(part_folders(each) for each in paths):
+        return Gathered(paths)
+    if len(paths) != 1:
+        raise ValueError(
+            f"path is {paths!r}, of which none holds a part of a checkpoint; give one checkpoint, or the folders of "
+            "hosts that hold its parts"
+        )
+    return open_folder(paths[0])
+
+
+class Gathered(KeptFolder):
+    """A checkpoint of which some folders hold all parts or some, see `Folder`; to read.
+
+    Args:
+        given: The folders: of parts, or with parts in them.
+
+    Attributes:
+        parts: All parts that are there: copies, broken ones, and those of other saves, too.
+        copies: By number of a part of the checkpoint: the folders that have it.
+        empty: Those of the given folders that hold no part.
+    """
+
+    def __init__(self, given: Sequence[AnyPath]) -> None:
+        self._given = [Path(fspath(path)) for path in given]
+        self.recover()
+
+    def recover(self) -> None:
+        """Looks for parts: of the latest save that is there whole, or else of the latest one of which anything is."""
+        folders = {given: part_folders(given) for given in self._given}
+        self.empty = [given for given, of_it in folders.items() if not of_it]
+        self.parts, records = [], {}
+        for path in dict.fromkeys(path for of_it in folders.values() for path in of_it):
+            part, record = _look_at(path)
+            self.parts.append(part)
+            if record is not None:
+                records[path] = record
+        found: dict[SaveId, dict[int, list[Path]]] = {}
+        for path, record in records.items():
+            found.setdefault(record.save, {}).setdefault(record.part, []).append(path)
+        if not found:
+            raise CorruptError("; ".join(part.fault for part in self.parts) or f"{self.names} holds no part any longer")
+        counts = {record.save: len(record.hosts) for record in records.values()}
+        save = max(found, key=lambda save: (len(found[save]) == counts[save], save))
+        self.copies: Mapping[int, Sequence[Path]] = found[save]
+        every = [path for paths in self.copies.values() for path in paths]
+        small = next((files for files, wrong in map(small_in, every) if not wrong), None)
+        there = [(0,) if part in self.copies else () for part in range(counts[save])]
+        super().__init__(
+            LocalFolder(str(every[0].parent), at=lambda _: None),
+            records[every[0]],
+            {part: paths[0] for part, paths in self.copies.items()},
+            there,
+            small or small_in(every[0])[0],
+        )
+
+    @property
+    def names(self) -> str:
+        """The given folders, for messages."""
+        return ", ".join(map(str, self._given))
+
+    @property
+    def missing(self) -> list[str]:
+        """The parts that are in no folder, in words."""
+        count = len(self.record.hosts)
+        return [
+            f"part {part} of {count}, with the data of host {self.record.hosts[part]}, is not in {self.names}; give "
+            "the folder of that host, or of one that has a copy"
+            for part in range(count)
+            if part not in self.copies
+        ]
+
+    def absent(self, name: str, number: int, part: int) -> CheckpointError:
+        """The error for a block of a part that is in no folder."""
+        host = self.record.hosts[part]
+        return CheckpointError(
+            f"block {number} of {name} is in part {part}, with the data of host {host}, which is not in {self.names}; "
+            "give the folder of that host, or of one that has a copy"
+        )
+
+    def alone(self, part: int, path: Path) -> KeptFolder:
+        """The checkpoint with one part alone."""
+        there = [(0,) if number == part else () for number in range(len(self.record.hosts))]
+        return KeptFolder(LocalFolder(str(path), at=lambda _: None), self.record, {part: path}, there, self.small)
+
+    def boxes(self, places: Mapping[str, Place]) -> dict[str, tuple[Box, ...]]:
+        """By name of a tensor: the rectangles of it whose elements are in the parts, none for one that is not there."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name, homes in self.record.homes.items():
+            file, of_file = self.files_of[name], ranges.setdefault(name, [])
+            for (begin, end), part in zip(block_ranges(file.size, file.data_begin, file.block), homes, strict=True):
+                if part in self.copies:
+                    first = of_file.pop()[0] if of_file and of_file[-1][1] == begin else begin
+                    of_file.append((first, end))
+        return {name: tuple(_boxes_of(place, ranges[place.file])) for name, place in places.items()}
+
+
+def _boxes_of(place: Place, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
+    """The rectangles of a tensor that lie in some ranges of bytes of its file, in order."""
+    record, width = whole(place.shape, (0,)), place.dtype.itemsize
+    for number in range(bisect_right(ranges, place.begin, key=lambda each: each[1]), len(ranges)):
+        begin, end = ranges[number]
+        if begin >= place.end:
+            return
+        first, last = -(-max(begin - place.begin, 0) // width), (min(end, place.end) - place.begin) // width
+        if first < last:  # else a part has half an element
+            yield from cut(record, first, last).boxes
+
+
+def _look_at(path: Path) -> tuple[HostPart, PartRecord | None]:
+    """What is in the folder of a part, and what the part says of itself if it is whole."""
+    number, count = part_of(path.name) or (0, 0)
+    try:
+        record, manifest = read_part(path)
+    except (CheckpointError, OSError) as error:
+        return HostPart(path=str(path), number=number, count=count, fault=str(error)), None
+    size = sum(file.size for name, file in manifest.files.items() if name not in record.homes)
+    for name, homes in record.homes.items():
+        file = manifest.files[name]
+        blocks = zip(block_ranges(file.size, file.data_begin, file.block), homes, strict=True)
+        size += file.data_begin + sum(end - begin for (begin, end), part in blocks if part == record.part)
+    part = HostPart(
+        path=str(path),
+        number=number,
+        count=count,
+        host=record.hosts[record.part],
+        keeper=record.hosts[record.keeper],
+        saved=record.written / 1e9,
+        bytes=size,
+    )
+    return part, record
+
+
+def faults_of_parts(folder: Gathered, *, deep: bool) -> Faults:
+    """What is wrong with the parts of a checkpoint, each copy looked at, and what of it a load cannot do without.
+
+    Args:
+        folder: The parts.
+        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
+    """
+    faults = [part.fault for part in folder.parts if part.fault]
+    faults += [f"{path} holds no part of a checkpoint" for path in folder.empty]
+    lost = folder.missing
+    every = [(part, path) for part, paths in folder.copies.items() for path in paths]
+    of_small = [small_in(path)[1] for _, path in every]
+    faults += [text for wrong in of_small for text in wrong]
+    if all(of_small):
+        lost += faults
+    try:
+        outline = read_outline(folder)
+    except CheckpointError as error:
+        return Faults([*faults, *folder.missing, str(error)], [*lost, str(error)])
+    faults += [*folder.missing, *wrong_config(folder, decode_manifest(folder.small[MANIFEST]))]
+    bad: dict[tuple[str, int], list[str]] = {}
+    for part, path in every if deep else ():
+        alone = folder.alone(part, path)
+        for name, record in folder.files_of.items():
+            homes = folder.record.homes.get(name, ())
+            is_mine = partial(_is_of, homes, part)
+            for number, text in wrong_blocks(alone, name, record, outline.directories, is_mine=is_mine):
+                bad.setdefault((name, number), []).append(text)
+    for (name, number), texts in bad.items():
+        faults += texts
+        if len(texts) == len(folder.copies[folder.record.homes[name][number]]):
+            lost += texts
+    return Faults(faults, lost)
+
+
+def _is_of(homes: Sequence[int], part: int, name: str, number: int) -> bool:
+    """Whether the block of a number, of a file whose blocks are in the parts `homes`, is in one of them."""
+    del name
+    return 0 <= number < len(homes) and homes[number] == part
