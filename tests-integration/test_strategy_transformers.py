@@ -190,6 +190,15 @@ def test_four_ranks(tmp_path, first):
 
 
 @pytest.mark.ranks(4, timeout=120)
+def test_experts_are_dealt_out_under_a_schedule_that_takes_their_weight_gradients_later(tmp_path):
+    parallel, pipeline = {"pipeline": 2, "expert": 2}, {"schedule": "zb_h1", "microbatches": 2}
+    with Strategy(parallel=parallel, pipeline=pipeline, zero=1, clip_norm=1.0) as strategy:
+        model = make_model("Mixtral", **ROUTED["Mixtral"])
+        model, losses = train(strategy, model, over=("data", "sequence", "expert"))
+        assert_as_on_one_device(strategy, model, losses, tmp_path / "saved", "Mixtral", **ROUTED["Mixtral"])
+
+
+@pytest.mark.ranks(4, timeout=120)
 def test_folder_is_read_into_stages_of_cut_layers(tmp_path):
     if torch.distributed.get_rank() == 0:
         make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "given")

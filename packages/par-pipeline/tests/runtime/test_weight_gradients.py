@@ -148,6 +148,15 @@ def test_weights_of_other_names_are_put_off_where_there_is_a_hook():
     assert split[1].weight_grad_hook is None
 
 
+def test_a_hook_of_the_layer_itself_and_not_of_its_class_is_there_in_the_next_step():
+    """As that of experts of transformers, to which it was given when they were dealt out."""
+    layer = nn.ReLU()
+    layer.gain, layer.__dict__["weight_grad_hook"] = nn.Parameter(torch.ones(1)), None
+    with SplitBackward({0: layer}).active():
+        assert layer.weight_grad_hook is not None
+    assert layer.weight_grad_hook is None
+
+
 def test_the_first_half_computes_no_weight_gradient_and_the_module_is_as_before_afterwards():
     module = model()
     before = copy.deepcopy(list(module.state_dict()))

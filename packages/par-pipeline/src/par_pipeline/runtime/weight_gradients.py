@@ -85,16 +85,15 @@ class SplitBackward:
             own[name] = stand_ins[parameter]
             undo.append(partial(_put_back, own, name, stand_ins[parameter], parameter))
         if replaced and hasattr(layer, "weight_grad_hook"):  # which also has weights of other names
-            before = layer.__dict__.get("weight_grad_hook")
+            undo.append(partial(_restore, layer, "weight_grad_hook", _own(layer, "weight_grad_hook")))
             layer.__dict__["weight_grad_hook"] = self._put_off
-            undo.append(lambda: _restore(layer, "weight_grad_hook", before))
             return
         if "weight" not in replaced or replaced["weight"].is_complex():  # whose products need conjugates
             return
         forward = deferring_forward(layer, self._put_off)
         if forward is not None:
+            undo.append(partial(_restore, layer, "forward", {}))
             layer.__dict__["forward"] = forward
-            undo.append(lambda: _restore(layer, "forward", None))
 
     def _put_off(self, product: Product | WeightGradient) -> None:
         if self._products is None or torch.is_grad_enabled():
@@ -211,8 +210,11 @@ def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Pa
         own[name] = parameter
 
 
-def _restore(layer: nn.Module, name: str, before: object) -> None:
-    if before is None:
-        layer.__dict__.pop(name, None)
-    else:
-        layer.__dict__[name] = before
+def _own(layer: nn.Module, name: str) -> dict[str, Any]:
+    """What a layer itself has under a name, and not its class: None may be all that it has."""
+    return {name: layer.__dict__[name]} if name in layer.__dict__ else {}
+
+
+def _restore(layer: nn.Module, name: str, before: dict[str, Any]) -> None:
+    layer.__dict__.pop(name, None)
+    layer.__dict__.update(before)
