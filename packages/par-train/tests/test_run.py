@@ -354,6 +354,30 @@ def test_a_signal_whose_save_fails_is_no_success(command, ranks_of):
     assert inspect(command.folder / "unsaved" / "checkpoint").step == 4
 
 
+def test_a_disk_that_is_full_in_the_middle_of_training_is_one_line_and_costs_the_steps_since_the_last_save(
+    command, reference, ranks_of
+):
+    go, every = command.folder / "full-go", "--train.checkpoint_every=3"
+    process = command.train("full", every, TEST_HOLD="4", TEST_GO=str(go))
+    command.wait_for_steps("full", 4)  # the checkpoint of step 3 is there
+    for rank in ranks_of(process.pid):
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (8000, 8000))  # bytes: room for the metrics, not for weights
+    go.touch()
+    done = command.finish(process)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
+    assert len(said) == 1, done.stderr
+    assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoint': .*File too large", said[0]), said
+    assert said[0].endswith("; once that is mended, --resume auto goes on after step 3"), said
+    assert_no_ranks(ranks_of, process.pid)
+    folder = command.folder / "full"
+    assert verify(folder / "checkpoint") == []
+    assert inspect(folder / "checkpoint").step == 3
+    assert not any(".tmp-" in path.name for path in folder.iterdir())
+    assert command.finish(command.train("full", every, "--resume=auto")).returncode == 0
+    assert weights(folder) == weights(reference[0])
+
+
 def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command, reference, ranks_of):
     folder = command.folder / "kept"
     shutil.copytree(reference[0], folder)

@@ -163,7 +163,8 @@ class JobRun(Run):
         state = self._start.state
         if state is not None:
             self._trainer.restore(self.files.checkpoint, state)
-            self.step, self._fresh = state.step, False
+            self.step = self._saved = state.step
+            self._fresh = False
         leave_if_asked(self._stop)  # from here on, the old run in the folder is replaced
 
     def _begin(self, until: int) -> None:
@@ -183,7 +184,7 @@ class JobRun(Run):
         clock = torch.tensor(self.seconds, dtype=torch.float64, device=trainer.device)
         dist.broadcast(clock, 0)  # one number over the world
         self._clock.enter(self.step, "checkpoint")
-        with writing(self.files.checkpoint):
+        with writing(self.files.checkpoint, self._remedy("--resume auto")):
             trainer.save(self.files.checkpoint, trainer.state(float(clock)))
         self._saved = trainer.step
 

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 
 from .._disk import sync
@@ -111,9 +112,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Adds to an error the name of what could not be written, which the system leaves out when the disk is full."""
+def writing(path: str | PathLike[str], remedy: str = "") -> Iterator[None]:
+    """Adds to an error the name of what could not be written, which the system leaves out when the disk is full.
+
+    Args:
+        path: What is written.
+        remedy: What can be done where it fails; "": nothing that has to be said.
+    """
     try:
         yield
     except OSError as error:
-        raise OSError(f"cannot write {str(path)!r}: {error}") from error
+        raise OSError(f"cannot write {fspath(path)!r}: {error}{remedy and '; '}{remedy}") from error

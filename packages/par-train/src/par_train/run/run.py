@@ -417,11 +417,17 @@ class Run:
         if self._records is not None:
             self._records.write(line)
 
+    def _remedy(self, resume: str) -> str:
+        """What to do where a checkpoint cannot be written: an earlier one is still there, unless this is the first."""
+        if self._saved is None:
+            return "nothing is saved yet"
+        return f"once that is mended, {resume} goes on after step {self._saved}"
+
     def _save(self, *, async_: bool = False) -> None:
         """Writes a checkpoint. Collective."""
         self._clock.enter(self.step, "checkpoint")
         root = self.files.checkpoints
-        with writing(root):
+        with writing(root, self._remedy("resume='auto'")):
             self.strategy.checkpoint(
                 root, step=self.step, async_=async_, keep_last=self._keep_last, options=self._save_options
             )
