@@ -230,7 +230,7 @@ class ByHand:
         self._crcs = dict.fromkeys(self._mine, 0)
 
     def save(self) -> None:
-        """Columns go to and fro, parts go to the store as soon as they are whole, and the store joins them."""
+        """Columns go back and forth, parts go to the store as soon as they are whole, and the store joins them."""
         upload = [self._store.begin(PATH)] if self._rank == 0 else [""]
         dist.broadcast_object_list(upload)
 

@@ -389,8 +389,9 @@ def main() -> None:
     """Measures every layout on some ranks."""
     rows = [row(name, told_by_all(layout)) for name, layout in LAYOUTS.items()]
     note = (
-        "Llama 3.1 405B, and DeepSeek-V3, whose 256 experts a layer have names of their own in the files, in bf16, with "
-        f"master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a host, blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
+        "Llama 3.1 405B, and DeepSeek-V3, whose 256 experts a layer have names of their own in the files, in bf16 with "
+        f"master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a host, blocks of 4 MiB. Ranks "
+        f"{', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
         "of one thread; the worst is shown. What the others tell is made by the same code and handed over as the "
         "network would. Seconds are those of the processor, from a rank's boxes to the lists of its blocks: claims, "
         "their digest, the claims of all, coverage, files, plan; `again` is the next time, which finds the plan by the "

@@ -1,8 +1,9 @@
 """Which tensor lies where in a Hugging Face folder, checked before a byte of the data is trusted."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from crc32c import crc32c
@@ -11,7 +12,9 @@ from .._errors import CheckpointError, corrupt
 from ..format.header import Header, decode_header
 from ..format.index import decode_index, is_base_name
 from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
-from .files import for_each
+
+Argument = TypeVar("Argument")
+Value = TypeVar("Value")
 
 
 class ReadableFolder(Protocol):
@@ -111,7 +114,7 @@ def read_directory(
         _check_size(folder, file, sizes, records)
     if form.pickled:
         return Directory({}, tuple(files), index, weight_map)
-    read = for_each(lambda file: _read_header(folder, file, sizes[file], records.get(file)), files, folder.in_flight)
+    read = _for_each(lambda file: _read_header(folder, file, sizes[file], records.get(file)), files, folder.in_flight)
     headers = dict(zip(files, read, strict=True))
     if weight_map is not None:
         check_index(weight_map, {file: header.tensors for file, header in headers.items()}, f"{folder.url}/{index}")
@@ -210,3 +213,17 @@ def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecor
     if header.data_begin != record.data_begin:
         raise corrupt(path, f"has data from byte {header.data_begin} on, not {record.data_begin}")
     return header
+
+
+def _for_each(act: Callable[[Argument], Value], arguments: Sequence[Argument], at_a_time: int) -> list[Value]:
+    """Calls something for each of some arguments; the results, in order.
+
+    Args:
+        act: What to call.
+        arguments: With what.
+        at_a_time: How many calls may be under way; each of more than one is made by a thread.
+    """
+    if min(at_a_time, len(arguments)) < 2:
+        return [act(each) for each in arguments]
+    with ThreadPoolExecutor(min(at_a_time, len(arguments)), thread_name_prefix="par-checkpoint-files") as pool:
+        return list(pool.map(act, arguments))

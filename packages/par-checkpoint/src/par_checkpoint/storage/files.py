@@ -1,31 +1,12 @@
 """A file that is read, and one that is written, wherever it lies."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
-
-Argument = TypeVar("Argument")
-Value = TypeVar("Value")
+from typing import Protocol
 
 REACH = 64 << 20
 """Bytes of one request that reads from a store, at most."""
 
 IN_FLIGHT = 16
 """Requests of one rank to a store that are under way at a time, at most."""
-
-
-def for_each(act: Callable[[Argument], Value], arguments: Sequence[Argument], at_a_time: int) -> list[Value]:
-    """Calls something for each of some arguments; the results, in order.
-
-    Args:
-        act: What to call.
-        arguments: With what.
-        at_a_time: How many calls may be under way; each of more than one is made by a thread.
-    """
-    if min(at_a_time, len(arguments)) < 2:
-        return [act(each) for each in arguments]
-    with ThreadPoolExecutor(min(at_a_time, len(arguments)), thread_name_prefix="par-checkpoint-files") as pool:
-        return list(pool.map(act, arguments))
 
 
 class Source(Protocol):
