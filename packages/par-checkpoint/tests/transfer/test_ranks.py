@@ -1,5 +1,6 @@
 """What ranks tell each other arrives whole, or is known not to."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_ranks_that_never_met_wait_as_long_as_the_present_call_says(monkeypatch)
         if rank == late:
             time.sleep(0.7)
         (ranks.receive if rank else ranks.send)(byte, 1 - rank).wait()
+        left = [thread.name for thread in threading.enumerate() if "connect" in thread.name]
+        assert left == [], "which let go of what gloo gave them, and abort the process if it ends meanwhile"
     for late in (0, 1):
         ranks = Ranks(dist.group.WORLD, timeout=60.0, private=True)
         ranks.set_timeout(0.2)

@@ -296,12 +296,13 @@ class Ranks:
         seconds = self._timeout.total_seconds()
         connecting = Workers(1, "par-checkpoint-connect")
         begun = connecting.submit(begin)
-        connecting.leave()
         if not wait([begun], seconds).done:
+            connecting.leave()
             raise RuntimeError(
                 f"timed out after {seconds:g} seconds: rank {peer} has not come to where rank {self.rank} waits for "
                 "it; see what it does, or pass a larger timeout"
             )
+        connecting.close()  # torch aborts a thread that lets go of a work while the interpreter ends
         transfer = Transfer(begun.result(), self._timeout)
         self._met.add(peer)
         return transfer
