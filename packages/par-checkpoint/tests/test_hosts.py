@@ -1,6 +1,7 @@
 """Ranks on several machines, as host names say: a stand-in in one world. tests-integration/hosts has real ones."""
 
 import socket
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from par_checkpoint import load, save
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer.ranks import Ranks
+from par_groups import set_sharding
+
+from .helpers import rectangle
 
 SHAPES = {"rows": (1024, 77), "columns": (513, 2048), "all": (3, 70001)}
 CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
@@ -82,6 +86,45 @@ def test_each_byte_crosses_to_a_host_once_and_a_rank_meets_few(tmp_path):
                 assert all(torch.equal(model[name].full_tensor(), values[name]) for name in values)
                 assert stored / 2 < moved() <= stored + few
                 assert sources <= {rank ^ 1, rank ^ 2} or hosts == [0, 0, 0, 1]
+
+
+@pytest.mark.storm
+@pytest.mark.ranks([8, 64])
+def test_ranks_of_hosts_of_eight_open_as_many_sockets_as_the_page_says(tmp_path):
+    """No full mesh: a rank meets those 1, 2, 4, ... away on either side, and in a load as many as its replicas need."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hosts, receive, send = size // 8, Ranks.receive, Ranks.send
+    met = set()
+
+    def sockets():
+        return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
+
+    def noted(act):
+        def call(ranks, buffer, peer):
+            met.add(peer)
+            return act(ranks, buffer, peer)
+
+        return call
+
+    whole, first = torch.randn(64 * size, 4096, generator=torch.Generator().manual_seed(0)), 64 * rank  # a MiB each
+    rows = whole[first : first + 64].clone()
+    set_sharding(rows, rectangle(tuple(whole.shape), 0, first, first + 64, rank))
+    model = {"rows": rows, "all": whole[:7].clone()}
+    before = sockets()
+    with mock.patch.object(socket, "gethostname", return_value=f"host{rank // 8}"):
+        for _ in range(2):
+            save(tmp_path / "c", model=model, async_=True, overwrite=True).wait()
+        steps = {1 << power for power in range((size - 1).bit_length())}
+        known = {(rank + sign * step) % size for step in steps for sign in (1, -1)}
+        assert len(known) == {8: 5, 64: 11}[size]
+        assert sockets() - before == len(known) + 1  # and one that listens
+        for tensor in model.values():
+            tensor.zero_()
+        with mock.patch.object(Ranks, "receive", noted(receive)), mock.patch.object(Ranks, "send", noted(send)):
+            load(tmp_path / "c", model=model)
+    assert torch.equal(model["all"], whole[:7])
+    assert torch.equal(rows, whole[first : first + 64])
+    assert len(met) <= 2 * (hosts - 1).bit_length() + 7
 
 
 @pytest.mark.ranks(3)
