@@ -174,17 +174,19 @@ def load(
             warnings.warn(f"{'; '.join(found.passed)}. What is loaded is in {folder.url!r}", stacklevel=3)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
 
-    def version() -> str | None:
+    def look() -> tuple[str | None, float]:
         if isinstance(folder, KeptFolder):
             ranks.agree(folder.check_there)
-        return ranks.on_first(lambda: version_of(folder))
+        return ranks.on_first(lambda: (version_of(folder), folder.settles))
 
+    before, settles = look()
     report, _ = retry_while_replaced(
-        version,
+        lambda: look()[0],
         lambda: _load(into, folder, session, chosen),
-        version(),
+        before,
         folder.url,
         checked=lambda outcome: outcome[1],
+        settles=settles,
     )
     of_ranks = report.extra_of_ranks
     if of_ranks is not None:

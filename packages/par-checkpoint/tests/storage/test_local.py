@@ -170,6 +170,7 @@ def test_discard_removes_the_staging_in_any_state_and_close_leaves_it(tmp_path):
 def test_sweeping_takes_what_is_dead_and_nothing_else(tmp_path):
     for name in (".run.tmp-1", ".run.old-2", ".other.tmp-3", ".run.new-4", "run"):
         (tmp_path / name).mkdir()
+    (tmp_path / "run" / "file").touch()
     (tmp_path / ".run.tmp-5").symlink_to("run")
     alive = open_folder(tmp_path / "run").stage("n1")
     alive.create([], 0)

@@ -18,6 +18,10 @@ lives, it waits for the second rename.
 
 Only savers rename. A reader that finds no target reads the old one where it is, and starts again should it vanish.
 
+Other machines' savers commit at any moment, and what this one knows of names may be old by seconds. So what is there is
+never removed because of a look alone: a rename finds out whether a name is taken, and a saver that is too late looks
+again.
+
 Symbolic links are never followed here.
 """
 
@@ -28,13 +32,20 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import CheckpointError
-from .lease import Lease, is_held
+from .lease import Lease, holder_of, is_held
 from .owned import Remnant, remnant_of
+
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""What systems say of a file that is not there, or that another machine has removed while it was open."""
+
+
+class OutrunError(CheckpointError):
+    """Another saver was first: nothing of this one has been put in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +90,7 @@ class Target:
             replaces: Whether an old checkpoint is there.
 
         Raises:
-            CheckpointError: Another process was first; what it wrote stays.
+            OutrunError: Another process was first; what it wrote stays.
         """
         staging, old = self.beside("tmp", nonce), self.beside("old", nonce)
         for folder, _, _ in os.walk(staging):
@@ -87,20 +98,21 @@ class Target:
         self.at("synced-staging")
         if not replaces:
             self._move_in(staging)
-        elif self.exchange and exchange(staging, self.path):
+        elif self._exchange(staging):
             self.at("exchanged")
             sync(self.path.parent)
             self.at("synced")
             erase(staging)  # the old one, by now
             self.at("removed")
         else:
-            self.path.rename(old)
+            with self._others_may_be_first():
+                self.path.rename(old)
             try:
                 self.at("renamed-old")
                 self._move_in(staging)
-            except BaseException:
-                if not os.path.lexists(self.path):
-                    old.rename(self.path)
+            except BaseException as error:
+                if not self._put_back(old) and isinstance(error, OutrunError):
+                    self.retire(old)
                 raise
             self.retire(old)
             self.at("removed")
@@ -112,15 +124,17 @@ class Target:
             CheckpointError: A saver that lives does not go on, or the name cannot be given back.
         """
         deadline = time.monotonic() + self.patience
+        self._look_anew()
         while (newest := self._newest_old()) is not None:
-            dead = not is_held(self.beside("lease", newest.nonce), self.lease)
-            if dead:
+            lease = self.beside("lease", newest.nonce)
+            if not is_held(lease, self.lease):
                 self._put_back(self.beside("old", newest.nonce))
-            elif time.monotonic() > deadline:
+                return  # or the name is taken, whatever this machine still knows of it
+            if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"another process is replacing {self.path}, but does not end: see to it, or retry"
+                    f"{holder_of(lease)} is replacing {self.path}, but does not end: see to it, or retry"
                 )
-            time.sleep(0 if dead else 0.02)
+            time.sleep(0.02)
 
     def seen(self) -> Path:
         """Where the checkpoint is to be read: under its name, or, between a saver's renames, as the old one."""
@@ -137,11 +151,15 @@ class Target:
     def sweep(self, *, dry_run: bool) -> list[str]:
         """Removes what dead saves left beside the target; returns the paths of folders."""
         swept = []
+        if not dry_run:
+            self._look_anew()
         for remnant in self._remnants():
             path, lease = self.beside(remnant.kind, remnant.nonce), self.beside("lease", remnant.nonce)
             # The target is looked at only then: a saver that lived while the old one was listed may be done.
             if is_held(lease, self.lease) or (remnant.kind == "old" and not os.path.lexists(self.path)):
                 continue
+            if remnant.kind == "old" and not dry_run and self._put_back(path):
+                continue  # nothing has the name: what was seen under it is older than the last saver's death
             if not dry_run:
                 (self.retire if remnant.kind == "old" else erase)(path)
             if dry_run or not os.path.lexists(path):
@@ -165,26 +183,50 @@ class Target:
         """The path of a save's folder or lease beside the target; `kind` is "tmp", "old" or "lease"."""
         return self.path.with_name(Remnant(self.path.name, kind, nonce).name)
 
+    def _exchange(self, staging: Path) -> bool:
+        """Exchanges the staging folder and the target; False where that is not asked for, or the system cannot."""
+        with self._others_may_be_first():
+            return self.exchange and exchange(staging, self.path)
+
     def _move_in(self, staging: Path) -> None:
         """Renames the staging folder to the target, where nothing or an empty folder may be."""
-        try:
+        with self._others_may_be_first():
             staging.rename(self.path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise CheckpointError(f"another process wrote {self.path} in the meantime: save again") from error
         self.at("renamed-new")
         sync(self.path.parent)
         self.at("synced")
 
-    def _put_back(self, old: Path) -> None:
+    @contextlib.contextmanager
+    def _others_may_be_first(self) -> Iterator[None]:
+        """Raises OutrunError for an error of a rename which says that names are not what they were."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (*GONE, *_TAKEN):
+                raise
+            raise OutrunError(f"another process wrote {self.path} in the meantime: save again") from error
+
+    def _look_anew(self) -> None:
+        """Has a network file system list the folder above as it is now, where this process may change it.
+
+        NFS lists from memory for half a minute, unless a change of its own tells that others have changed it, too. The
+        probe bears the name of a lease: should this process die here, it is swept as one.
+        """
+        probe = self.beside("lease", uuid.uuid4().hex)
+        with contextlib.suppress(OSError):
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+            probe.unlink()
+
+    def _put_back(self, old: Path) -> bool:
+        """Gives an old checkpoint its name back; False where the name is taken, or where another saver did it."""
         try:
             old.rename(self.path)
-            sync(self.path.parent)
         except OSError as error:
-            # Another reader did the same, or the saver's second rename came first.
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in (*GONE, *_TAKEN):
                 raise CheckpointError(f"a save died; rename {old} to {self.path} to undo it ({error})") from error
+            return False
+        sync(self.path.parent)
+        return True
 
     def _remnants(self) -> list[Remnant]:
         names = (entry.name for entry in scan(self.path.parent) if entry.is_dir(follow_symlinks=False))
@@ -238,7 +280,9 @@ def scan(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
         return []
 
 
@@ -246,5 +290,11 @@ def _changed(path: Path) -> int:
     """When a folder got its name, about; 0 if it is gone."""
     try:
         return path.lstat().st_ctime_ns
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
         return 0
+
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""What systems say where the new name of a folder is that of something else."""

@@ -1,8 +1,11 @@
 """Reading a checkpoint that a save may replace meanwhile: what is read is wholly the old or wholly the new one.
 
 Readers take no locks. They note which checkpoint is there, read, and look whether it still is; if not, they read again.
+On file systems that show late what other machines have written, names and sizes included, a reader may meet both
+without being able to tell: there, what cannot be read is read once more, a little later.
 """
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,7 +33,7 @@ def read_consistently(
         ReplacedError: It was replaced every time.
     """
     before = version_of(folder)
-    return retry_while_replaced(lambda: version_of(folder), read, before, folder.url, checked)
+    return retry_while_replaced(lambda: version_of(folder), read, before, folder.url, checked, folder.settles)
 
 
 def retry_while_replaced(
@@ -39,6 +42,7 @@ def retry_while_replaced(
     before: str | None,
     url: str,
     checked: Callable[[Value], bool],
+    settles: float,
 ) -> Value:
     """Reads a checkpoint on one rank or on several, which then all see the same version and the same error or none.
 
@@ -48,11 +52,13 @@ def retry_while_replaced(
         before: The version that was there before.
         url: The folder, for messages.
         checked: Whether a result can only come from one checkpoint.
+        settles: See `Folder.settles`; the same on every rank.
 
     Raises:
         ReplacedError: It was replaced every time.
     """
-    for number in range(_TRIES):
+    was_replaced, may_be_late = False, settles > 0
+    for _ in range(_TRIES):
         failed: CheckpointError | FileNotFoundError | None = None
         try:
             value = read()
@@ -62,10 +68,13 @@ def retry_while_replaced(
             return value
         after = version()
         if after != before:
-            before = after
+            before, was_replaced = after, True
         elif failed is None:
             return value
-        elif number == 0:
+        elif may_be_late:
+            may_be_late = False
+            time.sleep(settles)
+        elif not was_replaced:
             raise failed
         else:
             raise ReplacedError(f"{url!r} was replaced while it was read. {_UNDEFINED}. Now: {failed}") from failed

@@ -92,6 +92,10 @@ class Folder(Protocol):
     def sharing(self) -> Sharing:
         """How several clients may write one file."""
 
+    @property
+    def settles(self) -> float:
+        """Seconds after which most of what other machines have written is seen here; 0 where it is at once."""
+
     def recover(self) -> None:
         """Finds the old checkpoint again if a save died while it swapped; called before reading."""
 

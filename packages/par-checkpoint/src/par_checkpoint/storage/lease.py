@@ -12,6 +12,7 @@ clients and its server agree about them. So none is taken. Who wants to know whe
 A saver that was stopped for so long that others took it for dead finds its lease gone, and commits nothing.
 """
 
+import errno
 import json
 import os
 import socket
@@ -87,7 +88,8 @@ class Lease:
         """Ends the lease and removes its file; again is harmless."""
         if not self._ended.is_set():
             self._ended.set()
-            os.close(self._file)
+            with suppress(OSError):  # some network file systems tell only now that another machine has removed it
+                os.close(self._file)
             with suppress(FileNotFoundError):
                 self._path.unlink()
 
@@ -133,15 +135,35 @@ def is_held(path: Path, seconds: float) -> bool:
     return False
 
 
+def holder_of(path: Path) -> str:
+    """Who holds a lease, in words."""
+    try:
+        holder, _ = _said(path)
+    except FileNotFoundError:
+        holder = None
+    return "another process" if holder is None else f"process {holder.pid} on {holder.host}"
+
+
 def _read(path: Path) -> tuple[Holder | None, float]:
     """What a lease says, or None where it says nothing sound yet, and its age in seconds."""
-    with path.open("rb") as file:  # a network file system looks anew at what is opened
-        data, changed = file.read(_SIZE), os.fstat(file.fileno()).st_mtime
+    holder, changed = _said(path)
+    return holder, _now(path.parent) - changed
+
+
+def _said(path: Path) -> tuple[Holder | None, float]:
+    """What a lease says, or None where it says nothing sound yet, and when that was written."""
+    try:
+        with path.open("rb") as file:  # a network file system looks anew at what is opened
+            data, changed = file.read(_SIZE), os.fstat(file.fileno()).st_mtime
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # another machine has removed what is open here
+            raise FileNotFoundError(error.errno, str(error), str(path)) from error
+        raise
     try:
         holder = Holder(**json.loads(data))
     except (ValueError, TypeError):
         holder = None
-    return holder, _now(path.parent) - changed
+    return holder, changed
 
 
 def _now(folder: Path) -> float:

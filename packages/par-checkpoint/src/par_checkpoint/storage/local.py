@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, generation_in
-from .commit import Target, erase, scan, sync
+from .commit import GONE, OutrunError, Target, erase, scan, sync
 from .owned import carried, check_name, check_replaceable, parents
 from .sharing import Sharing, sharing_of
 
@@ -58,6 +59,11 @@ class LocalFolder:
         """How several clients may write one file."""
         return sharing_of(self.path.parent)
 
+    @property
+    def settles(self) -> float:
+        """Seconds after which most of what other machines have written is seen here; 0 where it is at once."""
+        return _SETTLES if self.sharing is Sharing.FILES else 0.0
+
     def block(self, size: int) -> int:
         """Bytes of the blocks of a file, of whatever size."""
         del size
@@ -78,22 +84,24 @@ class LocalFolder:
         self._generation = "" if manifest is None else manifest.generation
 
     def version(self) -> str | None:
-        """A text that changes when the manifest is replaced; None where there is none."""
+        """A text that changes when the manifest is replaced, or moved with its folder; None where there is none."""
         try:
             file = os.open(self._seen / MANIFEST, os.O_RDONLY)  # a network file system looks anew at what is opened
-        except (FileNotFoundError, NotADirectoryError):
+            try:
+                status = os.fstat(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             return None
-        try:
-            status = os.fstat(file)
-        finally:
-            os.close(file)
-        return f"{status.st_dev}:{status.st_ino}:{status.st_mtime_ns}"
+        return f"{self._seen.name}:{status.st_dev}:{status.st_ino}:{status.st_mtime_ns}"
 
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
         if self._seen.is_symlink() or not self._seen.is_dir():
             return os.path.lexists(self._seen)
-        return any(True for _ in self._seen.iterdir())
+        return bool(scan(self._seen))
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in the folder and in its folder "optimizer"."""
@@ -146,11 +154,24 @@ class LocalFolder:
         """Raises if what is there now must not be replaced."""
         if self.path.is_mount():
             raise CheckpointError(f"{self.url} is a mount point and cannot be swapped: save to a folder below it")
-        if not self.exists():
-            return
+        deadline = time.monotonic() + self.target.patience
+        while True:
+            try:
+                if self.exists():
+                    self._check_replaceable(overwrite=overwrite)
+            except (CorruptError, FileNotFoundError):  # another saver replaces it while it is looked at
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE)
+                self.repair()
+            else:
+                return
+
+    def _check_replaceable(self, *, overwrite: bool) -> None:
+        """Raises if what is there must not be replaced."""
         if not overwrite:
             raise FileExistsError(f"{self.url!r} exists; pass overwrite=True to replace it, or choose another path")
-        if self.path.is_symlink() or not self.path.is_dir():
+        if not stat.S_ISDIR(self.path.lstat().st_mode):
             raise CheckpointError(f"{self.url} is a link or a file, which is never replaced: save to another path")
         names = self.files()
         check_replaceable(self.url, names, self.read(MANIFEST) if MANIFEST in names else None)
@@ -185,6 +206,7 @@ class LocalStaging:
         self._folder, self._nonce = folder, nonce
         self._path = folder.target.beside("tmp", nonce)
         self._lease: Lease | None = None
+        self._carried: list[str] = []
 
     def create(self, names: Iterable[str], needed: int) -> None:
         """Sweeps, checks that there is room, and makes the staging folder, with a lease beside it."""
@@ -240,26 +262,46 @@ class LocalStaging:
         return LocalWriter(self._path / check_name(name))
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
-        """Takes over config, tokenizer and the like from the old checkpoint, and commits."""
+        """Takes over config, tokenizer and the like from the old one, and commits; again if another saver was first."""
         del index  # files lie where transformers looks for them
-        if self._lease is not None:
-            self._lease.check()
-        folder, replaces = self._folder, self._folder.exists()
-        if replaces and not overwrite:
-            raise CheckpointError(f"another process wrote {folder.url} in the meantime: save to another path")
-        folder.check_target(overwrite=overwrite)
-        if replaces:
-            for name in carried(folder.files(), os.listdir(self._path)):  # noqa: PTH208 - names, not paths
-                old, new = folder.path / name, self._path / name
-                try:
-                    os.link(old, new, follow_symlinks=False)
-                except OSError:  # links are refused: no such file system, or another user's file
-                    shutil.copy2(old, new, follow_symlinks=False)
-                    if not new.is_symlink():
-                        sync(new)
-            folder.target.at("linked")
-        folder.target.commit(self._nonce, replaces=replaces)
+        folder, deadline = self._folder, time.monotonic() + self._folder.target.patience
+        while True:
+            if self._lease is not None:
+                self._lease.check()
+            folder.repair()
+            replaces = folder.exists()
+            if replaces and not overwrite:
+                raise CheckpointError(f"another process wrote {folder.url} in the meantime: save to another path")
+            folder.check_target(overwrite=overwrite)
+            try:
+                if replaces:
+                    self._carry()
+                folder.target.commit(self._nonce, replaces=replaces)
+            except OutrunError:
+                if not overwrite or time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE)
+            else:
+                break
         self.close()
+
+    def _carry(self) -> None:
+        """Takes over config, tokenizer and the like from the old checkpoint.
+
+        Raises:
+            OutrunError: Another saver replaces it meanwhile.
+        """
+        folder = self._folder
+        for name in self._carried:  # from one that was replaced since
+            (self._path / name).unlink(missing_ok=True)
+        self._carried = carried(folder.files(), os.listdir(self._path))  # noqa: PTH208 - names, not paths
+        for name in self._carried:
+            old, new = folder.path / name, self._path / name
+            try:
+                _link_or_copy(old, new)
+            except FileNotFoundError as error:
+                raise OutrunError(f"another process replaces {folder.url}: save again") from error
+        folder.target.at("linked")
 
     def discard(self) -> None:
         """Removes the staging folder in whatever state it is."""
@@ -277,19 +319,28 @@ class LocalSource:
     """A file that is being read, see `Source`. Threads may read at once."""
 
     stride = 1 << 21  # what was read is mostly in the core's cache for the checksum, and threads change seldom
+    _fd = -1
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError as error:
+            self.size = os.fstat(self._fd).st_size
+        except OSError as error:
+            self.close()
+            if error.errno not in GONE:
+                raise
             raise CorruptError(f"{path} is missing: restore it, or load another checkpoint") from error
-        self.size = os.fstat(self._fd).st_size
 
     def read_into(self, begin: int, view: memoryview) -> None:
         """Fills the view with the bytes from `begin` on."""
         while len(view):
-            count = os.preadv(self._fd, [view], begin)
+            try:
+                count = os.preadv(self._fd, [view], begin)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                raise CorruptError(f"{self._path} was removed while it was read: load another checkpoint") from error
             if count == 0:
                 raise CorruptError(f"{self._path} ends at byte {self.size}, but byte {begin} is asked for: truncated?")
             begin, view = begin + count, view[count:]
@@ -354,6 +405,10 @@ class LocalWriter:
     abort = close
 
 
+_PAUSE = 0.02
+"""Seconds until a saver looks again at what another one replaces."""
+_SETTLES = 3.5
+"""Seconds: FUSE keeps what it knows of names and sizes for one, NFS for three or more, unless it is told otherwise."""
 _WORTH = 1 << 20
 """Bytes of a write that is worth the system calls."""
 _UNDER_WAY = 16
@@ -369,8 +424,21 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
     return call
 
 
+def _link_or_copy(old: Path, new: Path) -> None:
+    """Gives a file a second name; copies it where links are refused: no such file system, or another user's file."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
+        if not new.is_symlink():
+            sync(new)
+
+
 def _size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
-    except FileNotFoundError as error:
-        raise CorruptError(f"{entry.path} is a link to a file that is missing: fetch it again") from error
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        what = "is a link to a file that is missing: fetch it again" if entry.is_symlink() else "is gone: load again"
+        raise CorruptError(f"{entry.path} {what}") from error

@@ -51,6 +51,7 @@ class RemoteFolder:
 
     cached = False
     stages_beside = False
+    settles = 0.0
     in_flight = IN_FLIGHT
 
     def __init__(self, url: str, *, at: Callable[[str], None]) -> None:
