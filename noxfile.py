@@ -60,7 +60,10 @@ def storms(session: nox.Session) -> None:
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Real launchers over two hosts on one machine; as root, with slurm-wlm, munge and openmpi-bin. Ten minutes."""
+    """Real launchers over two hosts on one machine, and real NFS. Fifteen minutes.
+
+    As root, with Debian's slurm-wlm, munge, openmpi-bin, user-mode-linux, nfs-kernel-server and kmod.
+    """
     run_suite(session, "-m", "hosts", "tests-integration/hosts", *session.posargs)
 
 
