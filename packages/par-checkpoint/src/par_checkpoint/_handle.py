@@ -1,12 +1,12 @@
 """What `save` returns: a save, done or under way."""
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - which registers what it does at exit, see below
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,20 +17,23 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+@cache
+def _under_way() -> "weakref.WeakSet[threading.Thread]":
+    """The threads of saves in the background, which the interpreter awaits when the main thread is done.
 
-
-def _await_saves() -> None:
-    """Waits for all saves in the background, when the main thread is done.
-
-    The interpreter would do so by itself, but only after it has shut all executors down: of a store's client, which
-    looks names up in one, and ours.
+    It would do so by itself, but only after it has shut all executors down: a store's client looks names up in one, and
+    we have ours.
     """
-    for thread in list(_under_way):
-        thread.join()
+    import concurrent.futures.thread  # noqa: F401, PLC0415 - registers what it does at exit: the last to do so is first
 
+    threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-threading._register_atexit(_await_saves)  # type: ignore[attr-defined] # of its calls the last one comes first
+    def wait() -> None:
+        for thread in list(threads):
+            thread.join()
+
+    threading._register_atexit(wait)  # type: ignore[attr-defined]
+    return threads
 
 
 class Save:
@@ -136,7 +139,7 @@ class Save:
         self._tiers_ended = False
         atexit.register(self._write_tiers_error)
         self._tiers = threading.Thread(target=run, name="par-checkpoint-tiers")
-        _under_way.add(self._tiers)
+        _under_way().add(self._tiers)
         self._tiers.start()
 
     def _written(self) -> bool:
@@ -225,7 +228,7 @@ class Save:
             # torch iterates over the hooks when it calls them.
             self._hook = register_optimizer_step_pre_hook(not_compiled(lambda *_: self._wait_for_copy()))
         self._thread = threading.Thread(target=run, name="par-checkpoint-save")
-        _under_way.add(self._thread)
+        _under_way().add(self._thread)
         self._thread.start()
         started.set()
 
