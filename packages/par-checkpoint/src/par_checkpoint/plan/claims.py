@@ -28,7 +28,7 @@ Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 _AGAIN = "\0again "
 _CELLS = 1 << 20  # of a grid that is looked at as one; a finer grid is looked at slab by slab
-_UNITED = 1 << 16  # boxes, counted once for each holder, that are united at once
+_UNITED = 1 << 13  # boxes, counted once for each holder, that are united at once
 
 
 @dataclass(frozen=True, kw_only=True)
