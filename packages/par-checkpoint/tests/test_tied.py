@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import CheckpointError, inspect, load, save, verify
 
 from .helpers import rectangle
 
@@ -190,3 +190,23 @@ def test_slots_of_a_tied_parameter_are_found_under_any_of_its_names(kind, tmp_pa
         assert len(into.state) == len(list(other.parameters()))
         for state in into.state.values():
             assert all(torch.equal(value, optimizer.state[model.head][slot]) for slot, value in state.items())
+
+
+@pytest.mark.ranks(2)
+def test_ties_that_one_rank_knows_alone_are_kept_and_two_for_one_name_are_refused(tmp_path):
+    """Two stages of a pipeline, of which the second one ties two of its tensors."""
+    rank, value = dist.get_rank(), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    stages = [{"first": torch.ones(3)}, {"x": value, "y": value}]
+    save(tmp_path / "c", model=stages[rank])
+    assert inspect(tmp_path / "c").tied == {"y": "x"}
+    untied = {"first": torch.zeros(3), "x": torch.zeros(6, 4), "y": torch.zeros(6, 4)}
+    load(tmp_path / "c", model=untied)
+    assert torch.equal(untied["x"], value)
+    assert torch.equal(untied["y"], value)
+    apart = [{"x": value, "y": value}, {"x": value, "y": value.clone()}]  # which the second one stores
+    save(tmp_path / "d", model=apart[rank])
+    assert inspect(tmp_path / "d").tied == {}
+    other = [{"x": value, "z": value, "y": torch.ones(2)}, {"y": torch.ones(2), "z": torch.ones(2)}]
+    other[1]["z"] = other[1]["y"]
+    with pytest.raises(ValueError, match="'z' shares the memory of 'x' on rank 0, and of 'y' on rank 1"):
+        save(tmp_path / "e", model=other[rank])

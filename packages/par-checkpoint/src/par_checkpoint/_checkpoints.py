@@ -14,11 +14,11 @@ from par_groups import Sharding
 
 from ._handle import Save
 from ._load import Report, load
-from ._options import LoadOptions, SaveOptions, takes_options, usable_timeout
+from ._options import Alike, LoadOptions, SaveOptions, kinds_of, takes_options, usable_timeout
 from ._save import save
 from .state.conversion import Convert
 from .state.model import Model, Names
-from .storage.folder import in_tiers
+from .storage.folder import in_tiers, open_folder
 from .storage.steps import Pruned, latest, newest, step_name, step_of
 from .tiers.nearest import newest_step
 from .tiers.retention import prune_tier
@@ -75,6 +75,7 @@ class Checkpoints:
         self._keep_every, self._group = keep_every, group
         self._kept: set[str] = set()  # steps that a warning has named
         self._newest: int | None = None  # the newest step that this has saved to tiers
+        self._compared = False  # whether ranks have compared what they were given
 
     def _kept_in_each(self, keep_last: int | Sequence[int | None] | None) -> list[int | None]:
         """How many steps stay in each tier."""
@@ -181,6 +182,7 @@ class Checkpoints:
         if not force and not self.due(step):
             return None
         session = session_of(self._group, usable_timeout(timeout))
+        self._check_alike(session.ranks)
         self._check_newest(step, session.ranks)
         handle = save(
             self.name(step),
@@ -247,6 +249,21 @@ class Checkpoints:
                 self._kept.add(path)
                 warnings.warn(f"{path!r} is not removed, although it is old: {why}", stacklevel=2)
 
+    def _check_alike(self, ranks: Ranks) -> None:
+        """Raises ValueError, the first time, unless all ranks were given the same. Collective the first time."""
+        if not self._compared:
+            alike = Alike(
+                {
+                    "tiers": None if self.tiers is None else kinds_of([open_folder(root) for root in self._roots]),
+                    "every": self.every,
+                    "keep_last": self._keep_last,
+                    "keep_every": self._keep_every,
+                    "copies": self.copies,
+                }
+            )
+            alike.check(ranks.total(alike.words()), ranks)
+            self._compared = True
+
     def _check_newest(self, step: int, ranks: Ranks) -> None:
         """Raises ValueError if a whole checkpoint of a later step is there. Collective."""
         if self.tiers is None:
@@ -310,6 +327,7 @@ class Checkpoints:
             The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
         """
         session = session_of(self._group, usable_timeout(timeout))
+        self._check_alike(session.ranks)
         session.settle("wait")  # the step of a save under way counts
         if self.tiers is None:
             path = self.latest()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from par_groups import Sharding, settle_, written_
 
 from ._errors import CheckpointError
-from ._options import LoadOptions, check_options, parse_size, takes_options, usable_timeout
+from ._options import Alike, LoadOptions, check_options, kinds_of, parse_size, takes_options, usable_timeout
 from .format.index import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
@@ -147,7 +147,7 @@ def load(
     ranks = session.ranks
     session.settle("wait")
 
-    def opened() -> tuple[LoadOptions, list[Folder]]:
+    def opened() -> tuple[tuple[LoadOptions, list[Folder], Alike], list[int]]:
         check_options(options, LoadOptions)
         chosen = LoadOptions(
             layout=layout,
@@ -163,9 +163,22 @@ def load(
             timeout=timeout,
             progress=progress,
         )
-        return chosen, [open_folder(each) for each in in_tiers(path, tiers)]
+        folders = [open_folder(each) for each in in_tiers(path, tiers)]
+        alike = Alike(
+            {
+                "tiers": None if tiers is None else kinds_of(folders),
+                "path": kinds_of(folders[:1]),
+                "strict": strict,
+                "verify": verify,
+                "variant": variant,
+                "stem": stem,
+                "budget": parse_size(budget),
+            }
+        )
+        return (chosen, folders, alike), alike.words()
 
-    chosen, folders = ranks.agree(opened)
+    (chosen, folders, alike), sums = ranks.tell(opened, 8)
+    alike.check(sums, ranks)
     folder = folders[0]
     if tiers is not None:
         found = nearest(folders, ranks)

@@ -17,6 +17,8 @@ from par_groups import Sharding
 from ._progress import check_progress
 from .state.conversion import Convert
 from .state.model import Names
+from .storage.folder import Folder
+from .transfer.ranks import Ranks, words
 
 STYLES = ("huggingface", "torch")
 _WRITERS = ("auto", "pwrite", "owner")
@@ -34,6 +36,8 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+_SHOWN = 8  # ranks in an error
+
 _STEM = re.compile("[0-9A-Za-z_]+")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
@@ -157,6 +161,58 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _one_of("verify", self.verify, _VERIFY)
         _check_common(self)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What every rank must give alike: options of which each rank having its own would end in a hang, or in nonsense.
+
+    It is compared by words that go with integers which ranks add up anyway, so it costs no message.
+
+    Args:
+        values: By name of an option: its value, whose text tells it from every other value.
+    """
+
+    values: Mapping[str, object]
+
+    def words(self) -> list[int]:
+        """Integers that stand for all of it."""
+        return words(repr(self.values).encode())
+
+    def check(self, sums: Sequence[int], ranks: Ranks) -> None:
+        """Compares; collective where ranks differ.
+
+        Args:
+            sums: The sums of `words` over all ranks.
+            ranks: The ranks.
+
+        Raises:
+            ValueError: An option that differs, with its values and their ranks; on every rank.
+        """
+        if list(sums) == [ranks.size * word for word in self.words()]:
+            return
+        of_ranks = ranks.distinct(self.values)
+        for name in self.values:
+            given: dict[str, list[int]] = {}
+            for holders, values in of_ranks:
+                given.setdefault(repr(values[name]), []).extend(holders)
+            if len(given) > 1:
+                each = [f"{value} on {_named(holders)}" for value, holders in given.items()]
+                raise ValueError(f"{name} is {', and '.join(each)}; give the same on all ranks")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Some ranks in words."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {', '.join(map(str, sorted(ranks)[:_SHOWN]))}{more}"
+
+
+def kinds_of(folders: Sequence[Folder]) -> list[str]:
+    """What kind of place each folder is in; on ranks that save or load together the same, whatever their paths."""
+    schemes = [folder.url.partition("://")[0] if "://" in folder.url else "" for folder in folders]
+    return [f"{scheme}://..." if scheme else "a local folder" for scheme in schemes]
 
 
 def takes_options(kind: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:

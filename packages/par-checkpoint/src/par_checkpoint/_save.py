@@ -20,13 +20,22 @@ from par_groups import Sharding
 from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
-from ._options import SaveOptions, check_options, check_style, parse_size, takes_options, usable_timeout
+from ._options import (
+    Alike,
+    SaveOptions,
+    check_options,
+    check_style,
+    kinds_of,
+    parse_size,
+    takes_options,
+    usable_timeout,
+)
 from ._progress import Bar
 from ._torch_style import write_objects
 from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
-from .plan.claims import Claims, check_covered, merge
+from .plan.claims import Claims, check_covered, merge, section_of
 from .plan.files import File, Prepared, data_areas, lay_out
 from .plan.plan import Planner
 from .state.beside import check_config, files_beside
@@ -41,6 +50,7 @@ from .state.collect import (
     extra_of,
     summary_of,
     united_state,
+    united_ties,
     with_extra_of_ranks,
 )
 from .state.conversion import Convert
@@ -156,7 +166,7 @@ def save(
     session = session_of(group, usable_timeout(timeout))
     ranks = session.ranks
 
-    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], Claims, _Compared], list[int]]:
+    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], Claims, _Compared, Alike], list[int]]:
         check_style(style)
         check_options(options, SaveOptions)
         check_config(config)
@@ -204,29 +214,51 @@ def save(
                 "'owner' or 'auto'"
             )
         compared = _Compared(
-            layout=layout_names(layout, model), samples=content.samples, state=summary_of(content.state)
+            layout=layout_names(layout, model),
+            samples=content.samples,
+            state=summary_of(content.state),
+            tied=sorted(content.tied.items()),
+        )
+        alike = Alike(
+            {
+                "tiers": None if tiers is None else kinds_of(folders),
+                "path": kinds_of(folders[:1]),
+                "copies": copies,
+                "style": style,
+                "overwrite": overwrite,
+                "async_": async_,
+                "pending": pending,
+                "writer": writer,
+                "stem": stem,
+                "dtype": dtype,
+                "step": step,
+                "max_shard_size": parse_size(max_shard_size),
+                "budget": parse_size(budget),
+            }
         )
         nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
         kinds = [folder.sharing == kind for kind in Sharing]
-        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words(), copies or 0, (copies or 0) ** 2]
-        return (chosen, content, folders, claims, compared), told
+        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words(), *alike.words()]
+        return (chosen, content, folders, claims, compared, alike), told
 
-    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + len(Sharing) + 4 * 8 + 2)
-    *sums, of_copies, of_squares = sums
-    if ranks.size * of_squares != of_copies**2:  # which are equal where all have said the same
-        raise ValueError(f"copies is {copies} on this rank, and another number on others; give the same on all ranks")
+    (chosen, content, folders, claims, compared, alike), sums = ranks.tell(look, 1 + len(Sharing) + 6 * 8)
+    alike.check(sums[-8:], ranks)
+    folder, *further = folders
     session.settle(chosen.pending)
     if copies is not None and isinstance(folder, LocalFolder):
         folder = part_folder(folder, copies, ranks)
     nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[4:12])
     sharing = max(kind for kind, count in zip(Sharing, sums[1:4], strict=True) if count)
-    layout_differs, samples_differ, state_differs = compared.differences(sums[12:], ranks.size)
+    layout_differs, samples_differ, state_differs, ties_differ = compared.differences(sums[12:-8], ranks.size)
     check_layout([names for _, names in ranks.distinct(compared.layout)] if layout_differs else [compared.layout])
     prepared = _prepare(session, claims, digest_of_all, chosen, folder, sharing=sharing, style=style)
     if samples_differ:
         check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
     if state_differs:
         content = replace(content, state=_united(content.state, compared.state, ranks))
+    if ties_differ:
+        stored = {tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model"}
+        content = replace(content, tied=united_ties(ranks.distinct(compared.tied), stored))
 
     if isinstance(folder, PartFolder):
         staging: Staging = folder.stage_part(nonce, prepared, copies=copies or 1, overwrite=overwrite)
@@ -283,15 +315,18 @@ class _Compared:
         layout: The names of `layout` that the rank lacks, and those that it has.
         samples: The beginnings of tensors without a record.
         state: What is no tensor of a file.
+        tied: Pairs of a name that is not stored and the one that is.
     """
 
     layout: LayoutNames
     samples: Samples
     state: StateSummary
+    tied: Sequence[tuple[str, str]]
 
     def words(self) -> list[int]:
         """Integers that stand for each of them."""
-        return [word for value in (self.layout, self.samples, self.state) for word in words(repr(value).encode())]
+        compared = (self.layout, self.samples, self.state, self.tied)
+        return [word for value in compared for word in words(repr(value).encode())]
 
     def differences(self, sums: Sequence[int], size: int) -> list[bool]:
         """Whether ranks differ in each of them.

@@ -7,7 +7,7 @@ then the values of all ranks are kept.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -268,6 +268,31 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
         slots=slots,
         tensors=mine.tensors,
     )
+
+
+def united_ties(
+    of_ranks: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]], stored: Container[str]
+) -> dict[str, str]:
+    """The ties of all ranks as one, where each knows those of its own tensors, such as of a pipeline's stage.
+
+    Args:
+        of_ranks: Ranks, and their pairs of a name that is not stored and the one that is.
+        stored: The names of all tensors of the model in the files: a name may be tied on one rank, and stored by
+            another one that has it alone.
+
+    Raises:
+        ValueError: A name that ranks tie to two tensors.
+    """
+    united: dict[str, tuple[str, int]] = {}
+    for ranks, ties in of_ranks:
+        for name, kept in ties:
+            first, rank = united.setdefault(name, (kept, ranks[0]))
+            if first != kept:
+                raise ValueError(
+                    f"{name!r} shares the memory of {first!r} on rank {rank}, and of {kept!r} on rank {ranks[0]}; tie "
+                    "it to the same tensor everywhere"
+                )
+    return {name: kept for name, (kept, _) in united.items() if name not in stored}
 
 
 def _united(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
