@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+UNDEFINED = ". What was being loaded is now undefined: load it again, or another checkpoint, before going on"
+"""How the text of an error ends after which some tensors are filled and others not."""
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, found or read. The message names the file, what is wrong, and the remedy."""

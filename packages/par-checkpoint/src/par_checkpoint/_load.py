@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, settle_, written_
 
-from ._errors import CheckpointError
+from ._errors import UNDEFINED, CheckpointError, CorruptError, ReplacedError
 from ._options import Alike, LoadOptions, check_options, kinds_of, parse_size, takes_options, usable_timeout
 from .format.index import STEMS
 from .format.pickled import is_extra_state
@@ -44,6 +45,8 @@ from .transfer.ranks import Ranks, Session, session_of
 Path = str | PathLike[str]
 
 _SHOWN = 50  # lines of an error that lists names
+_DEPTH = 8  # calls from a warning of a load over tiers up to whoever called it
+_LOOKS = 3  # at the tiers, where what was found there goes while it is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,28 +182,11 @@ def load(
 
     (chosen, folders, alike), sums = ranks.tell(opened, 8)
     alike.check(sums, ranks)
-    folder = folders[0]
-    if tiers is not None:
-        found = nearest(folders, ranks)
-        folder = found.whole(folders)
-        if found.passed and ranks.rank == 0:
-            warnings.warn(f"{'; '.join(found.passed)}. What is loaded is in {folder.url!r}", stacklevel=3)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
-
-    def look() -> tuple[str | None, float]:
-        if isinstance(folder, KeptFolder):
-            ranks.agree(folder.check_there)
-        return ranks.on_first(lambda: (version_of(folder), folder.settles))
-
-    before, settles = look()
-    report, _ = retry_while_replaced(
-        lambda: look()[0],
-        lambda: _load(into, folder, session, chosen),
-        before,
-        folder.url,
-        checked=lambda outcome: outcome[1],
-        settles=settles,
-    )
+    if tiers is None:
+        report, folder = _load_sound(into, folders[0], session, chosen), folders[0]
+    else:
+        report, folder = _load_nearest(into, folders, session, chosen)
     of_ranks = report.extra_of_ranks
     if of_ranks is not None:
         if len(of_ranks) != ranks.size:
@@ -213,15 +199,6 @@ def load(
     return report
 
 
-def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
-    """Whether this rank reads the block of a number in a file when all blocks are compared with their checksums."""
-    if isinstance(folder, KeptFolder):  # whose headers and small files the first rank compares when it reads them
-        return lambda name, number: (
-            number >= 0 and name in folder.homes.parts and folder.reader(name, number) == ranks.rank
-        )
-    return lambda _, number: (number + 1) % ranks.size == ranks.rank
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Into:
     """What the caller gave to be filled."""
@@ -230,6 +207,103 @@ class _Into:
     optimizer: Optimizer | None
     scheduler: object
     strict: bool
+
+
+def _load_nearest(
+    into: _Into, folders: Sequence[Folder], session: Session, options: LoadOptions
+) -> tuple[Report, Folder]:
+    """Loads from the nearest tier that has a whole checkpoint; where that cannot be read after all, from the next one.
+
+    Rank 0 warns of what was passed over.
+
+    Args:
+        into: What is filled.
+        folders: The checkpoint's folder in each tier.
+        session: The ranks that load.
+        options: How to load.
+
+    Returns:
+        The report, and the folder that was loaded.
+
+    Raises:
+        CheckpointError, OSError: No tier has a whole checkpoint that can be read, or it does not fit; on every rank.
+    """
+    further: tuple[Folder, ...] = tuple(folders)
+    failed: Exception | None = None
+    notes: tuple[str, ...] = ()
+    looks = 1
+    while True:
+        found = nearest(further, session.ranks)
+        notes += found.passed
+        if found.folder is None and failed is not None:
+            raise failed
+        folder = found.whole(folders)
+        if notes:
+            _warn(f"{'; '.join(notes)}. What is loaded is in {folder.url!r}", session.ranks)
+        try:
+            return _load_sound(into, folder, session, options), folder
+        except ReplacedError:  # of all ranks, like the errors below: what took its place, or is left, is read in full
+            if looks == _LOOKS:
+                raise
+            looks, notes = looks + 1, ()
+        except (CorruptError, OSError) as error:
+            if not found.further:
+                raise
+            further, failed, notes = found.further, error, (str(error).replace(UNDEFINED, ""),)
+
+
+def _load_sound(into: _Into, folder: Folder, session: Session, options: LoadOptions) -> Report:
+    """Loads what is in a folder. Blocks of hosts' parts that turn out to be corrupt are read from their copies.
+
+    Args:
+        into: What is filled.
+        folder: The checkpoint's folder.
+        session: The ranks that load.
+        options: How to load.
+    """
+    ranks = session.ranks
+
+    def look() -> tuple[str | None, float]:
+        if isinstance(folder, KeptFolder):
+            ranks.agree(folder.check_there)
+        return ranks.on_first(lambda: (version_of(folder), folder.settles))
+
+    while True:
+        wrong: list[tuple[str, int]] = []
+        before, settles = look()
+        try:
+            return retry_while_replaced(
+                lambda: look()[0],
+                partial(_load, into, folder, session, options, wrong),
+                before,
+                folder.url,
+                checked=lambda outcome: outcome[1],
+                settles=settles,
+            )[0]
+        except CorruptError as error:
+            if not isinstance(folder, KeptFolder):
+                raise
+            moved, lost = folder.avoid(ranks.distinct(sorted(set(wrong))), ranks)
+            if lost:
+                raise CorruptError(f"{lost[0]}: {error}") from error
+            if not moved:
+                raise
+            more = f"; and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+            _warn("; ".join(moved[:_SHOWN]) + more, ranks)
+
+
+def _warn(text: str, ranks: Ranks) -> None:
+    """Has rank 0 warn. Collective, for a filter may make an error of it: then all ranks raise that."""
+    ranks.on_first(lambda: warnings.warn(text, stacklevel=_DEPTH))
+
+
+def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
+    """Whether this rank reads the block of a number in a file when all blocks are compared with their checksums."""
+    if isinstance(folder, KeptFolder):  # whose headers and small files the first rank compares when it reads them
+        return lambda name, number: (
+            number >= 0 and name in folder.homes.parts and folder.reader(name, number) == ranks.rank
+        )
+    return lambda _, number: (number + 1) % ranks.size == ranks.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +333,18 @@ class _Announced:
     fills_optimizer: bool
 
 
-def _load(into: _Into, folder: Folder, session: Session, options: LoadOptions) -> tuple[Report, bool]:
-    """Loads what is there now, and tells whether all of it was compared with checksums."""
+def _load(
+    into: _Into, folder: Folder, session: Session, options: LoadOptions, wrong: list[tuple[str, int]]
+) -> tuple[Report, bool]:
+    """Loads what is there now, and tells whether all of it was compared with checksums.
+
+    Args:
+        into: What is filled.
+        folder: The checkpoint's folder.
+        session: The ranks that load.
+        options: How to load.
+        wrong: Takes file and number of each block that this rank finds not to be what was written.
+    """
     model, optimizer, ranks = into.model, into.optimizer, session.ranks
     outline = ranks.on_first(
         lambda: read_outline(
@@ -309,7 +393,7 @@ def _load(into: _Into, folder: Folder, session: Session, options: LoadOptions) -
     if same:
         ranks.on_first(lambda: check_same(folder, outline, same))
     if options.verify == "full":
-        ranks.agree(lambda: check_blocks(folder, outline, options.threads, _share_of(folder, ranks)))
+        ranks.agree(lambda: check_blocks(folder, outline, options.threads, _share_of(folder, ranks), wrong))
 
     homes = folder.homes if isinstance(folder, KeptFolder) and not folder.is_everywhere(ranks.size) else None
     filling = Filling(
@@ -323,6 +407,7 @@ def _load(into: _Into, folder: Folder, session: Session, options: LoadOptions) -
         budget=parse_size(options.budget),
         threads=options.threads,
         progress=options.progress,
+        wrong=wrong,
     )
     if any(of_rank.fills_model for of_rank in announced):
         fill_(of_model, filling)

@@ -30,7 +30,11 @@ class Faults(list[str]):
 
 
 def check_blocks(
-    folder: Folder, outline: Outline, threads: int = 2, is_mine: Callable[[str, int], bool] = lambda *_: True
+    folder: Folder,
+    outline: Outline,
+    threads: int = 2,
+    is_mine: Callable[[str, int], bool] = lambda *_: True,
+    wrong: list[tuple[str, int]] | None = None,
 ) -> None:
     """Reads all data, or this rank's share of it, and compares every block with its checksum, where there are some.
 
@@ -39,13 +43,20 @@ def check_blocks(
         outline: What it holds.
         threads: How many blocks to read at a time.
         is_mine: Whether this rank reads the block of a number in a file; -1 is the header.
+        wrong: Takes file and number of every block that differs; None: the first one is enough.
 
     Raises:
         CorruptError: The first block that differs, and the tensors in it.
     """
+    first = None
     for name, record in {} if outline.manifest is None else outline.manifest.files.items():
-        for _, text in wrong_blocks(folder, name, record, outline.directories, threads, is_mine):
-            raise CorruptError(f"{text}. Nothing was changed")
+        for number, text in wrong_blocks(folder, name, record, outline.directories, threads, is_mine):
+            first = first or CorruptError(f"{text}. Nothing was changed")
+            if wrong is None:
+                raise first
+            wrong.append((name, number))
+    if first is not None:
+        raise first
 
 
 def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]]) -> None:

@@ -1,8 +1,8 @@
 """Finding the parts of a checkpoint on the hosts that load it, and reading them: each rank what its host has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crc32c import crc32c
@@ -13,7 +13,7 @@ from ..plan.homes import Homes
 from ..storage.commit import scan
 from ..storage.local import LocalFolder, LocalSource
 from ..transfer.ranks import Ranks
-from .part import RECORD, SUFFIX, PartRecord, decode_part, part_of, read_part
+from .part import RECORD, SUFFIX, PartRecord, decode_part, encode_part, part_name, part_of, read_part
 
 SaveId = tuple[int, str]
 
@@ -29,6 +29,9 @@ class KeptFolder(LocalFolder):
         paths: By number of the parts that this host has: their folders.
         ranks: By part: the ranks whose host has it.
         small: By name: the bytes of small files, and the headers of those with tensors. On the first rank.
+
+    Attributes:
+        notes: What is wrong with parts in whose place others are read, as far as sizes and headers tell, in words.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class KeptFolder(LocalFolder):
         super().__init__(whole.url, at=own.at, exchange=own.exchange, patience=own.patience, lease=own.lease)
         self.record, self.paths, self.small = record, paths, small
         self.homes = Homes(record.homes, [tuple(of_part) for of_part in ranks])
+        self.notes: list[str] = []
         self.files_of: Mapping[str, FileRecord] = {}
         if MANIFEST in small:
             self.use(decode_manifest(small[MANIFEST]))
@@ -98,6 +102,43 @@ class KeptFolder(LocalFolder):
     def open(self, name: str) -> "KeptSource":  # type: ignore[override]
         """A file of which this host's blocks can be read."""
         return KeptSource(self, name)
+
+    def avoid(
+        self, wrong: Sequence[tuple[Sequence[int], Sequence[tuple[str, int]]]], ranks: Ranks
+    ) -> tuple[list[str], list[str]]:
+        """Reads from now on the copies of blocks that are not what was written, on the hosts that have them.
+
+        Args:
+            wrong: Ranks, and the blocks that they have read and found wrong: file and number.
+            ranks: The ranks that load.
+
+        Returns:
+            In words, which blocks are read elsewhere, and which can be read nowhere any longer.
+        """
+        machine, names = ranks.hosts(), [name for _, name in ranks.machines()]
+        spoiled: dict[tuple[str, int], set[int]] = {}
+        for found_by, blocks in wrong:
+            for block in blocks:
+                spoiled.setdefault(block, set()).update(machine[rank] for rank in found_by)
+        parts = {name: list(homes) for name, homes in self.homes.parts.items()}
+        places = list(self.homes.ranks)
+        moved: list[str] = []
+        lost: list[str] = []
+        for (name, number), hosts in spoiled.items():
+            seeing = tuple(rank for rank in places[parts[name][number]] if machine[rank] not in hosts)
+            if seeing not in places:
+                places.append(seeing)
+            parts[name][number] = places.index(seeing)
+            folder = part_name(self.record.homes[name][number], len(self.record.hosts))
+            what = f"block {number} of {name!r} in {folder} of {self.url!r} is corrupt on host " + " and ".join(
+                names[host] for host in sorted(hosts)
+            )
+            if seeing:
+                moved.append(f"{what}, and read on host {names[machine[seeing[0]]]}")
+            else:
+                lost.append(f"{what}, and there is no other copy of it")
+        self.homes = Homes(parts, places)
+        return moved, lost
 
     def absent(self, name: str, number: int, part: int) -> CheckpointError:
         """The error for a block of a part that is not on this host."""
@@ -248,12 +289,32 @@ def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str 
     if save is None:
         return None, found.missing()
     mine = {part: path for (of, part), path in paths.items() if of == save}
-    places = found.ranks[save]
-    first = min(min(of_part) for of_part in places)
-    own = ranks.agree(lambda: small_in(next(iter(mine.values())))[0] if ranks.rank == first else {})
-    small = next(files for _, files in ranks.distinct(own) if files)  # the first rank may be on a host that was lost
-    record = decode_part(small[RECORD], f"{whole.url}/{RECORD}")
-    return KeptFolder(whole, record, mine, places, small), None
+    leads = any(of_host[0] == ranks.rank for of_host, _ in ranks.machines())
+    own, wrong = ranks.agree(lambda: _sound_small(mine.values() if leads else ()))
+    every = [files for _, files in ranks.distinct(own) if files]  # of all hosts the same, but for those that were lost
+    notes = [text for _, of_rank in ranks.distinct(wrong) for text in of_rank]
+    if not every:
+        return None, "; ".join(notes)
+    record = decode_part(every[0][RECORD], f"{whole.url}/{RECORD}")
+    kept = KeptFolder(whole, record, mine, found.ranks[save], every[0])
+    kept.notes = [*found.broken[:3], *notes]
+    return kept, None
+
+
+def _sound_small(parts: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
+    """What every part has, of the first of this host's parts in which all of it is sound, and what is wrong in others.
+
+    Returns:
+        By name, the bytes, the same for every part of a save, and none if no part is sound; and faults, in words.
+    """
+    faults: list[str] = []
+    for part in parts:
+        small, wrong = small_in(part)
+        faults += wrong
+        if not wrong:
+            record = decode_part(small[RECORD], str(part / RECORD))
+            return small | {RECORD: encode_part(replace(record, part=0, keeper=0))}, faults
+    return {}, faults
 
 
 def small_in(part: Path) -> tuple[dict[str, bytes], list[str]]:

@@ -19,11 +19,14 @@ class Nearest:
 
     Args:
         folder: The checkpoint; None: no tier has it.
-        passed: Of nearer tiers that have some parts of one: what is missing, in words.
+        passed: Of nearer tiers that have some parts of one: what is missing, in words; and of this one: in place of
+            which faulty part another one is read.
+        further: The checkpoint's folders in the tiers that come after it.
     """
 
     folder: Folder | None
     passed: tuple[str, ...]
+    further: tuple[Folder, ...] = ()
 
     def whole(self, folders: Sequence[Folder]) -> Folder:
         """The checkpoint.
@@ -60,13 +63,13 @@ def nearest(folders: Sequence[Folder], ranks: Ranks) -> Nearest:
         return found, found
 
     passed: list[str] = []
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
         mine, sums = ranks.tell(partial(seen, folder), 8)
         if any(sums) and sums == [ranks.size * word for word in mine]:
-            return Nearest(folder, tuple(passed))
+            return Nearest(folder, tuple(passed), tuple(folders[number:]))
         kept, missing = find_kept(folder, ranks) if isinstance(folder, LocalFolder) else (None, None)
         if kept is not None:
-            return Nearest(kept, tuple(passed))
+            return Nearest(kept, (*passed, *kept.notes), tuple(folders[number:]))
         if missing is not None:
             passed.append(f"{folder.url!r} has not all parts of a checkpoint: {missing}")
     return Nearest(None, tuple(passed))

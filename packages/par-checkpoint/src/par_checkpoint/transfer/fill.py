@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from .._errors import CheckpointError
+from .._errors import UNDEFINED, CheckpointError
 from .._progress import Bar
 from ..format.bytes import copy_elements_
 from ..format.crc import decode_crcs, encode_crcs
@@ -40,6 +40,7 @@ class Filling:
         budget: Bytes that may be held beside the state.
         threads: Number of threads that read.
         progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
+        wrong: Takes file and number of each block that this rank finds not to be what was written.
     """
 
     session: Session
@@ -52,6 +53,7 @@ class Filling:
     budget: int
     threads: int
     progress: bool | None
+    wrong: list[tuple[str, int]]
 
 
 def fill_(targets: Targets, filling: Filling) -> None:
@@ -105,6 +107,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         budget=filling.budget,
         threads=max(filling.threads, filling.folder.in_flight),
         window=window,
+        wrong=filling.wrong,
     )
     total = sum(file.size for file in files)
     with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
@@ -147,11 +150,10 @@ def _check_parts(of_ranks: Iterable[memoryview], reading: Reading) -> None:
 
 def _undefined(error: BaseException) -> BaseException:
     """The error, saying what it leaves behind: some tensors may be filled, others not."""
-    now = "What was being loaded is now undefined: load it again, or another checkpoint, before going on"
     if isinstance(error, CheckpointError):
-        return type(error)(f"{error}. {now}")
+        return type(error)(f"{error}{UNDEFINED}")
     if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, f"{error.strerror}. {now}", error.filename)
+        return OSError(error.errno, f"{error.strerror}{UNDEFINED}", error.filename)
     return error
 
 

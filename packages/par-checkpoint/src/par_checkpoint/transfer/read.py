@@ -5,7 +5,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from crc32c import crc32c
@@ -41,6 +41,7 @@ class Reading:
         budget: Bytes that may be held beside the state.
         threads: Number of threads that read.
         window: Bytes in a row that one request brings, where requests cost time; 0: blocks are read by themselves.
+        wrong: Takes file and number of each block that is not what was written.
     """
 
     files: Sequence[File]
@@ -51,6 +52,7 @@ class Reading:
     budget: int
     threads: int
     window: int = 0
+    wrong: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def block(self) -> int:
@@ -136,6 +138,7 @@ def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
     for (number, block), crc in join_parts(reading.files, parts).items():
         file = reading.files[number]
         if crc != reading.crcs[file.name][block]:
+            reading.wrong.append((file.name, block))
             first = file.data_begin + block * file.block
             inside = [tensor for tensor, low, high in file.placed if low < first + file.block and high > first]
             names = [reading.local.tensors[tensor].name for tensor in inside]
@@ -302,6 +305,7 @@ class _Reader:
         if start or block.end < min(block.begin + file.block, file.size):
             self.parts.append((block.file, block.begin, block.size, crc))
         elif crc != crcs[number]:
+            self._reading.wrong.append((file.name, number))
             tensors = [self._reading.local.tensors[span.tensor].name for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
 
