@@ -156,6 +156,46 @@ def test_a_flipped_byte_is_not_copied_on(tmp_path, gate):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def test_what_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path, gate):
+    tiers = local_tiers(tmp_path)
+    handle = save("c", model={"w": torch.ones(3)}, tiers=tiers)
+    shutil.rmtree(tmp_path / "memory" / "c")
+    gate.set()
+    with pytest.raises(CheckpointError, match=r"par_checkpoint\.json is missing"):
+        handle.wait()
+    with pytest.raises(CheckpointError, match="none of the tiers has a whole checkpoint"):
+        load("c", model={"w": torch.ones(3)}, tiers=tiers)
+
+
+@pytest.mark.ranks(2)
+def test_a_tier_that_turns_out_to_be_corrupt_is_passed_over_with_a_warning(tmp_path):
+    tiers, rank = local_tiers(tmp_path), dist.get_rank()
+    model = {"w": torch.arange(3.0 * (1 << 20)), "half": torch.ones(5)}
+    save("c", model=model, tiers=tiers).wait()
+    dist.barrier()
+    if rank == 1:
+        for tier, at in (("memory", -3), ("disk", 12)):  # in the data, and in the header
+            path = tmp_path / tier / "c" / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            data[at] ^= 1
+            path.write_bytes(data)
+    dist.barrier()
+    into = {"w": torch.zeros(3 << 20), "half": torch.zeros(5)}
+    if rank == 0:
+        with pytest.warns(UserWarning, match="What is loaded is in") as caught:
+            load("c", model=into, tiers=tiers)
+        first, second = (str(warning.message) for warning in caught)
+        assert "block 3 of" in first
+        assert first.endswith(f"What is loaded is in '{tiers[1]}/c'")
+        assert second.endswith(f"What is loaded is in '{tiers[2]}/c'")
+        assert "undefined" not in first + second
+    else:
+        load("c", model=into, tiers=tiers)
+    assert all(torch.equal(into[name], value) for name, value in model.items())
+    with pytest.raises(CheckpointError, match=r"block 3 of .*is now undefined"):
+        load("c", model=into, tiers=tiers[:1])
+
+
 def test_a_later_save_of_the_same_name_takes_the_place_of_one_that_is_still_to_be_copied(tmp_path, gate):
     tiers = local_tiers(tmp_path)
     handles = [

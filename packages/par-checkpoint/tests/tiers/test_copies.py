@@ -1,10 +1,15 @@
 """A first tier of each host's own, and copies on the neighbours: hosts by their names alone, in one world."""
 
+import errno
 import os
+import re
 import shutil
 import socket
 import threading
+import time
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import CheckpointError, CorruptError, load, save, verify
 from par_checkpoint import _save as saving
+from par_checkpoint.format.manifest import BLOCK
 from par_checkpoint.storage import local
-from par_checkpoint.storage.local import LocalSource
+from par_checkpoint.storage.local import LocalSource, LocalWriter
 from par_checkpoint.storage.sharing import Sharing
 from par_checkpoint.tiers.saving import PartStaging
 
@@ -258,6 +264,165 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
             load("c", model=empty(), tiers=tiers)
 
 
+def spoil(part):
+    """Flips a bit in each block of a part's files, or flips it back; where another part has the block, in a hole."""
+    for path in part.glob("**/*.safetensors.part"):
+        data = bytearray(path.read_bytes())
+        for begin in range(8 + int.from_bytes(data[:8], "little"), len(data), BLOCK):
+            data[begin + 3] ^= 1
+        path.write_bytes(data)
+
+
+def loaded(name, tiers, values, warned, **options):
+    """Loads on all ranks, of which the first warns of something, or none of anything."""
+    model = empty()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(name, model=model, tiers=tiers, **options)
+    texts = [str(warning.message) for warning in caught]
+    if warned is None or dist.get_rank() != 0:
+        assert texts == []
+    else:
+        assert any(re.search(warned, text) for text in texts), texts
+    assert is_same(model, values)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("verify", ["auto", "full"])
+def test_a_wrong_byte_in_a_part_is_read_from_its_copy_and_in_both_from_the_next_tier(tmp_path, verify):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+        dist.barrier()
+        parts = {(on, n): tmp_path / on / f"memory/c/part-0000{n}-of-00002" for on in names for n in (0, 1)}
+
+        def flipped(*places):
+            for on, number in places:
+                if on == host:
+                    spoil(parts[on, number])
+            dist.barrier()
+
+        def is_lost_in_both():
+            flipped(("a", 1), ("b", 1))
+            said = r"block \d of 'model.safetensors' in part-00001-of-00002 .* on host [ab].*, and there is no other"
+            loaded("c", tiers, values, rf"{said}.* What is loaded is in '.*/disk/c'", verify=verify)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of blocks that are read elsewhere, until one is wrong there, too
+                with pytest.raises(CorruptError, match=rf"{said}.*is corrupt: its checksum is wrong"):
+                    load("c", model=empty(), tiers=tiers[:1], verify=verify)
+            dist.barrier()
+            flipped(("a", 1), ("b", 1))
+            loaded("c", tiers[:1], values, None, verify=verify)
+
+        for on, other in (("a", "b"), ("b", "a")):  # whatever a rank of this host reads is wrong
+            flipped((on, 0), (on, 1))
+            said = rf"block \d of 'model.safetensors' in part-0000[01]-of-00002 of '.*' is corrupt on host {on}"
+            loaded("c", tiers[:1], values, rf"{said}, and read on host {other}", verify=verify)
+            flipped((on, 0), (on, 1))
+        is_lost_in_both()
+        if host == "a":
+            (tmp_path / "a/memory").rename(tmp_path / "a/away")
+        dist.barrier()
+        is_lost_in_both()
+        if host == "b":
+            path = parts["b", 0] / "model.safetensors.part"
+            data = bytearray(path.read_bytes())
+            data[12] ^= 1  # in the header, which the other part has, too
+            path.write_bytes(data)
+        dist.barrier()
+        loaded("c", tiers[:1], values, r"header of .*part-00000-of-00002/model.safetensors.part is corrupt")
+
+
+@pytest.mark.ranks(2)
+def test_the_later_save_is_loaded_though_the_clock_was_set_back(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        tiers = tiers_of(tmp_path, names[dist.get_rank()])[:1]
+        with mock.patch.object(time, "time_ns", return_value=1 << 62):
+            save("c", model=cut(values), tiers=tiers, copies=2).wait()
+        later = {name: value + 1 for name, value in values.items()}
+        with mock.patch.object(saving, "copy_on", return_value=True):  # the copies of the first save are still there
+            save("c", model=cut(later), tiers=tiers, copies=2, overwrite=True).wait()
+        dist.barrier()
+        loaded("c", tiers, later, None)
+
+
+@pytest.mark.ranks(2)
+def test_a_part_that_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers, opened, copy = tiers_of(tmp_path, host), threading.Event(), saving.copy_on
+        with mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options)):
+            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            if host == "b":
+                shutil.rmtree(tmp_path / "b/memory/c")
+            opened.set()
+            with pytest.raises(CheckpointError, match=r"part-00001-of-00002 on b is gone before it was copied on"):
+                handle.wait()
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="of 2 parts, part 1 is on no host that loads"):
+            load("c", model=empty(), tiers=tiers)
+        save("c", model=cut(values), tiers=tiers, copies=2, overwrite=True).wait()
+        dist.barrier()
+        loaded("c", tiers[1:], values, None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("full", ["b/memory/c/.part-00000", "disk/.c"])
+def test_a_tier_that_fills_up_behind_the_trainer_is_told_everywhere_and_the_others_are_whole(tmp_path, full):
+    names, values, write_at = ("a", "b"), drawn(), LocalWriter.write_at
+
+    def limited(writer, begin, view):
+        if full in str(Path(f"/proc/self/fd/{writer._fd}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(writer, begin, view)
+
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        with mock.patch.object(LocalWriter, "write_at", limited):
+            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            with pytest.raises(OSError, match="No space left") as caught:
+                handle.wait()
+        assert caught.value.errno == errno.ENOSPC
+        dist.barrier()
+        own, of_both = f"part-0000{names.index(host)}-of-00002", ["part-00000-of-00002", "part-00001-of-00002"]
+        in_memory = sorted(path.name for path in (tmp_path / host / "memory/c").iterdir())
+        assert in_memory == (of_both if full == "disk/.c" else [own])
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ([] if full == "disk/.c" else ["c"])
+        loaded("c", tiers[:1], values, None)
+        save("d", model=cut(values), tiers=tiers, copies=2).wait()  # there is room again
+        dist.barrier()
+        assert verify(tmp_path / "disk/d") == []
+
+
+@pytest.mark.ranks(2)
+def test_hosts_that_were_booted_and_parts_of_which_half_was_copied(tmp_path):
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(tmp_path, host)
+        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+        dist.barrier()
+        own, half = [tmp_path / host / f"memory/c/part-0000{number}-of-00002" for number in (0, 1)]
+        if host == "a":  # half synced by another tool: of one part the record is missing, of one the end of a file
+            (own / "par_checkpoint.part.json").unlink()
+            os.truncate(half / "model.safetensors.part", 100)
+        dist.barrier()
+        loaded("c", tiers[:1], values, r"part-00000-of-00002/par_checkpoint.part.json is missing: .*has 100 bytes, but")
+        for booted in "ab":
+            if host == booted:
+                shutil.rmtree(tmp_path / host / "memory")
+            dist.barrier()
+            loaded("c", tiers, values, None)  # of the other one's memory, and then of the disk
+        with pytest.raises(CheckpointError, match=r"none of the tiers has a whole checkpoint that all ranks see: "):
+            load("c", model=empty(), tiers=tiers[:1])
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
     names, model = ("a", "b"), cut(drawn())
@@ -270,7 +435,11 @@ def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
         ({"copies": 2, "tiers": ["memory://x", memory]}, ValueError, "the first tier, of 'memory://x/c', is no folder"),
         ({"copies": 2, "tiers": [str(tmp_path / "shared")]}, ValueError, "hosts [ab] and [ab] share the first tier"),
         ({"copies": 2, "tiers": [memory], "style": "torch"}, ValueError, "style is 'torch', of which one rank writes"),
-        ({"copies": dist.get_rank() + 1, "tiers": [memory]}, ValueError, "and another number on others"),
+        (
+            {"copies": dist.get_rank() + 1, "tiers": [memory]},
+            ValueError,
+            "copies is 1 on rank 0, and 2 on rank 1; give",
+        ),
     ]
     with on_hosts(*names):
         for options, kind, match in cases:

@@ -16,6 +16,7 @@ from ..storage.files import Writer
 from ..storage.folder import Folder, Staging
 from ..transfer.ranks import Ranks
 from .kept import KeptFolder, KeptSource
+from .part import RECORD, decode_part
 from .saving import Hosts, PartFolder, PartStaging, Saved
 from .travel import Move, travel
 
@@ -48,26 +49,19 @@ def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *,
         Whether it is copied. It is not if a later save has taken its place in this tier.
 
     Raises:
-        CheckpointError, OSError: A copy could not be made; the parts are still there.
+        CheckpointError, OSError: A copy could not be made, or a part is gone, as where files in memory are cleaned up.
     """
     kept = _kept_of(saved)
 
-    def is_there() -> bool:
-        def look() -> tuple[None, list[int]]:
-            try:
-                kept.check_there()
-            except CheckpointError:
-                return None, [1]
-            return None, [0]
-
-        return ranks.tell(look, 1)[1] == [0]
+    def is_replaced() -> bool:
+        return ranks.tell(lambda: (None, [int(_is_replaced(saved))]), 1)[1] != [0]
 
     def copy_to_next() -> None:
         if next_tier is not None:
             carrier = _Carrier(kept, saved.staging.folder.hosts)
             copy_checkpoint(kept, next_tier, ranks, nonce, overwrite=overwrite, threads=threads, carrier=carrier)
 
-    if not is_there():
+    if is_replaced():
         return False
     errors: list[Exception] = []
     for act in (partial(_copy_to_neighbours, saved, kept, ranks), copy_to_next):
@@ -75,11 +69,28 @@ def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *,
             act()
         except (CheckpointError, OSError) as error:  # of all ranks; the next tier may have room where memory has none
             errors.append(error)
-    if errors and not is_there():
+    if errors and is_replaced():
         return False
     if errors:
         raise errors[0]
     return True
+
+
+def _is_replaced(saved: Saved) -> bool:
+    """Whether a later save has taken the place of this host's part.
+
+    Raises:
+        CheckpointError: Nothing is in its place.
+    """
+    folder = saved.staging.folder
+    path = folder.target.seen() / RECORD
+    try:
+        return decode_part(path.read_bytes(), str(path)).save != saved.staging.record(saved.common).save
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder.path} on {folder.hosts.names[folder.hosts.mine]} is gone before it was copied on; keep cleaners "
+            "of temporary files away from this tier, and save again"
+        ) from error
 
 
 def _copy_to_neighbours(saved: Saved, kept: KeptFolder, ranks: Ranks) -> None:

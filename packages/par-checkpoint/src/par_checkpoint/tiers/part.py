@@ -38,7 +38,8 @@ class PartRecord:
     Args:
         part: Its number.
         keeper: The number of the host that keeps it: its own number, but for a copy.
-        written: When the save was committed: nanoseconds of the first rank's clock.
+        written: When the save was committed: nanoseconds of the first rank's clock, or, should that have been set back,
+            one more than those of the save before it under this name.
         nonce: The save's.
         hosts: The names of the hosts, by the number of the part that each of them wrote.
         manifest: crc32c of the manifest's bytes.

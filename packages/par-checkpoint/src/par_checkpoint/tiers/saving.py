@@ -6,6 +6,7 @@ of all says what the parts have in common, and the first rank of each host does 
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ..storage.commit import erase
 from ..storage.folder import Folder
 from ..storage.local import LocalFolder, LocalStaging, LocalWriter
 from ..transfer.ranks import Ranks
-from .part import RECORD, SUFFIX, PartRecord, encode_part, part_name, part_of, read_part
+from .part import RECORD, SUFFIX, PartRecord, decode_part, encode_part, part_name, part_of, read_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Common:
 
     Args:
         small: By name: the bytes of the small files, the manifest among them, which every part has.
-        written: When the save was committed.
+        written: When the save was committed; of a later save more, though the clock may have been set back.
     """
 
     small: Mapping[str, bytes]
@@ -275,9 +276,24 @@ class PartStaging(LocalStaging):
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Does nothing yet: `complete_part` and `publish_part` do it on every host."""
 
-    def common(self) -> Common:
-        """On the first rank, when all is asked for: what all parts have in common."""
-        return Common(small=self.asked.small, written=time.time_ns())
+    def newest(self) -> int:
+        """When the latest save was committed of which this host has a part under the checkpoint's name; 0 for none."""
+        newest = 0
+        for name in self.folder.whole.folders():
+            if part_of(name) is not None:
+                with suppress(CheckpointError, OSError):  # what is broken is not loaded
+                    path = self.folder.whole.path / name / RECORD
+                    newest = max(newest, decode_part(path.read_bytes(), str(path)).written)
+        return newest
+
+    def common(self, newest: int) -> Common:
+        """On the first rank, when all is asked for: what all parts have in common.
+
+        Args:
+            newest: When the latest save was committed of which any host has a part. The present one counts as later,
+                whatever the clock says: it may have been set back.
+        """
+        return Common(small=self.asked.small, written=max(time.time_ns(), newest + 1))
 
     def record(self, common: Common) -> PartRecord:
         """What this part says of itself."""
@@ -346,7 +362,8 @@ def commit_parts(staging: PartStaging, ranks: Ranks) -> Saved:
 
     Whatever can fail for want of room is done on all hosts before any of them renames its part.
     """
-    common = ranks.on_first(staging.common)
+    newest = max(of_rank for _, of_rank in ranks.distinct(staging.newest() if staging.folder.hosts.leads else 0))
+    common = ranks.on_first(lambda: staging.common(newest))
     ranks.agree(lambda: staging.complete_part(common))
     ranks.agree(staging.publish_part)
     return Saved(staging=staging, common=common)
