@@ -270,8 +270,8 @@ def _load_sound(into: _Into, folder: Folder, session: Session, options: LoadOpti
 
     while True:
         wrong: list[tuple[str, int]] = []
-        before, settles = look()
         try:
+            before, settles = look()
             return retry_while_replaced(
                 lambda: look()[0],
                 partial(_load, into, folder, session, options, wrong),
