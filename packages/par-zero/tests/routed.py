@@ -59,31 +59,42 @@ def exchanged(rows, sent, received, group):
     return arrived
 
 
+def dealt(parallel, uneven=False):
+    """How many experts each rank has of those that have all between them; uneven: the first has what others lack."""
+    least = 1 if uneven else EXPERTS // parallel
+    return [EXPERTS - least * (parallel - 1), *[least] * (parallel - 1)]
+
+
 class Experts(nn.Module):
     """Experts that are packed: this rank's ones, or all of them without a group."""
 
-    def __init__(self, seed, parallel):
+    def __init__(self, seed, parallel, uneven):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.group = exchanging(parallel) if parallel else None
-        self.parallel = parallel or 1
+        self.dealt = dealt(parallel or 1, uneven)
         place = dist.get_rank(self.group) if parallel else 0
         for name, shape in (("up", (EXPERTS, HIDDEN, WIDTH)), ("down", (EXPERTS, WIDTH, HIDDEN))):
-            own = torch.randn(shape, generator=generator, dtype=torch.float64).chunk(self.parallel)[place].clone()
+            own = torch.randn(shape, generator=generator, dtype=torch.float64).split(self.dealt)[place].clone()
             setattr(self, name, nn.Parameter(own / 3))
             if parallel:
-                box = Box((place * len(own), 0, 0), tuple(own.shape), 0, own.stride(), copies(parallel))
+                first = sum(self.dealt[:place])
+                box = Box((first, 0, 0), tuple(own.shape), 0, own.stride(), copies(parallel))
                 set_sharding(getattr(self, name), Sharding(shape, (box,)))
 
     def forward(self, x, ids):
         order = ids.argsort(stable=True)
-        counts = torch.bincount(ids, minlength=EXPERTS).view(self.parallel, -1)
-        arriving = counts.clone()
-        if self.group is not None:
-            dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        counts = torch.bincount(ids, minlength=EXPERTS)
+        arriving = counts.new_empty(len(self.dealt), len(self.up))
+        if self.group is None:
+            arriving.copy_(counts)
+        else:
+            dist.all_to_all_single(
+                arriving.view(-1), counts, [len(self.up)] * len(self.dealt), self.dealt, group=self.group
+            )
+        sent, received = [int(part.sum()) for part in counts.split(self.dealt)], arriving.sum(1).tolist()
         rows = x[order] if self.group is None else Travel.apply(x[order], sent, received, self.group)
-        owner = torch.arange(arriving.shape[1]).repeat(self.parallel).repeat_interleave(arriving.flatten())
+        owner = torch.arange(arriving.shape[1]).repeat(len(self.dealt)).repeat_interleave(arriving.flatten())
         place = owner.argsort(stable=True)
         parts = rows[place].split(arriving.sum(0).tolist())
         done = [torch.tanh(part @ up.T) @ down.T for part, up, down in zip(parts, self.up, self.down, strict=True)]
@@ -95,11 +106,11 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A linear, and experts by its side whose results are weighed."""
 
-    def __init__(self, seed, parallel):
+    def __init__(self, seed, parallel, uneven):
         super().__init__()
         self.dense = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.gate = nn.Linear(WIDTH, 1, dtype=torch.float64)
-        self.experts = Experts(seed, parallel)
+        self.experts = Experts(seed, parallel, uneven)
 
     def forward(self, x, ids):
         return x + torch.tanh(self.dense(x)) + torch.sigmoid(self.gate(x)) * self.experts(x, ids)
@@ -110,13 +121,14 @@ class Routed(nn.Module):
 
     Args:
         parallel: How many ranks have all experts between them; 0: this rank has them alone.
+        uneven: Whether the first of these ranks has more of them than the others.
     """
 
-    def __init__(self, parallel=0):
+    def __init__(self, parallel=0, uneven=False):
         super().__init__()
         torch.manual_seed(0)
         linears = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
-        mixtures = [Mixture(seed, parallel) for seed in (1, 2)]
+        mixtures = [Mixture(seed, parallel, uneven) for seed in (1, 2)]
         self.blocks = nn.ModuleList([linears[0], mixtures[0], linears[1], linears[2], mixtures[1], linears[3]])
 
     def forward(self, x, ids, left_out=None):
@@ -128,12 +140,13 @@ class Routed(nn.Module):
         return x
 
 
-def loss_of(module, step, rank, ranks, left_out=None, micro=0):
-    """The loss of one rank's rows, of which the mean over ranks is that of all rows."""
+def loss_of(module, step, rank, ranks, left_out=None, micro=0, *, only=None):
+    """The loss of one rank's rows, of which the mean over ranks is that of all rows; they may go to one expert only."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     # It asks for a gradient, so that all ranks exchange in backward, one too that leaves out what is below the experts.
     x = torch.randn(TOKENS[rank], WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(EXPERTS, (TOKENS[rank],), generator=generator)
+    ids = ids if only is None else torch.full_like(ids, only)
     return module(x, ids, left_out).square().sum() * ranks / sum(TOKENS[:ranks])
 
 
@@ -146,6 +159,6 @@ def norm_of(optimizer):
     return total.sqrt()
 
 
-def part_of(name, value, parallel):
+def part_of(name, value, parallel, uneven=False):
     """What this rank has of a parameter of the model on one device."""
-    return value.chunk(parallel)[dist.get_rank() % parallel] if ".experts." in name else value
+    return value.split(dealt(parallel, uneven))[dist.get_rank() % parallel] if ".experts." in name else value

@@ -229,11 +229,6 @@ REFUSED = {
         ValueError,
         r"others\[0\]\.replicas are the ranks \[0, 1\]",
     ),
-    "offload": (
-        {"others": lambda: [Share(holding(2))], "stage": 3, "offload": {"budget": "1GB"}},
-        ValueError,
-        "offload counts on one group that shares all parameters, others has more",
-    ),
     "parameters of others": (
         {"others": lambda: [Share(holding(2), parameters=[nn.Parameter(torch.ones(1))])]},
         ValueError,

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -108,8 +109,6 @@ def check_offload(
     groups: Sequence[ParamGroup],
     stage: int,
     device: torch.device | None,
-    *,
-    shared_by_others: bool = False,
 ) -> None:
     """Checks a budget, and that what is to lie elsewhere can: it is of a CPU's parameters, each element for itself.
 
@@ -119,7 +118,6 @@ def check_offload(
         groups: The param groups of all optimizers.
         stage: The ZeRO stage, as a number.
         device: Where parameters come to lie; None: where they are.
-        shared_by_others: Whether not all parameters are shared by one group.
 
     Raises:
         ValueError: It cannot.
@@ -135,10 +133,6 @@ def check_offload(
             f"{stage}: pass stage=3, let optimizer be 'auto', or leave budget out"
         )
     _ = POLICIES[offload.policy]  # somebody provides it
-    if shared_by_others and (offload.away or offload.auto or offload.budgets):
-        raise ValueError(
-            "offload counts on one group that shares all parameters, others has more; leave out offload=, or others="
-        )
     for name in ("parameters", "gradients"):
         if name in (*offload.away, *offload.auto) and not STAGES[stage].shards_parameters:
             raise ValueError(
@@ -414,11 +408,13 @@ def described(
         place_of: Where each parameter belongs.
         stage: The ZeRO stage.
         options: All options.
-        share: Number of the share whose ranks compare. Those of the first have all parameters alike, others theirs.
+        share: Number of the share whose ranks compare. Those of the first have all parameters alike, but for shapes of
+            what others share, such as more or fewer experts; others have theirs alike.
     """
     parts = [
         (
-            *(member.names, tuple(member.shape), str(member.parameter.dtype), place_of[member.parameter]),
+            *(member.names, tuple(member.shape) if member.share == share else (), str(member.parameter.dtype)),
+            place_of[member.parameter],
             *(member.group, member.owner, member.atomic, member.assembled, member.share),
             member.parameter.requires_grad and member.group < 0,
         )
@@ -474,7 +470,19 @@ def agreed(problem: Exception | None, texts: Sequence[str], shares: Sequence[Sha
     return Agreed(tuple(heard[0]), tuple(any(is_used for *_, is_used in said.values()) for said in heard))
 
 
-def agreed_reach(plans: Sequence[Plan], shares: Sequence[Share]) -> tuple[bool, ...]:
+class Dealt(NamedTuple):
+    """The chunks of all ranks, and who must be asked of them.
+
+    Attributes:
+        plans: This rank's chunks, which know the sizes of the largest one that any rank has in the place of each.
+        reach: For each share, whether it has ranks that the first group of some rank has not.
+    """
+
+    plans: list[Plan]
+    reach: tuple[bool, ...]
+
+
+def agreed_chunks(plans: Sequence[Plan], shares: Sequence[Share]) -> Dealt:
     """Agrees on the order of all chunks, and on which shares have ranks that the first group of some rank has not.
 
     Objects are gathered over each of the groups, unless there is one share alone.
@@ -487,11 +495,19 @@ def agreed_reach(plans: Sequence[Plan], shares: Sequence[Share]) -> tuple[bool, 
         ValueError: The ranks have other chunks.
     """
     if len(shares) == 1:
-        return (True,)
+        return Dealt(list(plans), (True,))
     first = set(dist.get_process_group_ranks(shares[0].group))
     chunks = [(plan.share, plan.place, [member.names for member in plan.members]) for plan in plans]
     reach = [not number or not set(share.near) <= first for number, share in enumerate(shares)]
-    said = agree(None, (chunks, reach), *(group for share in shares for group in share.groups))
+    sizes = [(plan.layout.size, plan.layout.shard) for plan in plans]
+    said = agree(None, (chunks, reach, sizes), *(group for share in shares for group in share.groups))
     what, remedy = "chunks", "parameters that not all ranks share need names and sizes that are alike on all"
-    check_alike({rank: theirs for rank, (theirs, _) in said.items()}, what, remedy=remedy, show=False)
-    return tuple(map(any, zip(*(reach for _, reach in said.values()), strict=True)))
+    check_alike({rank: theirs for rank, (theirs, *_) in said.items()}, what, remedy=remedy, show=False)
+    of_all = zip(*(theirs for *_, theirs in said.values()), strict=True)
+    return Dealt(
+        [
+            replace(plan, most=max(size for size, _ in sizes), most_kept=max(kept for _, kept in sizes))
+            for plan, sizes in zip(plans, of_all, strict=True)
+        ],
+        tuple(map(any, zip(*(theirs for _, theirs, _ in said.values()), strict=True))),
+    )

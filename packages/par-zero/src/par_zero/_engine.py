@@ -88,7 +88,7 @@ class Engine:
             self._gatherer = Gatherer(module, units, self._reducer, order)
         if self._gatherer is not None and room is not None:
             other = room.other or partial(_other_bytes, units, optimizers, room)
-            sizes = {unit.label: unit.size for unit in units}
+            sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
             recorder = Recorder(list(sizes), other)
             self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
@@ -157,7 +157,7 @@ class Engine:
             self._reducer.at_end(self._raise_problem)
         if stream.shares.are_there:
             if self._gatherer is not None:
-                self._gatherer.on_evaluated = partial(stream.raise_problem, self._sharers.each[0].shards)
+                self._gatherer.on_evaluated = partial(stream.raise_problem, *self._sharers.beside_replicas)
             for unit in units:
                 unit.shares = stream.shares
         if stream.is_late:

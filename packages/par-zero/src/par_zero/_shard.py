@@ -16,7 +16,7 @@ from par_groups import Sharding, on_written, together
 from ._check import (
     ENGINE,
     agreed,
-    agreed_reach,
+    agreed_chunks,
     check,
     check_abstract,
     check_backends,
@@ -167,7 +167,7 @@ def shard(
         tiers = offload_of(offload)
         check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
         check_others(others, shares[0], module, options)
-        check_offload(tiers, module, stepped, stage, device, shared_by_others=bool(others))
+        check_offload(tiers, module, stepped, stage, device)
         check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, sharers)
         _check_share_of(share_of, group)
@@ -205,16 +205,15 @@ def shard(
         records = {parameter: record_of(parameter, ranks) for parameter in parameters}
         counts = [dist.get_world_size(share.group) for share in shares]
         plans = plan_chunks(members, place_of, records, STAGES[stage], counts, options, tensor=len(parts))
-        reach = agreed_reach(plans, shares)
-        tiers, away = _planned_away(
-            tiers, plans, stepped, stage, options, sharers=sharers, module=module, device=device
-        )
+        plans, reach = agreed_chunks(plans, shares)
+        tiers, away = _planned_away(tiers, plans, stepped, stage, options, shares=shares, module=module, device=device)
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
         problem = error
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
-    room = plan_room(plans, stepped, options, tiers, sharers if tensor is None else [*sharers, tensor])
+    together_with = sharers if tensor is None else [*sharers, tensor]
+    room = plan_room(plans, stepped, options, tiers, _ranks_in(shares), together_with)
     place = device_of(module, device)
     first = members[0].parameter
     check_backends(sharers, place if first.is_meta else torch.device(device or first.device), stage)
@@ -387,7 +386,7 @@ def _planned_away(
     stage: int,
     options: ShardOptions,
     *,
-    sharers: Sequence[dist.ProcessGroup],
+    shares: Sequence[Share],
     module: nn.Module,
     device: torch.device | None,
 ) -> tuple[Offload, Away | None]:
@@ -399,14 +398,19 @@ def _planned_away(
             stepped,
             STAGES[stage],
             options,
-            sharers=sharers,
+            shares=shares,
             beside=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
             is_on_cpu=device_of(module, device).type == "cpu",
         )
     if not offload.away:
         return offload, None
-    with together("shard(offload=...)", *sharers):
-        return offload, plan_away(plans, stepped, STAGES[stage], dist.get_rank(sharers[0]), offload, options)
+    with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
+        return offload, plan_away(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
+
+
+def _ranks_in(shares: Sequence[Share]) -> list[int]:
+    """For each of those who share, which part is this rank's."""
+    return [dist.get_rank(share.group) for share in shares]
 
 
 def _bytes_beside(module: nn.Module, packed: Iterable[nn.Parameter]) -> int:

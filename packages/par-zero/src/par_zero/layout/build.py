@@ -122,11 +122,16 @@ class Plan:
         members: The parameters, which have memory of their own.
         place: Where they belong.
         layout: Where they will lie in the chunk.
+        most: Elements of the chunk on the rank that has the largest there, as of experts some may have more: all ranks
+            decide alike by these.
+        most_kept: Elements that a rank keeps of it where parameters are sharded, on the rank that keeps most.
     """
 
     members: tuple[Member, ...]
     place: Place
     layout: Layout
+    most: int
+    most_kept: int
 
     @property
     def share(self) -> int:
@@ -215,7 +220,8 @@ def plan_chunks(
             before = dealt[kind_of_deal]
             layout = pack_atomic(items, among, before)
             dealt[kind_of_deal] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
-        plans.append(Plan(members=tuple(part), place=place_of[part[0].parameter], layout=layout))
+        place = place_of[part[0].parameter]
+        plans.append(Plan(members=tuple(part), place=place, layout=layout, most=layout.size, most_kept=layout.shard))
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))

@@ -115,6 +115,11 @@ class Sharers:
         return [groups.gathers for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
 
     @property
+    def beside_replicas(self) -> list[dist.ProcessGroup]:
+        """Of `agreeing` those whose ranks run forward together, as they gather the same units."""
+        return [groups.shards for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
+
+    @property
     def beside_gathering(self) -> list[dist.ProcessGroup]:
         """Of `agreeing` those that `gathering` does not come to."""
         shards = [groups.shards for groups in self.each]

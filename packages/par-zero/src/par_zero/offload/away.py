@@ -49,7 +49,7 @@ def plan_away(
     plans: Sequence[Plan],
     groups: Sequence[ParamGroup],
     stage: Stage,
-    rank: int,
+    ranks: Sequence[int],
     offload: Offload,
     options: ShardOptions,
 ) -> Away:
@@ -59,7 +59,7 @@ def plan_away(
         plans: The chunks, which have no memory yet, the last that runs first.
         groups: The param groups of all optimizers.
         stage: The ZeRO stage: of what a rank keeps its share alone.
-        rank: Which share is this rank's.
+        ranks: For each of those who share, which part is this rank's.
         offload: Which part goes where.
         options: The dtype of parameters in use: the optimizer has copies of those that are of another one.
 
@@ -67,7 +67,7 @@ def plan_away(
         ValueError: The disk has too little room, or the folder is none.
         OSError: The file cannot be made.
     """
-    laid = lay_out(plans, held_of(plans, stage, rank), slots_by_group(plans, groups, options), offload, options)
+    laid = lay_out(plans, held_of(plans, stage, ranks), slots_by_group(plans, groups, options), offload, options)
     size = max((block.stop for found in laid.blocks.values() for block in found), default=0)
     shares: dict[Plan, int] = {}
     for plan in plans:
@@ -104,17 +104,17 @@ Held = Sequence[Sequence[Range]]
 """What a rank's optimizers hold of each chunk that is stepped, the first that runs first."""
 
 
-def held_of(plans: Sequence[Plan], stage: Stage, rank: int) -> Held:
+def held_of(plans: Sequence[Plan], stage: Stage, ranks: Sequence[int]) -> Held:
     """What a rank's optimizers hold.
 
     Args:
         plans: The chunks, the last that runs first.
         stage: The ZeRO stage: of what a rank keeps its share alone.
-        rank: Which share is this rank's.
+        ranks: For each of those who share, which part is this rank's.
     """
     held = []
     for plan in reversed(_stepped(plans)):
-        low, high = plan.layout.share(rank) if stage.shards_state else (0, plan.layout.size)
+        low, high = plan.layout.share(ranks[plan.share]) if stage.shards_state else (0, plan.layout.size)
         held.append(tuple(plan.layout.slices(low, high)))
     return tuple(held)
 
@@ -189,7 +189,7 @@ def _stepped(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> list[Home]:
-    """Where the parameters and the gradients of each chunk lie. Those of the units that run first stay nearest.
+    """Where the parameters and the gradients of each chunk lie, alike on all ranks. What runs first stays nearest.
 
     Args:
         plans: The chunks, the last that runs first.
@@ -197,7 +197,7 @@ def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> 
         options: The dtype of parameters in use.
     """
     forward = list(reversed(plans))
-    sizes = [plan.layout.size * plan.dtype_in_use(options).itemsize for plan in forward]
+    sizes = [plan.most_kept * plan.dtype_in_use(options).itemsize for plan in forward]
     parameters, gradients = (spread(sizes, parts) for parts in (offload.parameter_parts, offload.gradient_parts))
     homes = [Home(parameters=own, gradients=sums) for own, sums in zip(parameters, gradients, strict=True)]
     return homes[::-1]
@@ -243,6 +243,7 @@ def plan_room(
     groups: Sequence[ParamGroup],
     options: ShardOptions,
     offload: Offload,
+    ranks: Sequence[int],
     sharers: Sequence[dist.ProcessGroup],
 ) -> Room | None:
     """What a budget leaves for units that are whole; None without one. Collective where there is one.
@@ -252,34 +253,35 @@ def plan_room(
         groups: The param groups of all optimizers.
         options: The dtypes.
         offload: The budget, and which part of the state lies elsewhere.
-        sharers: The groups whose ranks go on together: first the one that shares, then others.
+        ranks: For each of those who share, which part is this rank's.
+        sharers: The groups whose ranks go on together.
 
     Raises:
         ValueError: It leaves too little, on any rank.
     """
     if "device" not in offload.budgets:
         return None
-    resident = resident_bytes(plans, groups, dist.get_rank(sharers[0]), options, offload)
+    resident = resident_bytes(plans, groups, ranks, options, offload)
     with together("shard(offload=...)", *sharers):
         return Room(offload.budgets["device"], resident, whole_bytes(plans, options), offload.policy, offload.other)
 
 
 def resident_bytes(
-    plans: Sequence[Plan], groups: Sequence[ParamGroup], rank: int, options: ShardOptions, offload: Offload
+    plans: Sequence[Plan], groups: Sequence[ParamGroup], ranks: Sequence[int], options: ShardOptions, offload: Offload
 ) -> dict[str, int]:
     """Bytes that lie on the device of a rank throughout stage 3, by what they are.
 
     Args:
         plans: The chunks, which have no memory yet.
         groups: The param groups of all optimizers.
-        rank: Which share is this rank's.
+        ranks: For each of those who share, which part is this rank's.
         options: The dtypes.
         offload: Which part of the state lies elsewhere.
     """
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     slots: dict[tuple[int, torch.dtype], int] = {}
     for plan, home in zip(plans, homes_of(plans, offload, options), strict=True):
-        low, high = plan.layout.share(rank)
+        low, high = plan.layout.share(ranks[plan.share])
         used = plan.dtype_in_use(options)
         if home.parameters == "device":
             found["parameters"] += (high - low) * used.itemsize
@@ -299,9 +301,9 @@ def resident_bytes(
 
 
 def whole_bytes(plans: Sequence[Plan], options: ShardOptions) -> dict[int, int]:
-    """Bytes of each unit that is whole, by its number."""
+    """Bytes of each unit that is whole, by its number, of the rank that has most of it."""
     found: dict[int, int] = {}
     for plan in plans:
-        size = plan.layout.size * plan.dtype_in_use(options).itemsize
+        size = plan.most * plan.dtype_in_use(options).itemsize
         found[plan.place.unit] = found.get(plan.place.unit, 0) + size
     return found

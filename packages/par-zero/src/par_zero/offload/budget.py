@@ -5,9 +5,11 @@ host       takes what is missing, as far as it has room
 disk       takes the rest
 
 Bytes are counted by the same cuts by which things are then brought away, so what is chosen fits, and what is refused
-would not have fitted: for all ranks alike, of which the last may have less, in padding.
+would not have fitted: for all ranks alike, of which the last may have less, in padding, and of experts some may have
+more.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +26,8 @@ from .._stage import Stage
 from .._tiers import TIERS, Offload, least_in_words
 from ..layout.buffers import elements_lent
 from ..layout.build import Plan
-from ..layout.packing import ALIGNMENT
+from ..layout.packing import ALIGNMENT, Layout
+from ..layout.sharers import Share
 from ..optimizer.probe import count_bytes_of_steps
 from ..placement.room import units_at_once
 from .away import Held, Laid, held_of, lay_out, resident_bytes, slots_by_group, whole_bytes
@@ -45,7 +48,7 @@ class Tally:
         groups: The param groups of all optimizers.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         options: The dtypes, and how many chunks are reduced at a time.
-        receives: Whether a reduction receives into memory of its own.
+        receives: For each of those who share, whether a reduction receives into memory of its own.
         beside: Bytes of parameters and buffers of the module that no chunk has.
     """
 
@@ -56,7 +59,7 @@ class Tally:
         stage: Stage,
         options: ShardOptions,
         *,
-        receives: bool,
+        receives: Sequence[bool],
         beside: int,
     ) -> None:
         self._plans, self._stage, self._options, self._beside = plans, stage, options, beside
@@ -64,7 +67,7 @@ class Tally:
         self._counts = {
             key: count_bytes_of_steps(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
         }
-        self._buffers_of_chunk = stage.shards_gradients + receives
+        self._receives = tuple(receives)
         self.units = units_at_once(whole_bytes(plans, options)) if stage.shards_parameters else {}
 
     def count(self, held: Held, offload: Offload) -> Counted:
@@ -113,12 +116,27 @@ class Tally:
 
     def _reductions(self, laid: Laid) -> int:
         """Bytes in which gradients are reduced, of as many chunks as are under way; and one chunk's that arrive."""
-        inflight = self._options.inflight or 2
-        whole = [plan.layout.size * self._reduced(plan).itemsize for plan in laid.pieces]
-        arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in laid.pieces]
-        passing = [self._sum_of(plan) for plan in laid.pieces if laid.homes[plan].gradients == "disk"]
-        lent = elements_lent(whole, inflight) * self._buffers_of_chunk
+        inflight, stepped = self._options.inflight or 2, [plan for plan in self._plans if plan in laid.pieces]
+        whole = [plan.layout.size * self._reduced(plan).itemsize for plan in stepped]
+        received = [size for plan, size in zip(stepped, whole, strict=True) if self._receives[plan.share]]
+        arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in stepped]
+        passing = [self._sum_of(plan) for plan in stepped if laid.homes[plan].gradients == "disk"]
+        lent = elements_lent(received, inflight)
+        if self._stage.shards_gradients:
+            lent += elements_lent(whole, inflight + self._waiting(stepped))
         return lent + _largest(passing, inflight) + max(arriving, default=0)
+
+    def _waiting(self, stepped: Sequence[Plan]) -> int:
+        """How many chunks more than are reduced at a time may have gradients that wait for their turn.
+
+        Where not all ranks share all chunks, those of a unit wait until backward has left it, and those of the root
+        until it ends.
+        """
+        if len(self._receives) == 1 or not self._stage.shards_parameters:
+            return 0
+        chunks = Counter(plan.place.unit for plan in stepped)
+        of_root = chunks.pop(0, 0)
+        return of_root + max(chunks.values(), default=1) - 1
 
     def _ring(self, laid: Laid, ahead: int) -> int:
         """Bytes of the buffers through which passes what lies on a disk."""
@@ -175,7 +193,7 @@ def within_budgets(
     stage: Stage,
     options: ShardOptions,
     *,
-    sharers: Sequence[dist.ProcessGroup],
+    shares: Sequence[Share],
     beside: int,
     is_on_cpu: bool,
 ) -> Offload:
@@ -187,19 +205,27 @@ def within_budgets(
         groups: The param groups of all optimizers.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         options: The options of `shard`.
-        sharers: The group whose ranks share, and that of replicas, if there are any.
+        shares: Who shares what.
         beside: Bytes of parameters and buffers of the module that no chunk has.
         is_on_cpu: Whether the device is a CPU, where nobody else tells how many bytes there are of other things.
 
     Raises:
         ValueError: A tier has too little room, on any rank.
     """
-    ranks = dist.get_world_size(sharers[0])
-    receives = ranks > 1 and (stage.shards_state or ranks > 2 or len(sharers) > 1)
-    tally = Tally(plans, groups, stage, options, receives=receives, beside=beside)
-    held = _from_the_first(held_of(plans, stage, dist.get_rank(sharers[0])))
-    of_all = list(dict.fromkeys(agree(None, held, *sharers).values()))
-    sources = _sources(offload, plans, options, of_all)
+    ranks = [dist.get_rank(share.group) for share in shares]
+    receives = [_receives(share, stage) for share in shares]
+    held = _from_the_first(held_of(plans, stage, ranks))
+    sharers = [group for share in shares for group in share.groups]
+    layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # with one share they are alike
+    of_all = dict.fromkeys(agree(None, (held, layouts), *sharers).values())
+    tallies = {
+        theirs: Tally(_laid_as(plans, theirs), groups, stage, options, receives=receives, beside=beside)
+        for _, theirs in of_all
+    }
+    sources = _sources(offload, plans, options, [each for each, _ in of_all])
+
+    def counted(found: Offload) -> list[Counted]:
+        return [tallies[theirs].count(each, found) for each, theirs in of_all]
 
     def with_parts(places: Places) -> Offload:
         parts = {name: sources[name].parts(*ends) for name, ends in places.items()}
@@ -207,19 +233,33 @@ def within_budgets(
 
     def fits(tier: str, places: Places) -> bool:
         found, budget = with_parts(places), offload.budgets[tier]
-        return all(sum(tally.count(each, found)[tier].values()) <= budget for each in of_all)
+        return all(sum(each[tier].values()) <= budget for each in counted(found))
 
     found = with_parts(_places(offload, sources, fits))
-    _check(offload, [tally.count(each, found) for each in of_all])
+    _check(offload, counted(found))
     if not stage.shards_parameters or "device" not in offload.budgets:
         return found
     found = replace(found, budget={"device": offload.budgets["device"]})
     if offload.auto and offload.other is None and is_on_cpu:
+        tally = tallies[layouts]
         there = sum(tally.count(held, found)["device"].values()) - sum(tally.units.values())
-        resident = resident_bytes(plans, groups, dist.get_rank(sharers[0]), options, found)
+        resident = resident_bytes(plans, groups, ranks, options, found)
         other = max(0, there - sum(resident.values()))  # so that units leave room for buffers
         found = replace(found, other=lambda: other)
     return found
+
+
+def _receives(share: Share, stage: Stage) -> bool:
+    """Whether a reduction over those who share receives into memory of its own."""
+    ranks = dist.get_world_size(share.group)
+    return ranks > 1 and (stage.shards_state or ranks > 2 or share.replicas is not None)
+
+
+def _laid_as(plans: Sequence[Plan], layouts: Sequence[Layout]) -> list[Plan]:
+    """The chunks as another rank has them, which may have other experts than this one; no layouts: as they are."""
+    if not layouts:
+        return list(plans)
+    return [replace(plan, layout=layout) for plan, layout in zip(plans, layouts, strict=True)]
 
 
 def _from_the_first(held: Held) -> Held:
@@ -232,7 +272,7 @@ def _sources(
 ) -> dict[str, _Source]:
     """What is "auto", by name: state may be cut at multiples of some elements, all else between chunks."""
     total = max(sum(part.stop - part.start for ranges in held for part in ranges) for held in of_all)
-    sizes = (plan.layout.size * plan.dtype_in_use(options).itemsize for plan in reversed(plans))
+    sizes = (plan.most_kept * plan.dtype_in_use(options).itemsize for plan in reversed(plans))
     ends = list(accumulate(sizes, initial=0))
 
     def part_of_state(number: int) -> float:

@@ -24,12 +24,13 @@ class Room:
     Args:
         budget: Bytes of the device.
         resident: Bytes that lie there throughout, by what they are.
-        sizes: Bytes of each unit that is whole, by number; 0 is that of the root.
+        sizes: Bytes of each unit that is whole, by number; 0 is that of the root. They are alike on all ranks.
         policy: The name of the policy by which units are placed.
         other: Tells how many bytes there are of anything else; None: nobody does.
 
     Attributes:
         resident: Bytes that lie there throughout, by what they are.
+        sizes: Bytes of each unit that is whole, by number.
         other: Tells how many bytes there are of anything else; None: nobody does.
 
     Raises:
@@ -52,7 +53,7 @@ class Room:
         if sum(parts.values()) > budget:
             words = least_in_words("device", budget, parts)
             raise ValueError(f"{words}; give more, or make units smaller by units=")
-        self.resident = dict(resident)
+        self.resident, self.sizes = dict(resident), dict(sizes)
         self.other = other
         self._budget, self._policy = budget, policy
 
