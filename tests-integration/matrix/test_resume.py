@@ -1,6 +1,10 @@
 """A run may stop and go on: under any other configuration nearly, under the same exactly as it would have."""
 
+import shutil
+import socket
+
 import pytest
+import torch.distributed as dist
 
 from ._cases import PRECISIONS, case
 from ._results import note
@@ -44,6 +48,8 @@ COVER = [CHAINS[0][:6], CHAINS[1][:4], CHAINS[2][:1]]
 
 def pytest_generate_tests(metafunc):
     full = metafunc.config.getoption("--matrix") == "full"
+    if "undisturbed" in metafunc.fixturenames:
+        return
     if "chain" in metafunc.fixturenames:
         metafunc.parametrize("precision", ["fp32", "bf16", "fp16"] if full else ["fp32"])
         chains = [[*chain, chain[0]] for chain in CHAINS] if full else COVER
@@ -88,6 +94,45 @@ def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_pr
         assert loss < most_loss, f"{saved} -> {each.name}"
         assert norm < most_norm, f"{saved} -> {each.name}"
         saved = each.name
+
+
+TIERED = [case(2, zero=3), case(tensor="TP2"), case(pipeline="zb_v"), case(2, zero=1)]
+
+
+@pytest.fixture
+def undisturbed(extent, device):
+    """The curve of one process."""
+    return one_process("fp32", len(TIERED) * extent.part, extent.blocks, device)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_through_tiers_each_configuration_goes_on_from_the_memory_that_is_left_and_else_from_the_disk(
+    extent, device, undisturbed, tmp_path, monkeypatch
+):
+    """Two hosts, by their names, each with a copy of the other's part. First one loses its memory, and then both."""
+    rank, part = dist.get_rank(), extent.part
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host{rank}")
+    memory, disk = tmp_path / f"memory{rank}", tmp_path / "disk"
+    most_loss, most_norm = tolerance("fp32")
+    lost, saved = {1: (1,), 2: (0, 1)}, "nothing"
+    for done, each in enumerate(TIERED):
+        with strategy_of(each, "fp32", device) as strategy:
+            run = Run(strategy, extent.blocks)
+            assert strategy.resume("run", tiers=[memory, disk]) == (done * part or None)
+            if done:
+                place = disk if lost.get(done) == (0, 1) else memory
+                assert strategy.resumed_from == str(place / "run" / f"step-{done * part:08}")
+            curve = run.train(part)
+            for handle in strategy.checkpoint("run", step=(done + 1) * part, tiers=[memory, disk], copies=2):
+                handle.wait()
+        loss, norm = curve.distance(undisturbed.part(done * part, part))
+        assert loss < most_loss, f"{saved} -> {each.name}"
+        assert norm < most_norm, f"{saved} -> {each.name}"
+        saved = each.name
+        dist.barrier()
+        if rank in lost.get(done + 1, ()):
+            shutil.rmtree(memory)
+        dist.barrier()
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -30,12 +30,15 @@ SMALL += ["--train.steps=12", "--train.warmup_steps=4", "--train.validate_every=
 
 # Read by Python when it starts, so that a test can reach into a rank that the command starts. With TEST_HOLD=3 a rank
 # waits in its fourth step until it is asked to leave, or the file TEST_GO is there: nothing depends on who is faster.
+# With TEST_HOLD_COPY nothing comes into the second tier until that file is there, which a run makes that says it waits.
 FAULTS = """
 import os, sys, time
 from par_train.jobs import order as _order
 import par_train.jobs.text
 import par_train.run.metrics
+import par_train.run.run
 import par_train.run.stop
+from par_checkpoint import _save as _saving
 from par_checkpoint.storage import local as _local
 
 batch, read_text = _order.DataOrder.batch, par_train.jobs.text.read_text
@@ -74,6 +77,18 @@ def publish_or_die(staging, **options):
         os.kill(os.getpid(), 9)
     return publish(staging, **options)
 
+def held_copy(*arguments, **options):
+    while not os.path.exists(os.environ.get("TEST_HOLD_COPY", os.curdir)):
+        time.sleep(0.01)
+    return copy_checkpoint(*arguments, **options)
+
+def say_and_release(text, stream=None):
+    say(text, stream)
+    if "waits until" in text and "TEST_HOLD_COPY" in os.environ:
+        open(os.environ["TEST_HOLD_COPY"], "w").close()
+
+copy_checkpoint, _saving.copy_checkpoint = _saving.copy_checkpoint, held_copy
+say, par_train.run.run.say = par_train.run.run.say, say_and_release
 ask = par_train.run.stop.Stop.ask
 par_train.run.stop.Stop.ask = note_and_ask
 publish = _local.LocalStaging.publish

@@ -21,7 +21,8 @@ from .state.model import Model, Names
 from .storage.folder import in_tiers, open_folder
 from .storage.steps import Pruned, latest, newest, step_name, step_of
 from .tiers.nearest import newest_step
-from .tiers.retention import prune_tier
+from .tiers.probe import check_tiers
+from .tiers.retention import clear_tier, prune_tier
 from .transfer.ranks import Ranks, session_of
 
 
@@ -90,7 +91,11 @@ class Checkpoints:
 
     def path(self, step: int) -> str:
         """The folder of a step, in the first tier if there are several."""
-        return f"{self._roots[0].rstrip('/')}/{step_name(step)}"
+        return self.paths(step)[0]
+
+    def paths(self, step: int) -> list[str]:
+        """The folders of a step in all tiers, the nearest first; without tiers, its only one."""
+        return [f"{root.rstrip('/')}/{step_name(step)}" for root in self._roots]
 
     def name(self, step: int) -> str:
         """What `par_checkpoint.save` and `load` take as the path of a step: its folder, or its name in the tiers."""
@@ -108,6 +113,37 @@ class Checkpoints:
         if self.tiers is None:
             return latest(self.root, group=self._group)
         return newest_step(self._roots, session_of(self._group, LoadOptions.timeout).ranks)[1]
+
+    def check(self, *, timeout: float = 1800.0) -> None:
+        """Tries whether steps can be saved to the root, or to each tier, before a run begins. Collective.
+
+        A file is written into each and removed again, and hosts look for each other's: all of them must see a tier,
+        unless it is the first one and there are `copies`, of which there may be as many as hosts. Nothing else is
+        changed.
+
+        Args:
+            timeout: Seconds to wait for a rank that does not answer.
+
+        Raises:
+            TypeError, ValueError: What was given, the rule, and what to give; on every rank.
+            StoreError: An object store refuses to be written; on every rank.
+        """
+        ranks = session_of(self._group, usable_timeout(timeout)).ranks
+        check_tiers(self._roots, self.tiers, self.copies, ranks)
+
+    def clear(self, *, timeout: float = 1800.0) -> None:
+        """Removes all checkpoints of the run from all tiers, and warns of what is not ours and stays. Collective.
+
+        Args:
+            timeout: Seconds to wait for a rank that does not answer.
+        """
+        session = session_of(self._group, usable_timeout(timeout))
+        session.settle("wait")
+        for number, root in enumerate(self._roots):
+            pruned = clear_tier(root, session.ranks, local=self.tiers is not None and number == 0)
+            if session.ranks.rank == 0:
+                self._tell(pruned)
+        self._newest = None
 
     @takes_options(SaveOptions)
     def save(

@@ -64,7 +64,13 @@ class Save:
         self._tiers_heard = False
         self._tiers_acts: list[Callable[[], object]] = []
         self._tiers_ended = True
+        self._missing: tuple[str, ...] = ()
         self._ended = True
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The checkpoint's folders in tiers after the first that do not have it yet, the nearest first."""
+        return self._missing
 
     def done(self) -> bool:
         """Whether the save has ended, well or not, in all tiers."""

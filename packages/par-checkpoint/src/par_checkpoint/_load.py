@@ -63,6 +63,7 @@ class Report:
         extra_of_ranks: What each rank gave as `extra`, by rank, where it differed between them; else None.
         step: What `save` was given as `step`.
         recomputed: Buffers that no file holds and that were computed, for they were on the meta device.
+        path: The folder that was read; of several tiers, that in the nearest one.
     """
 
     missing: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Report:
     step: int | None = None
     recomputed: tuple[str, ...] = ()
     extra_of_ranks: tuple[Any, ...] | None = None
+    path: str = ""
 
 
 @takes_options(LoadOptions)
@@ -383,7 +385,7 @@ def _load(
     (of_model, of_optimizer, buffers, mine), users = ranks.tell(match, len(stored))
     announced = [of_rank for _, of_rank in ranks.distinct(mine)]
     check_layout([of_rank.layout for of_rank in announced])
-    report = _report(outline, dict(zip(stored, users, strict=True)), announced)
+    report = replace(_report(outline, dict(zip(stored, users, strict=True)), announced), path=folder.url)
     unmade = {name: text for of_rank in announced for name, text in of_rank.unmade.items()}
     if into.strict:
         _check_strict(folder, report, unmade.values())

@@ -276,7 +276,10 @@ def save(
         with job.workers() as workers:
             job.write(ranks, None, workers)
     if further or isinstance(folder, PartFolder):
-        copy_further = _copies(session.beside, [folder, *further], nonce, chosen, overwrite=overwrite, saved=job.saved)
+        handle._missing = tuple(each.url for each in further)
+        copy_further = _copies(
+            session.beside, [folder, *further], nonce, chosen, overwrite=overwrite, saved=job.saved, handle=handle
+        )
         handle._copy_on(copy_further, session.copied[-1]._tiers_thread() if session.copied else None)
         session.copied.append(handle)
     handle.blocked_seconds += time.perf_counter() - begin
@@ -291,18 +294,21 @@ def _copies(
     *,
     overwrite: bool,
     saved: Sequence[Saved],
+    handle: Save,
 ) -> Callable[[], None]:
-    """What copies a checkpoint from each folder to the next, when the first has it."""
+    """What copies a checkpoint from each folder to the next, when the first has it, and notes on the handle who has."""
 
     def copy() -> None:
         if saved:
             next_tier = folders[1] if len(folders) > 1 else None
             if not copy_on(saved[0], next_tier, ranks, nonce, overwrite=overwrite, threads=options.threads):
                 return  # a later save has taken its place, and is copied next
+            handle._missing = handle._missing[1:]
         for source, target in pairwise(folders[1:] if saved else folders):
             of = ranks.on_first(source.version)
             if not copy_checkpoint(source, target, ranks, nonce, overwrite=overwrite, threads=options.threads, of=of):
                 return  # a later save has taken its place, and is copied next
+            handle._missing = handle._missing[1:]
 
     return copy
 

@@ -105,6 +105,10 @@ def folder(tmp_path):
         (["--output=broken.toml/below"], ["cannot write to the output folder 'broken.toml/below'"]),
         (["--output=/proc/nothing"], ["cannot write to the output folder '/proc/nothing'"]),
         (["--output=old"], ["'old' holds a run already", "--resume auto", "--overwrite"]),
+        (["--checkpoint.copies=2"], ["checkpoint.copies is 2", "no checkpoint.tiers", "/dev/shm"]),
+        (["--checkpoint.tiers=a,b", "--checkpoint.keep_last=1,2,3"], ["[1, 2, 3] for 2 tiers", "one for each"]),
+        (["--checkpoint.tiers=a", "--checkpoint.keep_last=x"], ["checkpoint.keep_last is 'x'", "whole numbers"]),
+        (["--checkpoint.keep_last=2"], ["no checkpoint.tiers", "the output folder has one checkpoint"]),
         (["--resume=auto", "--overwrite"], ["resume auto goes on, overwrite starts anew; give one"]),
     ],
 )

@@ -8,10 +8,10 @@ import par_train
 from par_precision import mixed
 from par_train._errors import UserError
 from par_train.jobs.checkpoint import (
+    Origin,
     TrainingState,
     check_continues,
     find_state,
-    load_checkpoint,
     load_state,
     save_checkpoint,
 )
@@ -45,7 +45,8 @@ def test_the_training_state_comes_back(saved):
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
     model = par_train.GPT(OPTIONS.model)
     _, again = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
-    load_checkpoint(path, model, again)
+    origin = Origin(path=str(path), folder=str(path), state=loaded)
+    origin.load(model=model, optimizer=again, scheduler=again.scaling)
     for number, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
             assert torch.equal(again.state_dict()["state"][number][name], value)

@@ -14,7 +14,7 @@ from par_pipeline.schedules.registry import SCHEDULES
 from par_testing import once
 from par_train import Strategy
 from par_train._errors import TrainingError
-from par_train.jobs.checkpoint import TrainingState, save_checkpoint
+from par_train.jobs.checkpoint import Origin, TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.text import Text
@@ -253,7 +253,7 @@ def test_rows_of_documents_go_on_without_an_axis_sequence_and_with_it_again(case
             with ProcessGroups(Topology.from_config(axes_then, 4)) as groups:
                 trainer = Trainer(packed(**changes_then), packed_text(), groups, torch.device("cpu"))
                 if state is not None:
-                    trainer.restore(path, state)
+                    trainer.restore(Origin(path=str(path), folder=str(path), state=state))
                 found += [trainer.advance(0).loss for _ in range(STEPS)]
                 state = saved(path, trainer)
         assert found == pytest.approx(losses, rel=TOLERANCE), axes
@@ -328,7 +328,7 @@ def test_a_run_goes_on_under_another_topology(cases, tmp_path):
         other_axes, other_changes = cases[number - 1]
         with ProcessGroups(Topology.from_config(other_axes, 4)) as groups:
             trainer = Trainer(options(tied=True, **other_changes), text(), groups, torch.device("cpu"))
-            trainer.restore(tmp_path / str(number), state)
+            trainer.restore(Origin(path=str(tmp_path / str(number)), folder="", state=state))
             gone_on = [trainer.advance(0) for _ in range(STEPS)]
         assert [each.loss for each in (*begun, *gone_on)] == pytest.approx(losses, rel=TOLERANCE)
 
@@ -343,7 +343,7 @@ def test_half_precision_goes_on_exactly(tmp_path):
             whole.advance(0)
         state = saved(tmp_path / "checkpoint", whole)
         again = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
-        again.restore(tmp_path / "checkpoint", state)
+        again.restore(Origin(path=str(tmp_path / "checkpoint"), folder="", state=state))
         assert float(again.optimizer.scaling.scale.value) == 2.0**10
         for trainer in (whole, again):
             for _ in range(3):

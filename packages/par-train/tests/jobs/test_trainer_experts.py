@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from par_groups import ProcessGroups, Topology
 from par_layers import RouterLosses, update_choice_bias_
 from par_testing import once, storm
-from par_train.jobs.checkpoint import TrainingState, load_model, load_state, save_checkpoint
+from par_train.jobs.checkpoint import Origin, TrainingState, load_model, load_state, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.text import Text
@@ -122,7 +122,7 @@ def test_a_run_goes_on_under_another_expert_parallelism_and_opens_on_one_device(
         with ProcessGroups(Topology.from_config(axes, 2)) as groups:
             trainer = Trainer(options(zero=zero), text(), groups, torch.device("cpu"))
             if state is not None:
-                trainer.restore(path, state)
+                trainer.restore(Origin(path=str(path), folder=str(path), state=state))
             losses += [numbers(trainer.advance(0))[0] for _ in range(3)]
             state = TrainingState(step=trainer.step, samples=trainer.samples, seconds=0.0, text="")
             save_checkpoint(path, trainer.model, trainer.optimizer, trainer.options, state)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from par_train._errors import UserError
 from par_train.jobs.begin import after_restart, find_start, leave_if_asked
 from par_train.jobs.options import DataOptions, ModelOptions, Options
-from par_train.run.attempt import BEGUN, SAVED, has_begun, has_saved, note_of
+from par_train.run.attempt import BEGUN, SAVED, has_begun, has_come_to, note_of
 from par_train.run.lock import lock_folder, read_note
 from par_train.run.stop import Stop, StoppedEarly
 
@@ -43,8 +43,8 @@ def test_ranks_that_are_started_again_go_on_only_from_what_their_job_began(optio
 def test_a_save_counts_for_its_job_alone(options):
     with lock_folder(options.files) as lock:
         lock.note(note_of(SAVED))
-    assert has_saved(options.files, "mine")
-    assert not has_saved(options.files, "another")
+    assert has_come_to(SAVED, options.files, "mine")
+    assert not has_come_to(SAVED, options.files, "another")
 
 
 def test_a_job_that_is_refused_forgets_what_an_earlier_one_of_its_name_noted(options, monkeypatch):

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from contextlib import redirect_stderr
@@ -128,6 +129,38 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path):
         # Every fourth step, and where a checkpoint is, so that counts go on from there.
         assert [line["step"] for line in lines_of(folder)] == [3, 4, 6, 8, 9, 11]
         assert [line["samples"] for line in lines_of(folder)] == [8 * step for step in (3, 4, 6, 8, 9, 11)]
+
+
+@pytest.mark.ranks(2)
+def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_last_one_has_everything(tmp_path):
+    folder, near, far = (tmp_path / name for name in ("run", "near", "far"))
+    tiers = {"tiers": [near, far], "checkpoint_every": 3, "keep_last": [1, 2]}
+    Loop(zero=1).train(tmp_path / "whole", 9)
+    Loop(zero=1).train(folder, 9, at(7, lambda run: run.leave()), async_=True, **tiers)
+    dist.barrier()
+    assert [steps_of(tier) for tier in (near, far)] == [[7], [6, 7]]
+    assert not (folder / "checkpoints").exists()
+    for gone in ("near", "far"):
+        case = tmp_path / f"without-{gone}"
+        if dist.get_rank() == 0:
+            for name in {"run", "near", "far"} - {gone}:
+                shutil.copytree(tmp_path / name, case / name)
+        dist.barrier()
+        said, found = io.StringIO(), case / ("far" if gone == "near" else "near")
+        with redirect_stderr(said):
+            Loop(zero=1).train(case / "run", 9, resume="auto", **{**tiers, "tiers": [case / "near", case / "far"]})
+        if dist.get_rank() == 0:
+            assert f"goes on after step 7, from {found}/checkpoints/step-00000007\n" in said.getvalue()
+        dist.barrier()
+        assert losses_of(case / "run") == losses_of(tmp_path / "whole")
+        assert [steps_of(case / tier)[-1] for tier in ("near", "far")] == [9, 9]
+    with pytest.raises(ValueError, match="holds a run already, of step 7; go on with resume='auto', replace it"):
+        Loop().train(tmp_path / "other", 2, **tiers)
+    with pytest.raises(ValueError, match="copies is 2, but the ranks are on 1 host"):
+        Loop().train(tmp_path / "other", 2, tiers=[near, far], copies=2, overwrite=True)
+    Loop().train(tmp_path / "other", 2, overwrite=True, **tiers)
+    dist.barrier()
+    assert [steps_of(tier) for tier in (near, far)] == [[2], [2]]
 
 
 @pytest.mark.ranks(2)

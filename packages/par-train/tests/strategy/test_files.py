@@ -133,8 +133,29 @@ def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypa
     dist.barrier()
     assert second.strategy.newest_step("gpt", tiers=tiers) == 4
     assert second.strategy.resume("gpt", tiers=tiers) == 4
+    assert second.strategy.resumed_from == str(tiers[0] / "gpt" / "step-00000004")
     assert second.steps(4) == expected
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_single_objects_go_to_tiers_and_come_back_from_the_nearest_one(tmp_path):
+    first, second = Training(), Training()
+    first.steps(2)
+    tiers = [tmp_path / "memory", tmp_path / "disk"]
+    for kind in ("model", "optimizer"):
+        first.strategy.save(getattr(first, kind), "out", tiers=tiers).wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(tiers[0])
+    dist.barrier()
+    for kind in ("model", "optimizer"):
+        second.strategy.load(getattr(second, kind), "out", tiers=tiers)
+    assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    with pytest.raises(
+        ValueError, match="plan is 'torch', whose files one rank writes to one place, but tiers or copi"
+    ):
+        first.strategy.save(first.model, "model.pt", plan="torch", tiers=tiers)
 
 
 TOPOLOGIES = [

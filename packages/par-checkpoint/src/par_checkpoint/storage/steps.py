@@ -98,6 +98,10 @@ def prune(
     Raises:
         ValueError: A count below 1.
     """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every={keep_every} divides nothing: give at least 1, or None")
     return remove_steps(root, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
 
 
@@ -113,15 +117,11 @@ def remove_steps(
 
     Args:
         root: The directory that holds the step directories, or its URL.
-        keep_last: How many of the highest whole steps to keep, at least 1.
+        keep_last: How many of the highest whole steps to keep; 0: none.
         keep_every: Multiples of this step are kept too; None: no others.
         dry_run: Whether to remove nothing, and only say what would be removed.
         upto: Later steps stay, and do not count; None: all count.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
-    if keep_every is not None and keep_every < 1:
-        raise ValueError(f"keep_every={keep_every} divides nothing: give at least 1, or None")
     kept, removed = 0, Pruned()
     for step, folder, littered in _steps(open_folder(root)):
         if upto is not None and step > upto:

@@ -1,5 +1,6 @@
 """Which steps stay in which tier, and removing the others."""
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +41,25 @@ def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_
         return _prune_parts(tier, keep_last, keep_every, upto)
 
     return ranks.agree(remove)
+
+
+def clear_tier(root: str, ranks: Ranks, *, local: bool) -> Pruned:
+    """Removes all steps from a tier. Collective.
+
+    Args:
+        root: The folder of the steps in it.
+        ranks: The ranks that save.
+        local: Whether it may be local to each host, which then has parts of checkpoints there.
+
+    Returns:
+        What was removed, and why others stay, as `prune_tier` does.
+    """
+    parts = Pruned()
+    if local:
+        parts = prune_tier(root, ranks, in_parts=True, keep_last=0, keep_every=None, upto=sys.maxsize)
+    removed = prune_tier(root, ranks, in_parts=False, keep_last=0, keep_every=None, upto=sys.maxsize)
+    removed.kept.update(parts.kept)
+    return removed
 
 
 def _prune_parts(tier: LocalFolder, keep_last: int, keep_every: int | None, upto: int) -> Pruned:

@@ -172,12 +172,17 @@ def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> PartFolder:
         ValueError: There are fewer hosts than copies of each part; on every rank.
     """
     hosts = hosts_of(ranks)
+    check_hosts(copies, hosts)
+    return PartFolder(whole, hosts, hosts.mine)
+
+
+def check_hosts(copies: int, hosts: Hosts) -> None:
+    """Raises ValueError unless there are as many hosts as copies of each part."""
     if copies > len(hosts.names):
         raise ValueError(
             f"copies is {copies}, but the ranks are on {len(hosts.names)} host{'s' * (len(hosts.names) > 1)} "
             f"({', '.join(hosts.names[:8])}); give {len(hosts.names)} at most, or start ranks on more hosts"
         )
-    return PartFolder(whole, hosts, hosts.mine)
 
 
 @dataclass

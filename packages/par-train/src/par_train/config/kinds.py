@@ -50,7 +50,7 @@ def _kind_of(hint: Any) -> Kind:
             fit=lambda value: value if isinstance(value, str) and value in choices else None,
         )
     if get_origin(hint) is tuple:
-        return _STRINGS if get_args(hint)[0] is str else _TABLES
+        return {str: _STRINGS, int: _NUMBERS}.get(get_args(hint)[0], _TABLES)
     return _KINDS[hint]
 
 
@@ -77,6 +77,10 @@ def _fit_strings(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
 
 
+def _fit_numbers(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, list) and all(type(item) is int for item in value) else None
+
+
 def tables_with(key: str, example: str, metavar: str) -> Kind:
     """A list of tables, each of which has a text under a key.
 
@@ -101,6 +105,12 @@ _STRINGS = Kind(
     metavar="A,B",
     read=lambda text: [item for item in text.split(",") if item],
     fit=_fit_strings,
+)
+_NUMBERS = Kind(
+    words="a list of whole numbers",
+    metavar="N,N",
+    read=lambda text: [int(item) for item in text.split(",") if item],
+    fit=_fit_numbers,
 )
 SOURCES = tables_with("path", '[{path = "web.parquet", weight = 2}]', '[{path="A",weight=1}]')
 _TABLES = tables_with("type", '[{type = "name"}]', '[{type="A"}]')

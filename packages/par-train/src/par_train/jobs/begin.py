@@ -1,17 +1,19 @@
 """Where a run of the main job begins: what only one rank can see is made known to all, and all go on or none does."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from par_checkpoint import CheckpointError, Checkpoints
 from par_groups import agree
 
 from .._errors import UserError
 from ..run.attempt import has_begun, is_restarted
 from ..run.lock import Lock, lock_folder
 from ..run.stop import Stop, StoppedEarly
-from .checkpoint import TrainingState, check_continues, find_state
+from .checkpoint import Origin, check_continues, checkpoints_of, find_in_tiers, find_state
 from .checks import check_files
 from .existing.data import ModelData, check_goes_on, read_data
 from .existing.folder import ModelFolder
@@ -25,13 +27,15 @@ class Start:
 
     Args:
         data: What to train on: the text of the byte-level GPT, or an existing model and its tokens.
-        state: What to go on from; None starts anew.
+        origin: What to go on from; None starts anew.
         lock: The lock of the output folder, on rank 0.
+        checkpoints: The run's checkpoints in its tiers; None if it has none.
     """
 
     data: Text | ModelData
-    state: TrainingState | None
+    origin: Origin | None
     lock: Lock | None
+    checkpoints: Checkpoints | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +74,33 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
         StoppedEarly: A rank was asked to leave while it made the tokens; on every rank.
     """
     try:
-        lock, found, state = _look(options, held)
+        lock, found, origin = _look(options, held)
         digest = found.digest
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
-    _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=None if state is None else state.step))
+    step = None if origin is None else origin.state.step
+    _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=step))
+    checkpoints, origin = _look_into_tiers(options, origin)
+    data: Text | ModelData
     if isinstance(found, Text):
-        return Start(data=found, state=state, lock=lock)
+        data = found
+    else:
+        try:
+            data = read_data(options, found, stop)
+        except Exception:  # which every rank has, in its own words
+            leave_if_asked(stop)
+            raise
     try:
-        data = read_data(options, found, stop)
-    except Exception:  # which every rank has, in its own words
-        leave_if_asked(stop)
-        raise
-    try:
-        if state is not None:
-            check_goes_on(options, data, state)
+        if origin is not None and isinstance(data, Text):
+            check_continues(origin.folder, options, origin.state, data.digest)
+        elif origin is not None and not isinstance(data, Text):
+            check_goes_on(options, data, origin)
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
     _compare(_Facts())
-    return Start(data=data, state=state, lock=lock)
+    return Start(data=data, origin=origin, lock=lock, checkpoints=checkpoints)
 
 
 def leave_if_asked(stop: Stop) -> None:
@@ -104,7 +114,7 @@ def leave_if_asked(stop: Stop) -> None:
         raise StoppedEarly(number)
 
 
-def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelFolder, TrainingState | None]:
+def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelFolder, Origin | None]:
     """What this rank finds by itself: the lock on rank 0, the text or the model's folder, and the checkpoint."""
     lock = None
     if dist.get_rank() == 0:
@@ -112,11 +122,56 @@ def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelF
     if lock is not None and not is_restarted():
         lock.note("")  # of a launch before this one
     found = check_files(options)
+    if options.resume == "no":
+        return lock, found, None
+    _check_tiers_are_given(options)
     checkpoint = options.files.checkpoint
-    state = None if options.resume == "no" else find_state(checkpoint)
-    if state is not None and isinstance(found, Text):
-        check_continues(checkpoint, options, state, found.digest)
-    return lock, found, state
+    state = find_state(checkpoint)
+    return lock, found, None if state is None else Origin(path=str(checkpoint), folder=str(checkpoint), state=state)
+
+
+def _check_tiers_are_given(options: Options) -> None:
+    """Raises UserError where the run's checkpoints are in tiers of which this start knows nothing."""
+    try:
+        before = json.loads(options.files.tiers.read_text())
+    except (OSError, ValueError):
+        return
+    if not set(before) & set(options.checkpoint.tiers):
+        raise UserError(
+            f"the checkpoints of the run in {options.output_folder!r} are in {', '.join(before)}; give them with "
+            f"--checkpoint.tiers, or, if they are gone, remove {str(options.files.tiers)!r}"
+        )
+
+
+def _look_into_tiers(options: Options, origin: Origin | None) -> tuple[Checkpoints | None, Origin | None]:
+    """Makes sure that the tiers can be saved to, and finds what to go on from, in them or in the output. Collective.
+
+    Args:
+        options: The options of the run.
+        origin: The checkpoint in the output folder, of a run that had no tiers yet.
+
+    Returns:
+        The run's checkpoints in its tiers, and what to go on from.
+
+    Raises:
+        UserError: A tier cannot be, or holds a run that is neither gone on with nor replaced; on every rank.
+    """
+    try:
+        checkpoints = checkpoints_of(options)
+        if checkpoints is None:
+            return None, origin
+        checkpoints.check()
+        found = None if options.overwrite else find_in_tiers(checkpoints)
+    except (ValueError, TypeError, ImportError, CheckpointError) as error:
+        raise UserError(f"checkpoint.tiers: {error}") from None
+    if found is None or (origin is not None and origin.state.step > found.state.step):
+        return checkpoints, origin
+    if options.resume == "no":
+        raise UserError(
+            f"a tier holds a run already ({found.folder}); go on with --resume auto, replace it with --overwrite, or "
+            "name others with --checkpoint.tiers"
+        )
+    return checkpoints, found
 
 
 def _compare(mine: _Facts) -> None:

@@ -52,6 +52,7 @@ def check_config(options: Options, world_size: int) -> Topology:
     if options.profile:
         read_steps(options.profile)
     _check_memory(options.memory)
+    _check_tiers(options)
     if options.zero == 3 and options.precision.endswith("-amp"):
         raise UserError(
             f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
@@ -260,6 +261,28 @@ def _check_memory(memory: MemoryOptions) -> None:
     if bool(memory.disk) != bool(memory.path):
         raise UserError(
             f"memory.disk is {format_bytes(memory.disk)} and memory.path {memory.path!r}; give both, or none of them"
+        )
+
+
+def _check_tiers(options: Options) -> None:
+    """Checks what can be said of tiers without a look at them; `par_checkpoint.Checkpoints.check` looks."""
+    given = options.checkpoint
+    if not given.tiers:
+        if given.copies:
+            raise UserError(
+                f"checkpoint.copies is {given.copies}, but there are no checkpoint.tiers; give the memory of each host "
+                "as the first one, such as /dev/shm/gpt, and one that outlives it"
+            )
+        if given.keep_last:
+            raise UserError(
+                "checkpoint.keep_last is given, but there are no checkpoint.tiers, and the output folder has one "
+                "checkpoint; leave it out, or give tiers"
+            )
+        return
+    if len(given.keep_last) not in (0, 1, len(given.tiers)) or min(given.keep_last, default=1) < 1:
+        raise UserError(
+            f"checkpoint.keep_last is {list(given.keep_last)} for {len(given.tiers)} tiers; give one number of 1 or "
+            "more, or one for each tier"
         )
 
 

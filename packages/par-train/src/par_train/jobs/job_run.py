@@ -1,5 +1,6 @@
 """The main job as one rank sees it: meet the others, agree where to start, take the steps, leave the files."""
 
+import json
 import math
 import os
 import time
@@ -17,7 +18,7 @@ from par_precision import check_device
 from .._errors import UserError
 from ..diagnosis.watch import Diagnosis
 from ..run.failure import one_traceback
-from ..run.files import RunFiles, writing
+from ..run.files import RunFiles, write_file, writing
 from ..run.metrics import draw_load, draw_loss, read_metrics
 from ..run.output import say
 from ..run.run import Run
@@ -101,6 +102,7 @@ class JobRun(Run):
         )
         self._trainer, self._start, self._topology = trainer, start, topology
         self._stop, self._lock = stop, start.lock
+        self._checkpoints, self._copies = start.checkpoints, options.checkpoint.copies or None
         self._place.facts |= {"options": repr(options)}
         self._agreed = 0  # the signal that any rank got, by the last step
         self._took = 0.0  # seconds for the last step alone
@@ -160,19 +162,27 @@ class JobRun(Run):
 
     def _open(self, held: ExitStack) -> None:
         del held  # `find_start` has taken the folder
-        state = self._start.state
-        if state is not None:
-            self._trainer.restore(self.files.checkpoint, state)
-            self.step = self._saved = state.step
-            self._fresh = False
+        origin = self._start.origin
+        if origin is not None:
+            self._trainer.restore(origin)
+            self._fresh, self.step = False, origin.state.step
+            if self._checkpoints is None or origin.tiers is not None:  # else no tier has it yet
+                self._saved = self.step
         leave_if_asked(self._stop)  # from here on, the old run in the folder is replaced
 
     def _begin(self, until: int) -> None:
+        origin = self._start.origin
+        if self._checkpoints is not None and self._fresh:
+            self._checkpoints.clear()
         if self.strategy.is_master:
-            print_banner(self._trainer.options, self._topology, self._trainer)
+            print_banner(
+                self._trainer.options, self._topology, self._trainer, None if origin is None else origin.folder
+            )
         super()._begin(until)
-        if self._start.state is not None:
-            self._began = time.monotonic() - self._start.state.seconds
+        if self.strategy.is_master and self._checkpoints is not None:
+            write_file(self.files.tiers, json.dumps(self._trainer.options.checkpoint.tiers).encode())
+        if origin is not None:
+            self._began = time.monotonic() - origin.state.seconds
 
     def _agree(self) -> int:
         return self._agreed
@@ -184,8 +194,10 @@ class JobRun(Run):
         clock = torch.tensor(self.seconds, dtype=torch.float64, device=trainer.device)
         dist.broadcast(clock, 0)  # one number over the world
         self._clock.enter(self.step, "checkpoint")
-        with writing(self.files.checkpoint, self._remedy("--resume auto")):
-            trainer.save(self.files.checkpoint, trainer.state(float(clock)))
+        place = self._checkpoints or self.files.checkpoint
+        path = self.files.checkpoint if self._checkpoints is None else self._checkpoints.path(trainer.step)
+        with writing(path, self._remedy("--resume auto")):
+            self._follow([trainer.save(place, trainer.state(float(clock)))])
         self._saved = trainer.step
 
     def _end(self, until: int) -> None:
@@ -203,6 +215,8 @@ class JobRun(Run):
         if self._timeline is not None and schedule is not None:
             _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
         print_summary(options, lines, self.step, self.ended_by, trainer.guess)
+        if self._checkpoints is not None:
+            say(f"wrote {self._checkpoints.paths(self.step)[-1]}")
         if self._goodput is not None:
             say(f"time       {self._goodput.summary()}")
 

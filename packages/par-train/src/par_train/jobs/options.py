@@ -195,6 +195,27 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Where checkpoints go, where they go to more than the output folder."""
+
+    tiers: tuple[str, ...] = option(
+        (),
+        "folders or URLs of this run that get each checkpoint, the nearest first, such as "
+        "/dev/shm/gpt,/nvme/gpt,s3://bucket/gpt: training waits for the first alone; the output folder may be one of "
+        "them; left empty, the output folder has one checkpoint",
+    )
+    copies: int = option(
+        0,
+        "hosts on which each host's part of the first tier is kept, where that is memory of each host: 2 outlives the "
+        "loss of one; 0: all hosts share the first tier",
+        low=0,
+    )
+    keep_last: tuple[int, ...] = option(
+        (), "newest checkpoints that stay: one number for all tiers, or one for each; left empty, the newest alone"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     """Texts that a model of transformers writes while it is trained, to be looked at."""
 
@@ -258,6 +279,7 @@ class Options:
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     sample: SampleOptions = field(default_factory=SampleOptions)
     pipeline: ScheduleOptions = field(default_factory=ScheduleOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)

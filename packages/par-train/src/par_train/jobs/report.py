@@ -23,8 +23,15 @@ UNIFORM = math.log(256)
 _COLUMNS = 80
 
 
-def print_banner(options: Options, topology: Topology, trainer: Training) -> None:
-    """Says what is about to happen."""
+def print_banner(options: Options, topology: Topology, trainer: Training, origin: str | None = None) -> None:
+    """Says what is about to happen.
+
+    Args:
+        options: The options of the run.
+        topology: Its ranks.
+        trainer: The trainer, which has restored the checkpoint that the run goes on from.
+        origin: The folder of that checkpoint; None: the run starts anew.
+    """
     about = trainer.about(topology)
     say("\n".join(_drawn(topology)))
     _row("model", *about["model"])
@@ -37,6 +44,12 @@ def print_banner(options: Options, topology: Topology, trainer: Training) -> Non
     _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output_folder, f"{place} of {options.train.steps}")
+    tiers, copies = options.checkpoint.tiers, options.checkpoint.copies
+    if tiers:
+        kept = f", of each host's own, on {copies} host{'s' * (copies > 1)} each" if copies else ""
+        first = f"first to {tiers[0]}{kept}"
+        then = [f"then to {tier}" for tier in tiers[1:]]
+        _row("saves", first, *then, *([] if origin is None else [f"goes on from {origin}"]))
 
 
 def print_spent(strategy: Setup) -> None:

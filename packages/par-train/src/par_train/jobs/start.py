@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from par_groups import read_environment
 
 from .._errors import UserError
-from ..run.attempt import has_saved
+from ..run.attempt import NEAR, SAVED, has_come_to
 from ..run.output import say
 from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
 from .checks import check_config, check_files
@@ -90,7 +90,7 @@ def _start(options: Options, ranks: int) -> int:
     except SignalException as error:
         if error.sigval == signal.SIGHUP:
             leave_terminal()
-        return _after_signal(error.sigval, saved=has_saved(options.files, launch))
+        return _after_signal(error.sigval, options, launch)
     except ChildFailedError as error:
         return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
@@ -128,11 +128,13 @@ def _quiet_launcher() -> Iterator[None]:
         logging.disable(before)
 
 
-def _after_signal(number: signal.Signals, *, saved: bool) -> int:
+def _after_signal(number: signal.Signals, options: Options, launch: str) -> int:
     """The launcher has forwarded the signal, and the ranks have left: before the first step, or their save failed."""
-    if saved:
+    if has_come_to(SAVED, options.files, launch):
         return exit_code(number)
-    say(f"par-train: {number.name}: stopped without saving", sys.stderr)
+    near = has_come_to(NEAR, options.files, launch)
+    how = f"before the last step had come further than {options.checkpoint.tiers[0]}" if near else "without saving"
+    say(f"par-train: {number.name}: stopped {how}", sys.stderr)
     return 128 + number
 
 

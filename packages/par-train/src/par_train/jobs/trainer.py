@@ -1,6 +1,8 @@
 """One rank's part of the byte-level GPT and place in the text: what a step computes and communicates."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_checkpoint import Checkpoints, Save
 from par_groups import ProcessGroups, Topology
 from par_layers import Tokens
 from par_pipeline import Batch
@@ -15,7 +18,7 @@ from par_pipeline import Batch
 from ..data.packing import IGNORED, Packing
 from ..data.shares import data_axes, share
 from ..plan.predict import model_flops
-from .checkpoint import TrainingState, kept_of_text, load_checkpoint, save_checkpoint
+from .checkpoint import Origin, TrainingState, kept_of_text, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages
 from .options import Options
@@ -132,15 +135,16 @@ class Trainer(Training):
             seconds=seconds,
             text=self._text.digest,
             kept=kept_of_text(self.options.data),
+            options=json.loads(json.dumps(asdict(self.options))),
         )
 
-    def save(self, path: Path, state: TrainingState) -> None:
+    def save(self, place: Path | Checkpoints, state: TrainingState) -> Save:
         """Weights by name, with the options that make the model again."""
-        save_checkpoint(path, self.model, self.optimizer, self.options, state)
+        return save_checkpoint(place, self.model, self.optimizer, self.options, state)
 
-    def _load(self, path: Path, state: TrainingState) -> None:
-        del state  # the place in the text is the number of samples
-        load_checkpoint(path, self.model, self.optimizer)
+    def _load(self, origin: Origin) -> None:
+        """The place in the text is the number of samples."""
+        origin.load(model=self.model, optimizer=self.optimizer, scheduler=self.optimizer.scaling)
 
     def _next_windows(self) -> Windows:
         """This rank's share of the next global batch."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from par_checkpoint import Checkpoints, Save
 from par_groups import ProcessGroups, Topology, agree, sharding_of
 from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
@@ -22,7 +23,7 @@ from ..data.shares import data_axes, share
 from ..run.metrics import load_of
 from ..run.stop import SIGNALS
 from ..strategy.strategy import Strategy
-from .checkpoint import TrainingState
+from .checkpoint import Origin, TrainingState
 from .options import Options, TrainOptions, learning_rate
 from .order import Windows
 
@@ -134,8 +135,16 @@ class Training(ABC):
         """
 
     @abstractmethod
-    def save(self, path: Path, state: TrainingState) -> None:
-        """Writes a checkpoint, to which every rank gives its part. Collective."""
+    def save(self, place: Path | Checkpoints, state: TrainingState) -> Save:
+        """Writes a checkpoint, to which every rank gives its part. Collective.
+
+        Args:
+            place: The folder, whose checkpoint is replaced, or the run's checkpoints in its tiers.
+            state: What it has to say beside weights and optimizer.
+
+        Returns:
+            The save, which may still be on its way to further tiers.
+        """
 
     @property
     @abstractmethod
@@ -162,7 +171,7 @@ class Training(ABC):
         """
 
     @abstractmethod
-    def _load(self, path: Path, state: TrainingState) -> None:
+    def _load(self, origin: Origin) -> None:
         """Fills model and optimizer from a checkpoint, and goes to its place in the data. Collective."""
 
     def write_samples(self) -> list[dict[str, str]]:
@@ -209,11 +218,11 @@ class Training(ABC):
         """Sums what `_evaluate` gave over the replicas, in place; the ranks of a replica have the same numbers."""
         dist.all_reduce(total, group=self.groups[self.strategy.data_axes])  # two numbers
 
-    def restore(self, path: Path, state: TrainingState) -> None:
+    def restore(self, origin: Origin) -> None:
         """Goes on from a checkpoint, of which this rank takes its part. Collective."""
-        self._load(path, state)
-        self.step = self._first = self.strategy.steps = state.step
-        self.samples = state.samples
+        self._load(origin)
+        self.step = self._first = self.strategy.steps = origin.state.step
+        self.samples = origin.state.samples
 
     def timeline(self) -> Timeline | None:
         """When the ranks of this pipeline did what in the last step; None if there was none. Collective over it."""

@@ -8,7 +8,7 @@ import os
 from .files import RunFiles
 from .lock import read_note
 
-BEGUN, SAVED = "begun", "saved"
+BEGUN, NEAR, SAVED = "begun", "near", "saved"
 
 
 def is_restarted() -> bool:
@@ -20,7 +20,8 @@ def note_of(state: str, launch: str | None = None) -> str:
     """The note that a launch has come to that state.
 
     Args:
-        state: `BEGUN`, when the folder belongs to this launch, or `SAVED`, when its last checkpoint is written.
+        state: `BEGUN`, when the folder belongs to this launch, `NEAR`, when its last checkpoint is in the first tier
+            alone, or `SAVED`, when it is written wherever it should be.
         launch: The launcher's id; default: the id of the launch that this rank belongs to.
     """
     return f"{state} by job {os.environ.get('TORCHELASTIC_RUN_ID', 'unknown') if launch is None else launch}"
@@ -28,9 +29,9 @@ def note_of(state: str, launch: str | None = None) -> str:
 
 def has_begun(files: RunFiles) -> bool:
     """Whether the folder belongs to this rank's launch, from an earlier start of its ranks."""
-    return read_note(files) in (note_of(BEGUN), note_of(SAVED))
+    return read_note(files) in map(note_of, (BEGUN, NEAR, SAVED))
 
 
-def has_saved(files: RunFiles, launch: str) -> bool:
-    """Whether the launch has left after its last checkpoint."""
-    return read_note(files) == note_of(SAVED, launch)
+def has_come_to(state: str, files: RunFiles, launch: str) -> bool:
+    """Whether the launch has left in that state, such as `SAVED`."""
+    return read_note(files) == note_of(state, launch)

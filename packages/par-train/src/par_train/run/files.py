@@ -31,6 +31,11 @@ class RunFiles:
         return self.folder / "checkpoint"
 
     @property
+    def tiers(self) -> Path:
+        """The list of tiers that have the run's checkpoints, where there are some."""
+        return self.folder / "tiers.json"
+
+    @property
     def metrics(self) -> Path:
         """One object of JSON a line, with the number of its step."""
         return self.folder / "metrics.jsonl"
@@ -73,7 +78,7 @@ class RunFiles:
     def present(self) -> list[Path]:
         """The files and folders that a run has left."""
         pictures = (self.curve, self.load, self.measured, self.predicted)
-        every = (self.checkpoints, self.checkpoint, self.metrics, *pictures, self.trace)
+        every = (self.checkpoints, self.checkpoint, self.metrics, self.tiers, *pictures, self.trace)
         return [path for path in every if path.exists()]
 
     def saved(self) -> list[str]:

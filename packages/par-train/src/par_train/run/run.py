@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from par_checkpoint import SaveOptions
+from par_checkpoint import Save, SaveOptions
 from par_groups import agree, check_alike, together
 
-from .._errors import UserError
+from .._errors import TrainingError, UserError
 from ..diagnosis.place import Place
 from ..diagnosis.watch import Diagnosis
 from ..strategy.strategy import Strategy
-from .attempt import BEGUN, SAVED, has_begun, is_restarted, note_of
+from .attempt import BEGUN, NEAR, SAVED, has_begun, is_restarted, note_of
 from .files import RunFiles, writing
 from .goodput import Clock, Exposed, Goodput, peak_of
 from .line import Gathered, Value
@@ -57,7 +57,11 @@ class Run:
             but ranks that torchrun starts again go on from what they had saved.
         overwrite: Replaces the run that the folder has, as soon as training begins.
         checkpoint_every: Steps between two checkpoints; None saves at the end alone.
-        keep_last: Number of the newest checkpoints that stay; None keeps all.
+        keep_last: Number of the newest checkpoints that stay; None keeps all. With tiers also a list of one for each.
+        tiers: Folders or URLs of this run, the nearest first, such as "/dev/shm/llama" and "s3://bucket/llama", in
+            which `checkpoints` is then; the folder itself may be one of them. Training waits for the first alone, and
+            the run ends when the last one has everything. A run goes on from the nearest that has the newest step.
+        copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
         async_: Whether training goes on while a checkpoint is written, as in `Strategy.checkpoint`. The last one is
             waited for.
         log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
@@ -106,7 +110,9 @@ class Run:
         resume: str | PathLike[str] | None = None,
         overwrite: bool = False,
         checkpoint_every: int | None = None,
-        keep_last: int | None = None,
+        keep_last: int | Sequence[int | None] | None = None,
+        tiers: Sequence[str | PathLike[str]] | None = None,
+        copies: int | None = None,
         async_: bool = False,
         log_every: int = 10,
         trackers: Sequence[Tracker | str] = (),
@@ -123,6 +129,8 @@ class Run:
         self.step = self.ended_by = self.exit_code = 0
         self._resume = None if resume is None else fspath(resume)
         self._overwrite = overwrite
+        self._tiers, self._copies = tiers, copies
+        self._root = self.files.checkpoints if tiers is None else Path(self.files.checkpoints.name)
         self._checkpoint_every, self._keep_last, self._async = checkpoint_every, keep_last, async_
         self._log_every, self._trackers, self._progress = log_every, trackers, progress
         self._save_options = save_options
@@ -131,6 +139,7 @@ class Run:
         self._records: Records | None = None
         self._fresh = True  # nothing in the folder is this run's
         self._saved: int | None = None  # the step of the newest checkpoint of this run
+        self._on_their_way: list[Save] = []
         self._asked = 0  # what the ranks agreed on: a signal, or LEAVE
         self._began = self._written = 0.0  # seconds of the clock: of the run's beginning, of the line before
         self._totals: dict[str, int] = {}
@@ -157,9 +166,10 @@ class Run:
         check_trackers(self._trackers)
         if self._diagnose is not None and self._diagnose <= 0:
             raise UserError(f"diagnose is {self._diagnose}; give seconds above 0, or None")
+        kept = self._keep_last if isinstance(self._keep_last, Sequence) else [self._keep_last]
         for name, number in (
             ("checkpoint_every", self._checkpoint_every),
-            ("keep_last", self._keep_last),
+            *(("keep_last", number) for number in kept),
             ("log_every", self._log_every),
         ):
             if number is not None and number < 1:
@@ -211,11 +221,26 @@ class Run:
                     self._lock.note("")  # what an earlier launch has noted
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        options = (str(self.files.folder), self._checkpoint_every, self._keep_last, self._log_every)
+        numbers = (self._checkpoint_every, self._keep_last, self._log_every, self._copies)
+        options = (str(self.files.folder), numbers, len(self._tiers or ()))
         said = agree(problem, (options, present, saved, self._resume, self._overwrite), None)
         check_alike({rank: each[0] for rank, each in said.items()}, "options of a Run")
         _, present, saved, self._resume, self._overwrite = said[0]
+        if self._tiers is not None:
+            self._check_tiers()
         self._go_on(present, saved)
+
+    def _check_tiers(self) -> None:
+        """Refuses tiers that cannot be saved to, or that hold a run that is neither gone on with nor replaced."""
+        self.strategy.check_tiers(self._root, tiers=self._tiers or (), copies=self._copies)
+        if self._resume == "auto" or self._overwrite:
+            return
+        newest = self.strategy.newest_step(self._root, tiers=self._tiers)
+        if newest is not None:
+            raise UserError(
+                f"a tier of {list(map(fspath, self._tiers or ()))} holds a run already, of step {newest}; go on with "
+                "resume='auto', replace it with overwrite=True, or name other tiers"
+            )
 
     def _go_on(self, present: Sequence[str], saved: Sequence[str]) -> None:
         """Restores the checkpoint that `resume` means. Every rank finds the same, so all raise or none does.
@@ -240,18 +265,21 @@ class Run:
             )
         if step is None:
             return
-        newest = self.strategy.newest_step(self.files.checkpoints)
-        if not fresh and newest is not None and newest > step:
+        newest = None if fresh else self.strategy.newest_step(self._root, tiers=self._tiers)
+        if newest is not None and newest > step:
             raise UserError(
                 f"{str(self.files.folder)!r} has a checkpoint of step {newest}, later than step {step} of resume; name "
                 "another folder for the run that goes on from there, or move the later checkpoints away"
             )
         self.step = step
-        self.strategy.resume(source, step=step)
-        if not fresh:
+        if fresh:
+            self.strategy.resume(source, step=step)
+        else:
+            self.strategy.resume(self._root, step=step, tiers=self._tiers)
             self._fresh, self._saved = False, step
         if self.strategy.is_master:
-            say(f"par-train: goes on after step {step}", sys.stderr)
+            where = "" if self._tiers is None else f", from {self.strategy.resumed_from}"
+            say(f"par-train: goes on after step {step}{where}", sys.stderr)
 
     def _source(self) -> tuple[Path, int | None]:
         """The folder of checkpoints and the step to go on from; None: there is none, and the run starts anew."""
@@ -259,7 +287,7 @@ class Run:
         if self._resume is None:
             return own, None
         if self._resume == "auto":
-            return own, self.strategy.newest_step(own)
+            return own, self.strategy.newest_step(self._root, tiers=self._tiers)
         given = Path(self._resume).expanduser()
         name, _, number = given.name.rpartition("-")
         if name == "step" and number.isdecimal():
@@ -273,11 +301,15 @@ class Run:
                 f"resume is {self._resume!r}, where no whole checkpoint is; give the folder of a run or of one of its "
                 "checkpoints, or resume='auto', which starts anew if there is nothing"
             )
+        if self._tiers is not None:
+            return root.absolute(), found  # as another run's, for this one's are in tiers
         return (own if root.absolute() == own.absolute() else root), found
 
     def _begin(self, until: int) -> None:
         """What was in the folder, and does not belong to this run, goes; rank 0 opens the records."""
         earlier: list[dict[str, float]] = []
+        if self._fresh and self._tiers is not None:
+            self.strategy.clear_tiers(self._root, tiers=self._tiers)
         if self.strategy.is_master:
             self.files.forget_dumps()
             if self._fresh:
@@ -423,14 +455,43 @@ class Run:
             return "nothing is saved yet"
         return f"once that is mended, {resume} goes on after step {self._saved}"
 
+    def _follow(self, saves: Sequence[Save]) -> None:
+        """Remembers saves that may still be on their way to further tiers, to wait for them at the end."""
+        self._on_their_way = [save for save in (*self._on_their_way, *saves) if not save.done()]
+
+    def _arrive(self) -> None:
+        """Waits until every checkpoint is in all tiers, and says what it waits for.
+
+        Raises:
+            CheckpointError, OSError: One could not be copied; on every rank.
+        """
+        for save in self._on_their_way:
+            said: tuple[str, ...] | None = None
+            while not save.done():
+                if save.missing != said:
+                    self._clock.enter(self.step, "checkpoint")
+                    said = save.missing
+                    where = " and ".join(said) or ("its neighbours' memory" if self._copies else "")
+                    if self.strategy.is_master and where:
+                        say(f"par-train: {save.path} is there; waits until it is in {where}, too", sys.stderr)
+                time.sleep(0.02)
+            save.wait()
+        self._on_their_way = []
+
     def _save(self, *, async_: bool = False) -> None:
         """Writes a checkpoint. Collective."""
         self._clock.enter(self.step, "checkpoint")
-        root = self.files.checkpoints
-        with writing(root, self._remedy("resume='auto'")):
-            self.strategy.checkpoint(
-                root, step=self.step, async_=async_, keep_last=self._keep_last, options=self._save_options
+        with writing(self._root, self._remedy("resume='auto'")):
+            saves = self.strategy.checkpoint(
+                self._root,
+                step=self.step,
+                async_=async_,
+                keep_last=self._keep_last,
+                tiers=self._tiers,
+                copies=self._copies,
+                options=self._save_options,
             )
+        self._follow(saves)
         self._saved = self.step
 
     # The end
@@ -443,7 +504,10 @@ class Run:
         if self._records is not None:
             self._records.close()
         if self._saved != self.step:
-            self._save()  # which waits for those before it
+            self._save()  # which waits for those before it, in the first tier
+        if self._on_their_way and self._lock is not None:
+            self._lock.note(note_of(NEAR))
+        self._arrive()
         if self._lock is not None:
             self._lock.note(note_of(SAVED))
         if self._records is not None:
@@ -466,6 +530,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if isinstance(error, TrainingError):  # which all ranks raise together, and which ends no copy
+                self._arrive()
             if self._profile is not None:
                 self._profile.drop()
             if self._diagnosis is not None:

@@ -4,13 +4,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, Save, load, save
+from par_checkpoint import Checkpoints, Report, Save, load, save
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
@@ -24,10 +25,18 @@ PLANS = ("huggingface", "torch", "peft", "merged")
 
 
 def save_object(
-    pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, gigabytes: float, device: torch.device
-) -> None:
+    pairs: Sequence[Pair],
+    obj: Any,
+    path: PathLike,
+    plan: str,
+    gigabytes: float,
+    device: torch.device,
+    *,
+    tiers: Sequence[PathLike] | None = None,
+    copies: int | None = None,
+) -> Save | None:
     """Writes one object; see `Strategy.save`."""
-    kind, keywords = _described(pairs, obj, plan)
+    kind, keywords = _described(pairs, obj, plan, tiered=tiers is not None or copies is not None)
     size = round(gigabytes * 1e9)
     if plan == "huggingface":
         with together("save", None):
@@ -37,14 +46,13 @@ def save_object(
                     "plan='peft' to write these alone, 'merged' for a model that they are part of; checkpoint() "
                     "writes what training needs to go on"
                 )
-        save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=size)
-        return
+        return save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=size, tiers=tiers, copies=copies)
     if plan == "peft":
         save_adapters(obj, path)
-        return
+        return None
     if plan == "merged":
         save_merged(obj, path, size, device)
-        return
+        return None
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
     with together(kind, None):  # the file is there when any rank returns
@@ -56,11 +64,14 @@ def save_object(
                 Path(staging, "par_checkpoint.json").replace(sums)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
+    return None
 
 
-def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
+def load_object(
+    pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, *, tiers: Sequence[PathLike] | None = None
+) -> None:
     """Reads one object; see `Strategy.load`."""
-    kind, keywords = _described(pairs, obj, plan)
+    kind, keywords = _described(pairs, obj, plan, tiered=tiers is not None)
     if plan == "peft":
         load_adapters(obj, path)
         return
@@ -69,65 +80,87 @@ def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> N
             load(folder, **keywords)
         return
     own = _folder(path, kind)
+    if tiers is not None:
+        load(own, **keywords, tiers=tiers)
+        return
     load(own if Path(own, "par_checkpoint.json").exists() else path, **keywords)
 
 
+@dataclass(frozen=True)
+class Root:
+    """Where checkpoints of everything are, by what tells one such place from another.
+
+    Args:
+        path: Their folder; with tiers, its name in each of them.
+        tiers: Folders or URLs, the nearest first; None: there is that folder alone.
+        copies: On how many hosts each host's part of the first tier is kept; None: all ranks share that tier.
+        keep_last: Number of the newest that stay, or of each tier; None: all do.
+    """
+
+    path: str
+    tiers: tuple[str, ...] | None = None
+    copies: int | None = None
+    keep_last: int | tuple[int | None, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: PathLike,
+        tiers: Sequence[PathLike] | None,
+        copies: int | None = None,
+        keep_last: int | Sequence[int | None] | None = None,
+    ) -> "Root":
+        """The place, as the methods of `Strategy` are told it."""
+        if tiers is not None and (isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence)):
+            raise TypeError(f"tiers is {tiers!r}; give a list of folders or URLs, the nearest first")
+        return cls(
+            path=os.fspath(path),
+            tiers=None if tiers is None else tuple(os.fspath(tier) for tier in tiers),
+            copies=copies,
+            keep_last=tuple(keep_last) if isinstance(keep_last, Sequence) else keep_last,
+        )
+
+    def checkpoints(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Checkpoints]]:
+        """Each optimizer's checkpoints; one has the root for itself."""
+        if not pairs:
+            raise ValueError("there is no model to save or to resume; call initialize() first")
+        roots = [self.path] if len(pairs) == 1 else [f"{self.path}/{number}" for number in range(len(pairs))]
+        return [
+            (pair, Checkpoints(path, keep_last=self.keep_last, tiers=self.tiers, copies=self.copies))
+            for pair, path in zip(pairs, roots, strict=True)
+        ]
+
+
 def save_run(
-    pairs: Sequence[Pair],
-    state: Mapping[str, Any],
-    root: PathLike,
-    *,
-    step: int,
-    keep_last: int | Sequence[int | None] | None,
-    tiers: Sequence[PathLike] | None,
-    copies: int | None,
-    keywords: Mapping[str, Any],
+    folders: Sequence[tuple[Pair, Checkpoints]], state: Mapping[str, Any], step: int, keywords: Mapping[str, Any]
 ) -> list[Save]:
     """Writes everything; see `Strategy.checkpoint`."""
     handles = []
-    for pair, folder in _folders(pairs, root, keep_last, tiers, copies):
+    for pair, folder in folders:
         # copy="background" is how `async_` copies
         handle = folder.save(step, force=True, extra=dict(state), copy="background", **_parts(pair), **keywords)
         handles.extend([] if handle is None else [handle])
     return handles
 
 
-def newest_step(pairs: Sequence[Pair], root: PathLike, tiers: Sequence[PathLike] | None) -> int | None:
+def newest_step(folders: Sequence[tuple[Pair, Checkpoints]]) -> int | None:
     """The newest step that all models have whole; see `Strategy.newest_step`."""
-    newest = [folder.latest() for _, folder in _folders(pairs, root, None, tiers)]
+    newest = [folder.latest() for _, folder in folders]
     steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
     return min(steps) if len(steps) == len(newest) else None
 
 
-def load_run(
-    pairs: Sequence[Pair], loaders: int, root: PathLike, step: int, tiers: Sequence[PathLike] | None
-) -> Mapping[str, Any]:
-    """Reads everything, and gives the state that `save_run` was given; see `Strategy.resume`."""
-    folders = _folders(pairs, root, None, tiers)
-    saved = len(load(folders[0][1].name(step), strict=False, tiers=tiers).extra["loaders"])  # fills nothing yet
+def load_run(folders: Sequence[tuple[Pair, Checkpoints]], loaders: int, step: int) -> Report:
+    """Reads everything, and gives what `save_run` was given and where it was; see `Strategy.resume`."""
+    tiers = folders[0][1].tiers
+    first = load(folders[0][1].name(step), strict=False, tiers=tiers)  # fills nothing yet
+    saved = len(first.extra["loaders"])
     if saved != loaders:
         raise ValueError(f"step {step} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
-    state: Mapping[str, Any] = {}
+    report = first
     for pair, folder in folders:
-        state = load(folder.name(step), tiers=tiers, **_parts(pair)).extra
-    return state
-
-
-def _folders(
-    pairs: Sequence[Pair],
-    root: PathLike,
-    keep_last: int | Sequence[int | None] | None,
-    tiers: Sequence[PathLike] | None = None,
-    copies: int | None = None,
-) -> list[tuple[Pair, Checkpoints]]:
-    """Each optimizer's checkpoints; one has the root for itself."""
-    if not pairs:
-        raise ValueError("there is no model to save or to resume; call initialize() first")
-    roots = [os.fspath(root)] if len(pairs) == 1 else [f"{os.fspath(root)}/{n}" for n in range(len(pairs))]
-    return [
-        (pair, Checkpoints(path, keep_last=keep_last, tiers=tiers, copies=copies))
-        for pair, path in zip(pairs, roots, strict=True)
-    ]
+        report = load(folder.name(step), tiers=tiers, **_parts(pair))
+    return report
 
 
 def _parts(pair: Pair) -> dict[str, Any]:
@@ -136,8 +169,15 @@ def _parts(pair: Pair) -> dict[str, Any]:
     return {"model": pair.module, "optimizer": pair.optimizer, "scheduler": [*scaling, *pair.schedulers] or None}
 
 
-def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[str, Any]]:
-    """The kind of an object, and the keyword that par-checkpoint takes it by; agreed on by all ranks."""
+def _described(pairs: Sequence[Pair], obj: Any, plan: str, *, tiered: bool = False) -> tuple[str, dict[str, Any]]:
+    """The kind of an object, and the keyword that par-checkpoint takes it by; agreed on by all ranks.
+
+    Args:
+        pairs: What has been initialized.
+        obj: One of these objects.
+        plan: What is written or read.
+        tiered: Whether that is in tiers.
+    """
     pairs_of = (
         ("model", lambda pair: pair.models),
         ("optimizer", lambda pair: [pair.optimizer]),
@@ -147,6 +187,11 @@ def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[st
     problem = None
     if plan not in PLANS:
         problem = ValueError(f"plan is {plan!r}; it can be one of {', '.join(PLANS)}")
+    elif tiered and plan != "huggingface":
+        problem = ValueError(
+            f"plan is {plan!r}, whose files one rank writes to one place, but tiers or copies are given; use "
+            "plan='huggingface', or leave them out"
+        )
     elif not kinds or obj is None:
         problem = ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
     elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):

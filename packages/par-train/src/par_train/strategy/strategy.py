@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_checkpoint import Save, SaveOptions
+from par_checkpoint import Checkpoints, Save, SaveOptions
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
 from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
@@ -28,7 +28,7 @@ from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
 from .existing import Plan, pretrained_in
-from .files import load_object, load_run, newest_step, save_object, save_run
+from .files import Root, load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
 from .mixture.factor import LossFactor
@@ -89,6 +89,7 @@ class Strategy(Setup):
         schedule: The schedule of pipelines; None without a pipeline axis.
         plugins: All plugins, in the order in which they are applied.
         spent: What `memory` was spent on, once a model was initialized; printed, with the reason of each choice.
+        resumed_from: The folder that `resume` has read, in the nearest tier that had it; None before.
 
     Raises:
         ValueError, TypeError: Options that make no sense together, or that differ between ranks; on every rank.
@@ -162,6 +163,8 @@ class Strategy(Setup):
         place = self.groups.rank_seed((*topology.leaves(data_axes(topology)), "pipeline"), seed)
         self._place = seed_number(place, name) if name else place
         self._pairs: list[Pair] = []
+        self._roots: dict[Root, list[tuple[Pair, Checkpoints]]] = {}
+        self.resumed_from: str | None = None
         self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
@@ -611,7 +614,16 @@ class Strategy(Setup):
 
     # Files
 
-    def save(self, obj: Any, path: Path, plan: str = "huggingface", max_file_size_gb: float = 10) -> None:
+    def save(
+        self,
+        obj: Any,
+        path: Path,
+        plan: str = "huggingface",
+        max_file_size_gb: float = 10,
+        *,
+        tiers: Sequence[Path] | None = None,
+        copies: int | None = None,
+    ) -> Save | None:
         """Writes a model, an optimizer or an lr scheduler, as whole tensors that know nothing of ranks. Collective.
 
         Args:
@@ -621,14 +633,21 @@ class Strategy(Setup):
             plan: "huggingface" or "torch"; of a model with adapters, "peft" for these alone, as `PeftModel` opens them,
                 or "merged" for a model that they are part of, as transformers opens it. `model` stays as it is.
             max_file_size_gb: Largest size of a safetensors file, in gigabytes.
+            tiers: Folders or URLs, the nearest first, for plan "huggingface": `path` is then a name in each of them,
+                and the call waits for the first alone; see `par_checkpoint.save`.
+            copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
+
+        Returns:
+            With plan "huggingface" the save, whose `wait()` waits until all tiers have it; else None.
 
         Raises:
             ValueError, TypeError: The plan does not go with what was given; on every rank.
         """
         self._check_open()
-        save_object(self._pairs, obj, path, plan, max_file_size_gb, self.device)
+        gigabytes = max_file_size_gb
+        return save_object(self._pairs, obj, path, plan, gigabytes, self.device, tiers=tiers, copies=copies)
 
-    def load(self, obj: Any, path: Path, plan: str = "huggingface") -> None:
+    def load(self, obj: Any, path: Path, plan: str = "huggingface", *, tiers: Sequence[Path] | None = None) -> None:
         """Fills a model, an optimizer or an lr scheduler from what `save` or `checkpoint` wrote. Collective.
 
         Args:
@@ -636,9 +655,11 @@ class Strategy(Setup):
             path: The folder or the file that `save` was given.
             plan: "huggingface" for a folder, "torch" for a file that `torch.save` or `save` wrote, "peft" for a
                 folder of adapters.
+            tiers: The tiers that `save` or `checkpoint` was given; `path` is then the name in them, and it is read from
+                the nearest one that has it whole.
         """
         self._check_open()
-        load_object(self._pairs, obj, path, plan)
+        load_object(self._pairs, obj, path, plan, tiers=tiers)
 
     def checkpoint(
         self,
@@ -673,9 +694,41 @@ class Strategy(Setup):
         positions = [position.state_dict() for _, position in self._loaders]
         state = {"steps": self._steps, "loaders": positions}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
-        return save_run(
-            self._pairs, state, root, step=step, keep_last=keep_last, tiers=tiers, copies=copies, keywords=keywords
-        )
+        return save_run(self._checkpoints_of(Root.of(root, tiers, copies, keep_last)), state, step, keywords)
+
+    def _checkpoints_of(self, root: Root) -> list[tuple[Pair, Checkpoints]]:
+        """The checkpoints of each model, kept: they know the newest step, and ask no slower tier for it."""
+        known = self._roots.get(root)
+        if known is None or len(known) != len(self._pairs):  # which only grow
+            known = self._roots[root] = root.checkpoints(self._pairs)
+        return known
+
+    def check_tiers(self, root: Path, *, tiers: Sequence[Path], copies: int | None = None) -> None:
+        """Tries out tiers before training begins: each can be written, and is seen by whom it should. Collective.
+
+        Args:
+            root: The name of the folder of the checkpoints in each of them.
+            tiers: The tiers that `checkpoint` will be given.
+            copies: On how many hosts each host's part of the first tier will be kept.
+
+        Raises:
+            TypeError, ValueError: What was given, the rule, and what to give; on every rank.
+            StoreError: An object store refuses to be written; on every rank.
+        """
+        self._check_open()
+        for _, checkpoints in self._checkpoints_of(Root.of(root, tiers, copies)):
+            checkpoints.check()
+
+    def clear_tiers(self, root: Path, *, tiers: Sequence[Path]) -> None:
+        """Removes all checkpoints of a root from all tiers, of hosts' parts too. Collective.
+
+        Args:
+            root: The name that `checkpoint` was given.
+            tiers: The tiers that it was given.
+        """
+        self._check_open()
+        for _, checkpoints in self._checkpoints_of(Root.of(root, tiers)):
+            checkpoints.clear()
 
     def newest_step(self, root: Path, *, tiers: Sequence[Path] | None = None) -> int | None:
         """The newest step whose checkpoint is whole, for every model; None if there is none. Collective.
@@ -685,7 +738,7 @@ class Strategy(Setup):
             tiers: The tiers that it was given.
         """
         self._check_open()
-        return newest_step(self._pairs, root, tiers)
+        return newest_step(self._checkpoints_of(Root.of(root, tiers)))
 
     def resume(self, root: Path, *, step: int | None = None, tiers: Sequence[Path] | None = None) -> int | None:
         """Goes on from a checkpoint, under the topology that wrote it or another one. Collective.
@@ -702,9 +755,11 @@ class Strategy(Setup):
             The step; None if there is no checkpoint.
         """
         self._check_open()
-        step = newest_step(self._pairs, root, tiers) if step is None else step
+        checkpoints = self._checkpoints_of(Root.of(root, tiers))
+        step = newest_step(checkpoints) if step is None else step
         if step is not None:
-            state = load_run(self._pairs, len(self._loaders), root, step, tiers)
+            report = load_run(checkpoints, len(self._loaders), step)
+            state, self.resumed_from = report.extra, report.path
             self.steps = state["steps"]
             for (reference, position), saved in zip(self._loaders, state["loaders"], strict=True):
                 loader = reference()
@@ -733,7 +788,7 @@ class Strategy(Setup):
                 last_first.callback(execution.close)
             for hook in self._hooks:
                 last_first.callback(hook.remove)
-        for kept in (self._pairs, self._loaders, self._executions, self._checked, self._hooks):
+        for kept in (self._pairs, self._roots, self._loaders, self._executions, self._checked, self._hooks):
             kept.clear()
 
     def _check_open(self) -> None:

@@ -14,7 +14,7 @@ from ...data.corpus import Corpus, read_corpus
 from ...data.mixture import MixedRows
 from ...data.rows import PackedRows
 from ...run.stop import Stop
-from ..checkpoint import START_ANEW, TrainingState
+from ..checkpoint import START_ANEW, Origin
 from ..options import Options
 from .folder import ModelFolder
 from .sources import Source, sources_of
@@ -150,7 +150,7 @@ def kept_options(options: Options, context: int) -> Mapping[str, Any]:
     }
 
 
-def check_goes_on(options: Options, data: ModelData, state: TrainingState) -> None:
+def check_goes_on(options: Options, data: ModelData, origin: Origin) -> None:
     """Makes sure that going on from the checkpoint is going on with the same run.
 
     How long and how fast to train may change; the model, the dtype of its weights, its rows and the seed may not.
@@ -158,7 +158,7 @@ def check_goes_on(options: Options, data: ModelData, state: TrainingState) -> No
     Raises:
         UserError: Something differs; the message names it.
     """
-    path = str(options.files.checkpoint)
+    path, state = origin.folder, origin.state
     if not state.model:
         raise UserError(
             f"the checkpoint {path!r} is of a byte-level GPT, and model.path names a model of transformers; name "

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from par_checkpoint import load, save
+from par_checkpoint import Checkpoints, Save
 from par_groups import ProcessGroups, Topology, together
 from par_precision import precision_of
 
@@ -22,7 +21,7 @@ from ...plan.predict import model_flops
 from ...plan.pretrained import PretrainedShape
 from ...strategy.pretrained.adapters import write_config
 from ...strategy.pretrained.make import make_on_meta
-from ..checkpoint import TrainingState
+from ..checkpoint import Origin, TrainingState, write_checkpoint
 from ..options import Options
 from ..order import Windows, spread
 from ..report import end_of
@@ -145,7 +144,7 @@ class ModelTrainer(Training):
             kept=kept_options(self.options, self.context),
         )
 
-    def save(self, path: Path, state: TrainingState) -> None:
+    def save(self, place: Path | Checkpoints, state: TrainingState) -> Save:
         """A folder that transformers opens, with the tokenizer's files and what is written of the model as they are.
 
         Of a model with an adapter, the adapter alone: peft opens it, and transformers where the model is still there.
@@ -155,43 +154,32 @@ class ModelTrainer(Training):
             with TemporaryDirectory() as made:
                 with together("the adapter's config", None):
                     write_config(self.model, made)
-                self._save(path, state, [folder.path, *Path(made).iterdir()])
-            return
+                assets = [folder.path, *Path(made).iterdir()]
+                return write_checkpoint(place, state, **self._parts(), assets=assets)
         names = ["generation_config.json"]
         stored, written = folder.dtype, precision_of(self.options.precision).weights
         written = written or weights_dtype(self.options, folder)
         if stored is None or f"torch.{stored}" == str(written):
             names.append("config.json")  # else transformers says in it which dtype the weights have now
-        self._save(
-            path, state, [folder.path, *(folder.path / name for name in names if (folder.path / name).is_file())]
-        )
-
-    def _save(self, path: Path, state: TrainingState, assets: Sequence[Path]) -> None:
-        save(
-            path,
-            **self._parts(),
-            extra=asdict(state),
-            assets=assets,
-            step=state.step,
-            overwrite=True,
-        )
+        assets = [folder.path, *(folder.path / name for name in names if (folder.path / name).is_file())]
+        return write_checkpoint(place, state, **self._parts(), assets=assets)
 
     def _parts(self) -> dict[str, Any]:
         """The keywords with which par-checkpoint saves or loads model, or adapter, optimizer and loss scale."""
         of_model = adapter_parts(self.model) if self.options.adapter.rank else {"model": self.model}
         return {**of_model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
 
-    def _load(self, path: Path, state: TrainingState) -> None:
+    def _load(self, origin: Origin) -> None:
         """Also goes to the row after the last one that was trained on.
 
         Raises:
             UserError: The position does not lie between two batches of this size.
         """
         try:
-            self._loader.load_state_dict({"samples": state.samples})
+            self._loader.load_state_dict({"samples": origin.state.samples})
         except ValueError as error:
             raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
-        load(path, **self._parts())
+        origin.load(**self._parts())
 
 
 def weights_dtype(options: Options, folder: ModelFolder) -> torch.dtype:
