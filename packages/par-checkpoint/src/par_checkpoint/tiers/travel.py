@@ -41,7 +41,8 @@ def travel(
     All go through that list in its order, and wait for their oldest block alone when several are under way. So of all
     blocks under way the first one in the list has both its ranks waiting for it, and nobody waits in a circle.
 
-    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+    Whatever fails here, this rank goes on giving and receiving until the end, so that no other waits for it, or takes what
+    it gives for broken; it takes no more.
 
     Args:
         moves: The moves of this rank, in the order of the list.
@@ -61,16 +62,15 @@ def travel(
     def attempted(act: Callable[[Move, torch.Tensor], None], move: Move, block: torch.Tensor) -> None:
         nonlocal error
         try:
-            if error is None:
-                act(move, block)
+            act(move, block)
         except Exception as failure:  # the others still count on this rank's messages
-            error = failure
+            error = error or failure
 
     def finish() -> None:
         move, block, transfer = under_way.popleft()
         if transfer is not None:
             transfer.wait()
-        if move.owner == ranks.rank:
+        if move.owner == ranks.rank and error is None:
             attempted(take, move, block)
 
     for move in moves:
