@@ -58,7 +58,7 @@ class Lease:
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
-        self._path, self._beat = path, 0
+        self._path, self._holder, self._beat = path, _this(), 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         self._ended = threading.Event()
         try:
@@ -101,7 +101,7 @@ class Lease:
 
     def _write(self) -> None:
         self._beat += 1
-        text = json.dumps({**vars(_this()), "beat": self._beat, "time": time.time()})
+        text = json.dumps({**vars(self._holder), "beat": self._beat, "time": time.time()})
         os.pwrite(self._file, text.encode().ljust(_SIZE), 0)
         os.fsync(self._file)
 
