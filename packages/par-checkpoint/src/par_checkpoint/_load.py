@@ -265,22 +265,21 @@ def _load_sound(into: _Into, folder: Folder, session: Session, options: LoadOpti
     """
     ranks = session.ranks
 
-    def look() -> tuple[str | None, float]:
+    def version() -> str | None:
         if isinstance(folder, KeptFolder):
             ranks.agree(folder.check_there)
-        return ranks.on_first(lambda: (version_of(folder), folder.settles))
+        return ranks.on_first(lambda: version_of(folder))
 
     while True:
         wrong: list[tuple[str, int]] = []
         try:
-            before, settles = look()
             return retry_while_replaced(
-                lambda: look()[0],
+                version,
                 partial(_load, into, folder, session, options, wrong),
-                before,
+                version(),
                 folder.url,
                 checked=lambda outcome: outcome[1],
-                settles=settles,
+                settles=lambda: ranks.on_first(lambda: folder.settles),
             )[0]
         except CorruptError as error:
             if not isinstance(folder, KeptFolder):

@@ -33,7 +33,7 @@ def read_consistently(
         ReplacedError: It was replaced every time.
     """
     before = version_of(folder)
-    return retry_while_replaced(lambda: version_of(folder), read, before, folder.url, checked, folder.settles)
+    return retry_while_replaced(lambda: version_of(folder), read, before, folder.url, checked, lambda: folder.settles)
 
 
 def retry_while_replaced(
@@ -42,7 +42,7 @@ def retry_while_replaced(
     before: str | None,
     url: str,
     checked: Callable[[Value], bool],
-    settles: float,
+    settles: Callable[[], float],
 ) -> Value:
     """Reads a checkpoint on one rank or on several, which then all see the same version and the same error or none.
 
@@ -52,12 +52,12 @@ def retry_while_replaced(
         before: The version that was there before.
         url: The folder, for messages.
         checked: Whether a result can only come from one checkpoint.
-        settles: See `Folder.settles`; the same on every rank.
+        settles: Gives what `Folder.settles` is, where a read has failed; the same on every rank.
 
     Raises:
         ReplacedError: It was replaced every time.
     """
-    was_replaced, may_be_late = False, settles > 0
+    was_replaced, may_be_late = False, True
     for _ in range(_TRIES):
         failed: CheckpointError | FileNotFoundError | None = None
         try:
@@ -71,9 +71,9 @@ def retry_while_replaced(
             before, was_replaced = after, True
         elif failed is None:
             return value
-        elif may_be_late:
+        elif may_be_late and (seconds := settles()):
             may_be_late = False
-            time.sleep(settles)
+            time.sleep(seconds)
         elif not was_replaced:
             raise failed
         else:

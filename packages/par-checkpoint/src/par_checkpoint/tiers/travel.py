@@ -41,8 +41,8 @@ def travel(
     All go through that list in its order, and wait for their oldest block alone when several are under way. So of all
     blocks under way the first one in the list has both its ranks waiting for it, and nobody waits in a circle.
 
-    Whatever fails here, this rank goes on giving and receiving until the end, so that no other waits for it, or takes what
-    it gives for broken; it takes no more.
+    Whatever fails here, this rank goes on giving and receiving until the end, so that no other waits for it, or calls
+    what it gives broken; it takes no more.
 
     Args:
         moves: The moves of this rank, in the order of the list.

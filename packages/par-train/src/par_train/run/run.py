@@ -238,8 +238,8 @@ class Run:
         newest = self.strategy.newest_step(self._root, tiers=self._tiers)
         if newest is not None:
             raise UserError(
-                f"a tier of {[fspath(tier) for tier in self._tiers or ()]} holds a run already, of step {newest}; go on with "
-                "resume='auto', replace it with overwrite=True, or name other tiers"
+                f"a tier of {[fspath(tier) for tier in self._tiers or ()]} holds a run already, of step {newest}; go "
+                "on with resume='auto', replace it with overwrite=True, or name other tiers"
             )
 
     def _go_on(self, present: Sequence[str], saved: Sequence[str]) -> None:
