@@ -68,13 +68,13 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
             ["--resume=auto"],
             "the checkpoints of the run in 'tiers' are in memory, disk; give them with --chec",
         ),
-        ("other", flags, f"a tier holds a run already ({folder}/memory/checkpoints/step-00000013); go on with "),
+        ("another", flags, f"a tier holds a run already ({folder}/memory/checkpoints/step-00000013); go on with "),
     ):
         refused = command.finish(command.train(output, *others))
         assert refused.returncode == 2
         assert words in refused.stderr
         assert refused.stderr.count("\n") == 1, refused.stderr
-    anew = command.finish(command.train("other", *flags, "--overwrite", "--train.steps=2"))
+    anew = command.finish(command.train("another", *flags, "--overwrite", "--train.steps=2"))
     assert anew.returncode == 0, anew.stderr
     assert [steps_in(folder / tier) for tier in ("memory", "disk")] == [["step-00000002"]] * 2
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_layers import Balance, normal
@@ -52,17 +53,24 @@ def at_the_fullest(parallel, zero, memory, steps=3):
         return [each.detach().clone() for each in model.parameters()], strategy.spent, held, counts
 
 
+def most_of(size):
+    """The largest number of all ranks."""
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, size)
+    return max(said)
+
+
 def check_budgets(parallel, stage, folder):
     zero = {"stage": stage, "bucket": 1000}
     expected, *_ = at_the_fullest(parallel, zero, None)
     found, spent, held, counts = at_the_fullest(parallel, zero, {"device": 2**30})
     assert all(map(torch.equal, found, expected))
     there, kinds, chunks = held[-1][0], spent.kinds, 12
-    assert kinds["parameters"] - counts == there.now["device"]["parameters"]
+    assert 0 <= kinds["parameters"] - counts - there.now["device"]["parameters"] <= 4 * chunks  # a share may be empty
     assert 0 <= kinds["optimizer"] + counts - there.fullest["device"]["optimizer"] <= PADDING * chunks
     assert all(each.total(fullest=True) <= spent.state for each, _ in held), (kinds, there)
-    most = held[-1][1] + held[0][1] + 100  # inputs, what a layer needs to run again, and counts of steps
-    least = spent.state - kinds["optimizer"] + most + 4 * PADDING
+    most = most_of(int(1.4 * (held[-1][1] + held[0][1])) + 100)  # what routing makes of layers differs by step and rank
+    least = most_of(spent.state - kinds["optimizer"]) + most + 4 * PADDING
     budgets = [(least, {"host": 2**20}), (least, {"host": 2_000, "disk": 2**20})]
     if stage == 3:
         budgets.append((least - 0.4 * kinds["parameters"], {"disk": 2**20}))

@@ -75,12 +75,18 @@ def assert_like_alone(found, parallel, uneven):
         torch.testing.assert_close(found[name], expected, **EXACT, msg=lambda text, name=name: name + text)
 
 
+def assert_same_weights(found, plain):
+    """The same bits, but for norms, of gradients that lie in other pieces: their sums round in another order."""
+    torch.testing.assert_close(found["norms"], plain["norms"], **EXACT)
+    assert_same(found | {"norms": plain["norms"]}, plain)
+
+
 def check(parallel, stage, folder, *, uneven=False, deferred=False, **given):
     plain, *_ = together(parallel, uneven, stage, None, deferred=deferred)
     assert_like_alone(plain, parallel, uneven)
     offload = Offload(path=folder, piece=256, ahead=3, **given)
     found, most, _ = together(parallel, uneven, stage, offload, deferred=deferred)
-    assert_same(found, plain)
+    assert_same_weights(found, plain)
     assert most["disk"] or most["host"]
 
 
@@ -138,13 +144,13 @@ def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, uneven, t
     limited = {"inflight": 2} if stage == 3 else {}  # below, a rank that waits in backward may wait for one that waits
     plain, most, module = together(2, uneven, stage, None, **limited)
     # Without a limit what reductions take is counted between steps; gradients, gone by then, come on top.
-    device = most["device"] - 5_000 if stage == 3 else residency(module).total("device") + 3_000
+    device = most["device"] - 5_000 if stage == 3 else residency(module).total("device") + 1_000
     budget = {"device": most_of(device), tier: 1_000_000}
     auto = dict.fromkeys(("optimizer", "gradients", "parameters") if stage == 3 else ("optimizer",), "auto")
     found, most, module = together(
         2, uneven, stage, Offload(**auto, path=tmp_path, piece=256, ahead=2, budget=budget), **limited
     )
-    assert_same(found, plain)
+    assert_same_weights(found, plain)
     held = residency(module)
     there = most if stage == 3 else {each: held.total(each) for each in most}
     assert all(there[each] <= size for each, size in budget.items()), (budget, there, str(held))
@@ -171,6 +177,6 @@ def test_a_placement_of_units_with_experts_is_the_same_on_all_ranks():
     plain, *_ = together(2, True, 3, None)
     for device in (40_000, 60_000):
         found, *_, module = together(2, True, 3, Offload(budget=device))
-        assert_same(found, plain)
+        assert_same_weights(found, plain)
         with summon(module):
             pass
