@@ -173,17 +173,16 @@ def added(memories: Sequence[Memory]) -> Memory:
     return Memory(**{**sums, "arriving": max(each.arriving for each in memories)})
 
 
-def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -> tuple[Source, ...]:
-    """What of all parts of a model may leave the device, first the optimizer's state.
+def sources_of(replicas: Sequence[Replicas], numbers: Numbers) -> tuple[Source, ...]:
+    """What of all parts of a model may leave the device.
 
     Args:
         replicas: The replicas of each part.
         numbers: Widths of numbers.
-        slots: Tensors of state for each parameter.
     """
     found: dict[str, list[Source]] = {}
     for each in replicas:
-        for source in (optimizer_away(each, numbers, slots), parameters_away(each, numbers)):
+        for source in (optimizer_away(each, numbers), parameters_away(each, numbers)):
             if source is not None:
                 found.setdefault(source.name, []).append(source)
     return tuple(
