@@ -14,7 +14,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import LayerSet, PartialGradients, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
-from par_zero import Share, shard
+from par_zero import Offload, Share, shard
 
 DENSE = ("data", "sequence", "expert")
 ROWS = (2, 0, 1, 3)
@@ -112,14 +112,14 @@ class Run:
 
 
 @contextmanager
-def running(parallel, stage):
+def running(parallel, stage, offload=None):
     with ProcessGroups(Topology.from_config(parallel, dist.get_world_size()), declare=[DENSE]) as groups:
         layers = layer_set("auto", groups)
         model = Stack(layers)
         optimizer = adamw(model)
         experts = [each for block in model.blocks[1::2] for each in block.experts.parameters()]
         others = [Share(groups["data", "expert_data"], parameters=experts)]
-        shard(model, optimizer, stage=stage, group=groups[DENSE], others=others, bucket=500)
+        shard(model, optimizer, stage=stage, group=groups[DENSE], others=others, bucket=500, offload=offload)
         yield Run(groups, layers, model, optimizer)
 
 
@@ -128,8 +128,8 @@ def assert_like_one_device(run, whole):
     assert_equal_to_one_device(run.model, whole, rtol=1e-6, atol=1e-7, reason=reason)
 
 
-def check_like_one_device(parallel, stage):
-    with running(parallel, stage) as run:
+def check_like_one_device(parallel, stage, offload=None):
+    with running(parallel, stage, offload) as run:
         norms = run.train(range(3))
         whole, expected = alone(run.replicas)
         torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0, msg=lambda m: f"norms in fp32: {m}")
@@ -170,3 +170,31 @@ def test_experts_saved_at_one_stage_go_on_at_another_under_other_expert_parallel
             assert par_checkpoint.load(tmp_path / "c", model=run.model, optimizer=run.optimizer).step == 2
             run.train([2], nothing)
             assert_like_one_device(run, whole)
+
+
+def all_on_disk(folder, **options):
+    """State, parameters and gradients of experts and of all else."""
+    return Offload(optimizer="disk", parameters="disk", gradients="disk", path=folder, piece=256, **options)
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_experts_saved_from_a_disk_go_on_in_memory_or_on_a_disk_under_other_expert_parallelism(tmp_path):
+    whole, _ = alone(4, nothing)
+    pytest.importorskip("safetensors")
+    with running({"expert": 2}, 3, all_on_disk(tmp_path, overlap=True)) as run:
+        run.train(range(2), nothing)
+        par_checkpoint.save(tmp_path / "c", model=run.model, optimizer=run.optimizer, step=2).wait()
+    cuts = (({"expert": 4}, 1, None), ({"expert": 4}, 3, all_on_disk(tmp_path)), ({"expert": 2}, 2, {"optimizer": 0.5}))
+    for parallel, stage, offload in cuts:
+        with running(parallel, stage, offload) as run:
+            assert par_checkpoint.load(tmp_path / "c", model=run.model, optimizer=run.optimizer).step == 2
+            run.train([2], nothing)
+            assert_like_one_device(run, whole)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, timeout=120)
+def test_experts_on_a_disk_train_as_on_one_device_wherever_they_lie(tmp_path):
+    for parallel in WORLDS[4]:
+        check_like_one_device(parallel, 3, all_on_disk(tmp_path, overlap=True))
+        check_like_one_device(parallel, 1, Offload(optimizer={"host": 0.3, "disk": 0.4}, path=tmp_path, piece=256))
