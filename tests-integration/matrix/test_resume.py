@@ -102,7 +102,7 @@ TIERED = [case(2, zero=3), case(tensor="TP2"), case(pipeline="zb_v"), case(2, ze
 @pytest.fixture
 def undisturbed(extent, device):
     """The curve of one process."""
-    return one_process("fp32", len(TIERED) * extent.part, extent.blocks, device)
+    return one_process("fp32", len(TIERED) * extent.part, extent.blocks, device, tied=False)
 
 
 @pytest.mark.ranks(2, timeout=120)
