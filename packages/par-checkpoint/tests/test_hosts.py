@@ -124,7 +124,7 @@ def test_ranks_of_hosts_of_eight_open_as_many_sockets_as_the_page_says(tmp_path)
             load(tmp_path / "c", model=model)
     assert torch.equal(model["all"], whole[:7])
     assert torch.equal(rows, whole[first : first + 64])
-    assert len(met) <= 2 * (hosts - 1).bit_length() + 7
+    assert len(met) <= max(hosts - 1, 2 * (hosts - 1).bit_length()) + 7  # few hosts are given all by the first one
 
 
 @pytest.mark.ranks(3)
