@@ -39,6 +39,7 @@ STRICT_COVER = (
 
 WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
 BASE = ROOT / ".nox" / f"base-{platform.python_version()}"
+BASES: set[Path] = set()  # those that this call of nox has looked after
 CONSTRAINTS = ["-c", "constraints.txt"]
 
 
@@ -310,7 +311,8 @@ def share_base(session: nox.Session) -> None:
     Nothing of ours is in it, nor anything that one package alone declares; what a session installs goes before it.
     """
     python = str(BASE / ("Scripts" if os.name == "nt" else "bin") / "python")
-    if not WHEELS:  # once in a call of nox
+    if BASE not in BASES:
+        BASES.add(BASE)
         session.run("python", "-m", "venv", str(BASE))
         session.run(python, "-m", "pip", "install", *CONSTRAINTS, "torch", *group("test"), external=True)
     where = ["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import Box, Sharding, gradients, set_sharding
+from par_zero import no_sync
 
 EXPERTS, WIDTH, HIDDEN = 4, 6, 10
 TOKENS = (5, 0, 3, 7)
@@ -162,3 +163,14 @@ def norm_of(optimizer):
 def part_of(name, value, parallel, uneven=False):
     """What this rank has of a parameter of the model on one device."""
     return value.split(dealt(parallel, uneven))[dist.get_rank() % parallel] if ".experts." in name else value
+
+
+def accumulate(module, loss_at, microbatches, *, deferred):
+    """Backward of each microbatch; with `deferred` they are reduced together, after the last one."""
+    for micro in range(microbatches):
+        loss = loss_at(micro)
+        if deferred and micro < microbatches - 1:
+            with no_sync(module):
+                loss.backward()
+        else:
+            loss.backward()

@@ -7,11 +7,11 @@ from torch import nn
 
 from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
 from par_testing import Strict, for_each, once, storm
-from par_zero import Share, no_sync, shard, summon
+from par_zero import Share, shard, summon
 from par_zero._collectives import same_ranks
 
 from .helpers import adamw, for_each_stage
-from .routed import Routed, holding, loss_of, norm_of, part_of, subgroup
+from .routed import Routed, accumulate, holding, loss_of, norm_of, part_of, subgroup
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 """Of fp64: some roundings of sums in another order, which AdamW divides by roots of small moments."""
@@ -40,13 +40,12 @@ def together(parallel, stage, left_out, *, microbatches=1, bucket=300, steps=3, 
     rank, ranks, norms = dist.get_rank(), dist.get_world_size(), []
     for step in range(steps):
         optimizer.zero_grad()
-        for micro in range(microbatches):
-            loss = loss_of(module, step, rank, ranks, left_out(step, rank), micro)
-            if deferred and micro < microbatches - 1:
-                with no_sync(module):
-                    loss.backward()
-            else:
-                loss.backward()
+        accumulate(
+            module,
+            lambda micro, step=step: loss_of(module, step, rank, ranks, left_out(step, rank), micro),
+            microbatches,
+            deferred=deferred,
+        )
         norms.append(norm_of(optimizer))
         optimizer.step()
     return module, norms

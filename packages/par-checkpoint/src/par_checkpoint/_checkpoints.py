@@ -18,7 +18,7 @@ from ._options import Alike, LoadOptions, SaveOptions, kinds_of, takes_options, 
 from ._save import save
 from .state.conversion import Convert
 from .state.model import Model, Names
-from .storage.folder import in_tiers, open_folder
+from .storage.folder import in_tiers
 from .storage.steps import Pruned, latest, newest, step_name, step_of
 from .tiers.nearest import newest_step
 from .tiers.probe import check_tiers
@@ -290,7 +290,7 @@ class Checkpoints:
         if not self._compared:
             alike = Alike(
                 {
-                    "tiers": None if self.tiers is None else kinds_of([open_folder(root) for root in self._roots]),
+                    "tiers": None if self.tiers is None else kinds_of(self._roots),
                     "every": self.every,
                     "keep_last": self._keep_last,
                     "keep_every": self._keep_every,

@@ -169,10 +169,11 @@ def load(
             progress=progress,
         )
         folders = [open_folder(each) for each in in_tiers(path, tiers)]
+        kinds = kinds_of([each.url for each in folders])
         alike = Alike(
             {
-                "tiers": None if tiers is None else kinds_of(folders),
-                "path": kinds_of(folders[:1]),
+                "tiers": None if tiers is None else kinds,
+                "path": kinds[:1],
                 "strict": strict,
                 "verify": verify,
                 "variant": variant,

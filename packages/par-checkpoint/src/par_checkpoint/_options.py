@@ -17,7 +17,6 @@ from par_groups import Sharding
 from ._progress import check_progress
 from .state.conversion import Convert
 from .state.model import Names
-from .storage.folder import Folder
 from .transfer.ranks import Ranks, words
 
 STYLES = ("huggingface", "torch")
@@ -209,10 +208,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, sorted(ranks)[:_SHOWN]))}{more}"
 
 
-def kinds_of(folders: Sequence[Folder]) -> list[str]:
-    """What kind of place each folder is in; on ranks that save or load together the same, whatever their paths."""
-    schemes = [folder.url.partition("://")[0] if "://" in folder.url else "" for folder in folders]
-    return [f"{scheme}://..." if scheme else "a local folder" for scheme in schemes]
+def kinds_of(urls: Sequence[str]) -> list[str]:
+    """What kind of place each folder or URL is; on ranks that save or load together the same, whatever their paths."""
+    return [f"{url.partition('://')[0]}://..." if "://" in url else "a local folder" for url in urls]
 
 
 def takes_options(kind: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:

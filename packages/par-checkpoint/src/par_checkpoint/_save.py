@@ -219,10 +219,11 @@ def save(
             state=summary_of(content.state),
             tied=sorted(content.tied.items()),
         )
+        kinds = kinds_of([each.url for each in folders])
         alike = Alike(
             {
-                "tiers": None if tiers is None else kinds_of(folders),
-                "path": kinds_of(folders[:1]),
+                "tiers": None if tiers is None else kinds,
+                "path": kinds[:1],
                 "copies": copies,
                 "style": style,
                 "overwrite": overwrite,
@@ -237,8 +238,13 @@ def save(
             }
         )
         nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
-        kinds = [folder.sharing == kind for kind in Sharing]
-        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words(), *alike.words()]
+        told = [
+            nonce,
+            *(folder.sharing == kind for kind in Sharing),
+            *words_of(claims, ranks.rank),
+            *compared.words(),
+            *alike.words(),
+        ]
         return (chosen, content, folders, claims, compared, alike), told
 
     (chosen, content, folders, claims, compared, alike), sums = ranks.tell(look, 1 + len(Sharing) + 6 * 8)

@@ -60,6 +60,17 @@ def tiers_of(folder, host):
     return [str(folder / host / "memory"), str(folder / "disk")]
 
 
+@contextmanager
+def saved_on_two_hosts(folder, copies=2):
+    """A checkpoint in the memory of hosts "a" and "b", and on the disk; this rank's host, the tiers and the values."""
+    names, values = ("a", "b"), drawn()
+    with on_hosts(*names):
+        host = names[dist.get_rank()]
+        tiers = tiers_of(folder, host)
+        save("c", model=cut(values), tiers=tiers, copies=copies).wait()
+        yield host, tiers, values
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_lost_host_comes_back_from_its_neighbours_memory(tmp_path, async_):
@@ -131,11 +142,7 @@ def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_without_a_copy_a_lost_host_means_the_next_tier_and_a_broken_part_is_none(tmp_path):
-    names, values = ("a", "b"), drawn()
-    with on_hosts(*names):
-        host = names[dist.get_rank()]
-        tiers = tiers_of(tmp_path, host)
-        save("c", model=cut(values), tiers=tiers, copies=1).wait()
+    with saved_on_two_hosts(tmp_path, copies=1) as (host, tiers, values):
         model = empty()
         load("c", model=model, tiers=tiers[:1])
         assert is_same(model, values)
@@ -291,13 +298,9 @@ def loaded(name, tiers, values, warned, **options):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("verify", ["auto", "full"])
 def test_a_wrong_byte_in_a_part_is_read_from_its_copy_and_in_both_from_the_next_tier(tmp_path, verify):
-    names, values = ("a", "b"), drawn()
-    with on_hosts(*names):
-        host = names[dist.get_rank()]
-        tiers = tiers_of(tmp_path, host)
-        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+    with saved_on_two_hosts(tmp_path) as (host, tiers, values):
         dist.barrier()
-        parts = {(on, n): tmp_path / on / f"memory/c/part-0000{n}-of-00002" for on in names for n in (0, 1)}
+        parts = {(on, n): tmp_path / on / f"memory/c/part-0000{n}-of-00002" for on in "ab" for n in (0, 1)}
 
         def flipped(*places):
             for on, number in places:
@@ -402,11 +405,7 @@ def test_a_tier_that_fills_up_behind_the_trainer_is_told_everywhere_and_the_othe
 
 @pytest.mark.ranks(2)
 def test_hosts_that_were_booted_and_parts_of_which_half_was_copied(tmp_path):
-    names, values = ("a", "b"), drawn()
-    with on_hosts(*names):
-        host = names[dist.get_rank()]
-        tiers = tiers_of(tmp_path, host)
-        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+    with saved_on_two_hosts(tmp_path) as (host, tiers, values):
         dist.barrier()
         own, half = [tmp_path / host / f"memory/c/part-0000{number}-of-00002" for number in (0, 1)]
         if host == "a":  # half synced by another tool: of one part the record is missing, of one the end of a file

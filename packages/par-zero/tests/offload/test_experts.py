@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from par_testing import Strict, for_each, once
-from par_zero import Offload, Share, no_sync, residency, shard, summon
+from par_zero import Offload, Share, residency, shard, summon
 
 from ..helpers import assert_same, whole
-from ..routed import Routed, holding, loss_of, norm_of, part_of
+from ..routed import Routed, accumulate, holding, loss_of, norm_of, part_of
 from .cases import moments, small
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -51,13 +51,12 @@ def together(parallel, uneven, stage, offload, *, deferred=False, bucket=300, **
     shard(module, optimizer, stage=stage, offload=offload, **options)
     rank, ranks, norms, most = dist.get_rank(), dist.get_world_size(), [], dict.fromkeys(("device", "host", "disk"), 0)
     for step in range(STEPS):
-        for micro in range(MICROBATCHES):
-            (loss,) = losses_of(module, step, micro, [rank], ranks)
-            if deferred and micro < MICROBATCHES - 1:
-                with no_sync(module):
-                    loss.backward()
-            else:
-                loss.backward()
+        accumulate(
+            module,
+            lambda micro, step=step: losses_of(module, step, micro, [rank], ranks)[0],
+            MICROBATCHES,
+            deferred=deferred,
+        )
         norms.append(norm_of(optimizer))
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -96,13 +96,12 @@ class Table:
 
     data: bytes
 
-    @cached_property
-    def may_differ(self) -> tuple[str, ...]:
-        """Keys of those tensors whose replicas may differ."""
-        return tuple(json.loads(zlib.decompress(self.data))["may_differ"])
+    def decoded(self) -> dict[str, Any]:
+        """What `Claims.table` made bytes of."""
+        return cast("dict[str, Any]", json.loads(zlib.decompress(self.data)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
-        table = json.loads(zlib.decompress(self.data))
+        table = self.decoded()
         kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in table["kinds"]]
         return ((key, *kinds[kind]) for key, kind in zip(table["keys"], table["kind"], strict=True))
 
@@ -163,8 +162,6 @@ class Claims:
 
     def table(self) -> bytes:
         """The tensors as bytes, equal for equal ones; most ranks have the same."""
-        if isinstance(self.tensors, Table):
-            return self.tensors.data
         kinds = Counter((str(dtype).partition(".")[2], shape) for _, dtype, shape in self.tensors)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         table = {
@@ -196,7 +193,7 @@ class Claims:
     def decode_table(cls, data: bytes) -> "Claims":
         """The claims of a rank that has no box of the tensors that `table` made bytes of."""
         table = Table(data)
-        return cls(tensors=table, rows={}, may_differ=table.may_differ)
+        return cls(tensors=table, rows={}, may_differ=tuple(table.decoded()["may_differ"]))
 
 
 def by_shape(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> list[int]:
@@ -401,7 +398,7 @@ class _Said:
         statements, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
         order = which.argsort(stable=True)
         of_table, first, step, length = statements.unbind(1)
-        place, _ = _ranges(torch.zeros_like(length), length)  # within each statement
+        place = _ranges(torch.zeros_like(length), length)  # within each statement
         starts = _begins(torch.tensor([len(each) for each in numbers], dtype=torch.int64, device="cpu"))
         at = (starts[of_table] + first).repeat_interleave(length) + place * step.repeat_interleave(length)
         return cls(
@@ -447,7 +444,8 @@ def _united(said: _Said, alike: Sequence[_Alike]) -> Iterator[Boxes]:
         of_kinds = [torch.tensor(statements, dtype=torch.int64, device="cpu") for statements, _ in alike[begin:end]]
         each = torch.tensor([len(statements) for statements in of_kinds], device="cpu")
         kinds, statements = torch.arange(end - begin, device="cpu").repeat_interleave(each), torch.cat(of_kinds)
-        rows, count = _ranges(said.first[statements], lengths[statements])
+        count = lengths[statements]
+        rows = _ranges(said.first[statements], count)
         only_first = torch.tensor([differ for _, differ in alike[begin:end]], device="cpu")
         yield from _united_at_once(said, kinds.repeat_interleave(count), rows, only_first, equal)
         begin = end
@@ -468,8 +466,8 @@ def _united_at_once(
     dims = said.rows.shape[1] // 2
     unique, which = _unique(torch.cat([kinds[:, None], said.rows[rows]], 1))
     sources = said.sources[rows]
-    places, count = _ranges(said.holders.first[sources], said.holders.count[sources])
-    ranks = said.holders.ranks[places]
+    count = said.holders.count[sources]
+    ranks = said.holders.ranks[_ranges(said.holders.first[sources], count)]
     # A rank has a box twice where two tensors of its optimizer hold parts of one parameter, and count steps each.
     stride = int(ranks.max()) + 1 if len(ranks) else 1
     pairs = (which.repeat_interleave(count) * stride + ranks).unique()
@@ -498,10 +496,10 @@ def _begins(counts: torch.Tensor) -> torch.Tensor:
     return begins
 
 
-def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The integers from each first one on, so many of them, one range after the other; and the counts again."""
+def _ranges(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The integers from each first one on, so many of them, one range after the other."""
     begin = first - (count.cumsum(0) - count)  # of each range, less where it begins among all
-    return begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu"), count
+    return begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu")
 
 
 def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
