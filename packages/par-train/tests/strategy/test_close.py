@@ -63,6 +63,16 @@ def counted():
     }
 
 
+def settled():
+    """What is counted when nothing has come or gone for half a second: threads and connections end a moment later."""
+    found, since = counted(), time.monotonic()
+    while time.monotonic() < since + 0.5:
+        time.sleep(0.02)
+        if (now := counted()) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 def wait_for(expected):
     """What is counted, as soon as it is as expected: threads and connections end a moment later."""
     deadline = time.monotonic() + 5
@@ -82,7 +92,7 @@ def test_strategies_one_after_the_other_leave_nothing(name):
             losses.append(found)
         del strategy, _
         if len(losses) == 1:  # torch's own threads, such as autograd's, have begun
-            first, first_bytes = counted(), live_bytes()
+            first, first_bytes = settled(), live_bytes()
             assert (first["communicators"], first["processes"]) == (alone["communicators"], 0)
         else:
             assert wait_for(first) == first
