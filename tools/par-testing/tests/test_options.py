@@ -5,7 +5,7 @@ from par_testing._options import ranks
 
 def test_defaults():
     options = ranks(2)
-    assert (options.sizes, options.listed, options.timeout) == ((2,), False, 60.0)
+    assert (options.sizes, options.listed, options.timeout) == ((2,), False, 300.0)
     assert (options.backend, options.init, options.dies) == ("gloo", True, ())
 
 

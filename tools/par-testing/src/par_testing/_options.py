@@ -12,7 +12,7 @@ from .strict.options import Strict
 
 def ranks(
     n: int | Sequence[int | ParameterSet],
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     backend: str = "gloo",
     init: bool = True,
     dies: Sequence[int] = (),

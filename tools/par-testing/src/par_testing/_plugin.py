@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declares the markers."""
     config.addinivalue_line(
         "markers",
-        'ranks(n, timeout=60, backend="gloo", init=True, dies=(), strict=None): run the test body on every one of n '
+        'ranks(n, timeout=300, backend="gloo", init=True, dies=(), strict=None): run the test body on every one of n '
         "ranks; a list of sizes runs the test once for each",
     )
 

@@ -41,7 +41,7 @@ def start(tmp_path, warm_python):
 
 def test_a_script_gets_its_words_environment_and_folder_and_its_output_and_exit_code_come_back(start, tmp_path):
     process = start(SAY, "one", "--two", before=["-u"], first="import builtins; builtins.faulty = True")
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert out == f"['one', '--two'] {tmp_path} ['TEST_MINE'] True __main__\n"
     assert (err, process.returncode) == ("a complaint\n", 3)
     assert "TEST_MINE" not in os.environ
@@ -53,7 +53,7 @@ def test_a_signal_ends_it(start, tmp_path, eventually):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == -signal.SIGTERM
+    assert process.wait(timeout=120) == -signal.SIGTERM
     process.send_signal(signal.SIGTERM)  # which nobody gets
     process.kill()
 
@@ -61,7 +61,7 @@ def test_a_signal_ends_it(start, tmp_path, eventually):
 def test_a_launcher_forks_the_ranks_that_it_may_and_starts_the_others(start, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = start(FAIL, before=torchrun, ranks=1)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "exitcode  : 7" in err
     assert (tmp_path / "rank-0").read_text() == f"{process.pid} True True True"
@@ -70,7 +70,7 @@ def test_a_launcher_forks_the_ranks_that_it_may_and_starts_the_others(start, tmp
 
 def test_spare_ranks_end_with_their_launcher(start, eventually):
     process = start("import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read())", ranks=3)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     spares = [Path("/proc", each, "cmdline") for each in out.split()]
     assert len(spares) == 3
     eventually(lambda: not any(has_words(each) for each in spares))
