@@ -54,10 +54,10 @@ def test_ranks_that_wait_for_ever_are_an_error_that_names_what_never_runs():
         simulate(parsed("0F0 0B0", "1F0"))
 
 
-def test_64_ranks_with_512_microbatches_take_a_third_of_a_second():
+def test_64_ranks_with_512_microbatches_are_simulated_at_once():
     start = time.process_time()
     simulate(one_f_one_b(64, 512))
-    assert time.process_time() - start < 0.3  # measured: 0.08 s
+    assert time.process_time() - start < 60  # seconds of this process; 0.08 measured, hours by the square
 
 
 def test_no_action_is_kept():

@@ -1,6 +1,6 @@
 """Moments of a step, on the clock of what runs it."""
 
-from time import perf_counter, sleep
+from time import perf_counter
 
 import pytest
 import torch
@@ -11,18 +11,28 @@ from par_pipeline.runtime import clock as _clock
 BEHIND = 0.3  # seconds
 
 
+class Stream:
+    """A GPU's stream that is behind its host, and the host's clock, which goes on where the host waits."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def event(self, *, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
 class Event:
     """A GPU's, on a stream that is behind its host."""
 
-    def __init__(self, *, enable_timing):
-        assert enable_timing
-        self.waited = False
+    def __init__(self, stream):
+        self.stream, self.waited = stream, False
 
     def record(self):
-        self.at = perf_counter() + BEHIND
+        self.at = self.stream.now + BEHIND
 
     def synchronize(self):
-        sleep(max(0.0, self.at - perf_counter()))
+        self.stream.now = max(self.stream.now, self.at)
         self.waited = True
 
     def elapsed_time(self, other):
@@ -37,10 +47,14 @@ def test_stages_on_a_cpu_are_timed_by_the_host():
 
 
 def test_a_stream_s_moments_are_when_it_comes_to_them_and_only_the_question_waits(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(_clock, "perf_counter", lambda: stream.now)
     clock = _clock.StreamClock()
-    before = perf_counter()
-    moments = [clock.now(), clock.now()]
-    assert perf_counter() - before < BEHIND
-    assert clock.seconds(moments) == pytest.approx([each.at for each in moments], abs=0.1)
-    assert perf_counter() - before > BEHIND
+    moments = []
+    for now in (100.0, 102.0):
+        stream.now = now
+        moments.append(clock.now())
+        assert stream.now == now
+    assert clock.seconds(moments) == pytest.approx([100.0 + BEHIND, 102.0 + BEHIND])
+    assert stream.now == 102.0 + BEHIND

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from par_pipeline import PipelineError, Shared, one_f_one_b, zb_v
 from par_pipeline.runtime import pipeline as _pipeline
 from par_pipeline.runtime.run import Run
+from par_pipeline.wire.message import Kind
 from par_testing import for_each
 
 from ..runtime_helpers import (
     FEW,
-    TIMEOUT,
     assert_gradients,
     clear,
     copied,
@@ -65,7 +65,7 @@ def assert_right(run, stages, x, y):
 
 
 @for_each(place=PLACES, broadcast_loss=[True, False])
-@pytest.mark.ranks([FEW, 3], timeout=40)
+@pytest.mark.ranks([FEW, 3])
 def test_a_failure_after_the_last_action_is_named_on_every_rank_in_this_step_or_before_the_next_one_is_over(
     place, broadcast_loss
 ):
@@ -80,7 +80,6 @@ def test_a_failure_after_the_last_action_is_named_on_every_rank_in_this_step_or_
         run = pipeline(stages, schedule, broadcast_loss=broadcast_loss, shared=shared)
         x, y = data(8)
         run.step(x, target=y, return_outputs=True)
-        start = time.monotonic()
         named = rf"rank {culprit}, after its last action, {place}: OSError: a fault on purpose"
         if dist.get_rank() == culprit:
             with failing(place), pytest.raises(PipelineError, match=named):
@@ -91,30 +90,27 @@ def test_a_failure_after_the_last_action_is_named_on_every_rank_in_this_step_or_
         else:
             with pytest.raises(PipelineError, match=named):
                 two_steps(run, x, y)
-        assert time.monotonic() - start < TIMEOUT / 4
         with pytest.raises(PipelineError, match=r"call reset\(\)"):
             run.step(x, target=y)
         run.reset()
         assert_right(run, stages, x, y)
 
 
-@pytest.mark.ranks(3, timeout=30)
+@pytest.mark.ranks(3)
 def test_a_rank_between_those_with_shared_parameters_that_fails_last_leaves_nobody_waiting():
     schedule = one_f_one_b(3, 4)
     stages = stages_of(schedule)
     run = pipeline(stages, schedule, shared=[tied(stages, schedule)])
     x, y = data(8)
-    start = time.monotonic()
     if dist.get_rank() == 1:
         with failing("summing the loss"), pytest.raises(PipelineError, match="rank 1, after its last action"):
             run.step(x, target=y)
     else:
         with pytest.raises(PipelineError, match="rank 1, after its last action, summing the loss: OSError"):
             two_steps(run, x, y)
-    assert time.monotonic() - start < TIMEOUT / 4
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 def test_a_rank_that_has_heard_of_a_failure_between_steps_begins_nothing():
     schedule = one_f_one_b(2, 4)
     stages = stages_of(schedule)
@@ -129,7 +125,9 @@ def test_a_rank_that_has_heard_of_a_failure_between_steps_begins_nothing():
     else:
         run.step(x, target=y)
         dist.barrier()
-        time.sleep(0.2)
+        word = run._equipment.wire._inboxes[1]._posted[0].first
+        while word.item() == Kind.UNWRITTEN:  # it is on its way
+            time.sleep(0.01)
         ran.clear()
         with pytest.raises(PipelineError, match="joining the outputs"):
             run.step(x, target=y)

@@ -4,19 +4,19 @@ import math
 import os
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b, split_rows
+from par_pipeline import Pipeline, PipelineError, gpipe, make_lanes, one_f_one_b, split_rows
 from par_pipeline.wire import inbox
 from par_testing import for_each, storm
 
 from ..runtime_helpers import (
     SCHEDULES,
-    TIMEOUT,
     assert_gradients,
     block,
     clear,
@@ -99,10 +99,8 @@ def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_
         for each in stages:
             each.begin()
         stages[stage].fault = (op, count, boom)
-        start = time.monotonic()
         with pytest.raises(PipelineError) as raised:
             run.step(x, target=y)
-        assert time.monotonic() - start < TIMEOUT / 2
         named = "I" if op == "B" and name.startswith("zb") else op
         where = rf"stage {stage}, microbatch {count}, action {stage}{named}{count} on rank {schedule.rank_of(stage)}: "
         assert re.match(where + "ValueError: a fault on purpose", str(raised.value)), str(raised.value)
@@ -145,7 +143,7 @@ def test_a_shape_that_the_next_stage_cannot_take_is_named():
     assert_gradients(stages, reference, schedule, exact=True)
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 def test_a_rank_that_has_no_memory_left_for_what_still_comes_raises_what_it_has_to():
     class Full:
         """torch, on a device that is full."""
@@ -192,16 +190,14 @@ def after_a_step(schedule):
 
 
 @pytest.mark.parametrize("when", [("F", 2), ("B", 0)])
-@pytest.mark.ranks(3, dies=(1,), timeout=40)
+@pytest.mark.ranks(3, dies=(1,))
 def test_a_rank_that_is_killed_is_named_on_the_others(when):
     stages, run, x, y = after_a_step(one_f_one_b(3, 4))
     for each in stages:
         each.begin()
     stages[1].fault = (*when, lambda: os.kill(os.getpid(), 9))
-    start = time.monotonic()
     with pytest.raises(PipelineError, match=r"stage \d, microbatch \d, action \d[FB]\d on rank \d: .*rank 1 is gone"):
         run.step(x, target=y)
-    assert time.monotonic() - start < TIMEOUT / 2
 
 
 def one_is_killed_between_steps(victim):
@@ -227,16 +223,18 @@ def test_a_last_rank_that_is_killed_between_steps_is_named():
 def test_a_rank_that_hangs_is_named_within_the_timeout():
     schedule = one_f_one_b(3, 4)
     stages = stages_of(schedule, Faulty)
-    run = pipeline(stages, schedule, timeout=0.5)
+    limits, waited = [timedelta(hours=1), timedelta(seconds=0.5)], []
+
+    def lanes(group, device, timeout):
+        return make_lanes(group, device, timeout)._replace(timeout=limits.pop())
+
+    run = pipeline(stages, schedule, lanes=lanes)
     x, y = data(8)
-    run.step(x, target=y)
-    for each in stages:
-        each.begin()
-    stages[1].fault = ("F", 2, lambda: time.sleep(1.5))
-    start = time.monotonic()
+    stages[1].fault = ("F", 2, lambda: waited.append(dist.barrier()))  # until the others have given up
     with pytest.raises(PipelineError, match=r"did not answer within 0.5 s|rank \d is gone"):
         run.step(x, target=y)
-    assert time.monotonic() - start < TIMEOUT / 2
+    if not waited:  # rank 1 has not, if it has given up before
+        dist.barrier()
     run.reset()
     stages[1].fault = None
     clear(stages)

@@ -129,8 +129,8 @@ def test_a_wrong_action_is_blamed_rather_than_what_it_leaves_missing_on_a_lower_
 
 
 @pytest.mark.parametrize("made", [one_f_one_b, zb_h1])
-def test_64_ranks_with_512_microbatches_are_checked_in_a_second(made):
+def test_64_ranks_with_512_microbatches_are_checked_at_once(made):
     schedule = made(64, 512)
     start = time.process_time()
     schedule.validate()
-    assert time.process_time() - start < 1  # measured: 0.14 and 0.18 s
+    assert time.process_time() - start < 60  # seconds of this process; 0.14 and 0.18 measured, hours by the square
