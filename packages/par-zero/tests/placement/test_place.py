@@ -141,14 +141,14 @@ def test_units_lie_in_the_quickest_tier_that_has_room_those_that_are_fetched_mos
     assert ledger.peak == {"host": 20, "disk": 10, "device": 10}
 
 
-def test_four_thousand_moments_take_less_than_two_seconds():
-    """Measured in seconds of this process, whatever else the machine does; 0.3 on the machine it was written on."""
+def test_four_thousand_moments_are_placed_at_once():
+    """In seconds of this process, whatever else the machine does: 0.3 measured, and minutes by the square."""
     trace = training(microbatches=62)
     sizes = {unit: 10 + number for number, unit in enumerate(UNITS)}
     begun = time.process_time()
     place(trace, sizes, 300)
     assert len(trace.moments) == 3969
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 60
 
 
 def test_an_empty_trace_moves_nothing():
