@@ -131,3 +131,74 @@ def test_a_model_on_meta_gets_its_values_from_a_checkpoint(tmp_path):
         assert all(mine is one for mine, one in zip(module.parameters(), parameters, strict=True))
         steps(module, optimizer, world, 2)
         assert_equal(whole(module), expected)
+
+
+class Parted(nn.Module):
+    """Layers of which some are left out of a step, on one rank or on all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(37, 37) for _ in range(4))
+
+    def forward(self, x, use):
+        for number in use:
+            x = torch.tanh(self.layers[number](x)) + x
+        return x
+
+
+USES = ((0, 1, 2), (0, 2), (0, 2), (1, 2), (0, 1, 2, 3), (0, 3), (0, 1, 2, 3))
+"""By step, the layers that are used; the last is used for the first time when the checkpoint was saved."""
+
+
+def parted_steps(module, optimizer, group, numbers):
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for step in numbers:
+        module.layers[2].weight.requires_grad_(step not in (1, 2))
+        rows = torch.randn(8, 37, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        module(rows.chunk(world)[rank], USES[step]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parted(stage, group, make, **options):
+    module = Parted().double()
+    optimizer = make(module.parameters())
+    if stage is not None:
+        shard(module, optimizer, stage=stage, group=group, bucket=2000, units=lambda _: False, **options)
+    return module, optimizer
+
+
+MAKE = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, eps=1e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+}
+
+
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(each, marks=pytest.mark.storm) for each in ("NAdam", "SGD"))])
+@pytest.mark.ranks(2)
+def test_each_parameter_s_count_of_steps_goes_on_under_another_cut(name, tmp_path):
+    world, rank = dist.group.WORLD, dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    ways = {"plain": (None, alone), "alone": (1, alone), **{str(stage): (stage, world) for stage in STAGES}}
+    typical = name == "AdamW"
+    for way in ("plain", "1", "3") if typical else ways:
+        stage, group = ways[way]
+        module, optimizer = parted(stage, group, MAKE[name])
+        parted_steps(module, optimizer, group, range(4))
+        path = tmp_path / (way if group is world or rank == 0 else f"{way} too")
+        par_checkpoint.save(path, model=module, optimizer=optimizer, group=group).wait()
+        slots = par_checkpoint.inspect(path).optimizer
+        assert len({each.rpartition(".")[0] for each in slots}) == 6  # of the last layer, which was not used, none
+    reference, its = parted(None, alone, MAKE[name])
+    parted_steps(reference, its, alone, range(7))
+    dist.barrier()
+    for way in ("plain", "1", "3") if typical else ways:
+        for stage, group in ways.values():
+            module, optimizer = parted(stage, group, MAKE[name])
+            par_checkpoint.load(tmp_path / way, model=module, optimizer=optimizer, group=group)
+            parted_steps(module, optimizer, group, range(4, 7))
+            found = dict(module.named_parameters()) if stage is None else whole(module)
+            for key, value in reference.named_parameters():  # sums in another order, in fp64
+                torch.testing.assert_close(found[key].detach(), value.detach(), rtol=1e-9, atol=1e-11)

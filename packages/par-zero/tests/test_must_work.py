@@ -155,9 +155,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(stage):
             before = whole(module)
     after = whole(module)
     assert_same({"": after["2.0.weight"]}, {"": before["2.0.weight"]})
-    # A flat tensor counts its steps as one; torch counts those of each parameter, and corrects AdamW's bias by them.
-    assert not torch.equal(after["0.0.weight"], mlp()[0][0].weight)
-    assert_near({"": after["1.0.weight"]}, {"": copies(reference)["1.0.weight"]}, rtol=0.1, atol=0.05)
+    assert_near(after, copies(reference))
 
 
 class Branching(nn.Module):
@@ -176,7 +174,7 @@ class Branching(nn.Module):
 
 def flat_state(optimizer):
     return [
-        value.clone() for state in optimizer.state.values() for value in state.values() if value.ndim
+        value.clone() for state in optimizer.state.values() for value in state.values() if getattr(value, "ndim", 0)
     ]  # moments, not counts
 
 

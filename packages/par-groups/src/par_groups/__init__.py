@@ -34,12 +34,22 @@ if TYPE_CHECKING:
     )
     from .sharding.joint import JointOptimizer
     from .sharding.ownership import check_owned
-    from .sharding.segments import Segment, Segments, segments_of, set_segments, set_slots, sharding_of, slots_of
+    from .sharding.segments import (
+        SCALARS,
+        Segment,
+        Segments,
+        segments_of,
+        set_segments,
+        set_slots,
+        sharding_of,
+        slots_of,
+    )
     from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SCALARS",
     "Axes",
     "Box",
     "Channels",
@@ -110,7 +120,7 @@ _MODULE_OF = {
         "sharding.joint": ("JointOptimizer",),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (
-            *("Segment", "Segments", "segments_of", "set_segments"),
+            *("SCALARS", "Segment", "Segments", "segments_of", "set_segments"),
             *("set_slots", "sharding_of", "slots_of"),
         ),
         "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),

@@ -31,8 +31,9 @@ from .layout.sharers import Sharers
 from .layout.units import called
 from .offload.away import Away
 from .offload.stream import OnDisk, Stream
+from .optimizer.apart import Apart
 from .optimizer.assembly import Assembly
-from .optimizer.step import Unmoved, rewire_
+from .optimizer.step import rewire_
 from .placement.moments import Trace
 from .placement.recorder import Recorder
 from .placement.room import Room
@@ -92,7 +93,7 @@ class Engine:
             recorder = Recorder(list(sizes), other)
             self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
-        self._unmoved: dict[int, Unmoved] = {}  # by number of the optimizer that is about to step
+        self._apart: list[Apart] = []  # by number of the optimizer
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
             self._reducer.at_end(assembly.take_gradients)
@@ -108,7 +109,12 @@ class Engine:
                 optimizer.register_step_post_hook(partial(self._after_step, number))
             else:  # hooks of the user's are to see all gradients and all that was stepped
                 call_first_after_step(optimizer, partial(self._after_step, number))
+            self._apart.append(Apart(optimizer, self._stepped[number]))
+            self._reducer.at_start(self._apart[number].leave)
+            optimizer.register_state_dict_pre_hook(self._apart[number].leave)
+            optimizer.register_load_state_dict_pre_hook(self._apart[number].leave)
             zero_grad = partial(self._zero_grad_of_optimizer, number)
+            call_first_after_step(optimizer, partial(self._join, number))
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
         self._stream = None if away is None else self._streamed(away)
         if self._stream is not None:
@@ -245,6 +251,8 @@ class Engine:
 
     def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
         """Waits, where gradients of some optimizers are about to be written that a step may still need."""
+        for number in numbers:
+            self._apart[number].leave()
         if self._stream is not None:
             self._stream.forget_gradients(numbers)
             if not set_to_none:
@@ -262,6 +270,8 @@ class Engine:
         """See `par_zero.reset`."""
         self._wait_for_parameters()
         self._reducer.reset()
+        for apart in self._apart:
+            apart.leave()
         if self._gatherer is not None:
             self._gatherer.reset()
         if self._stream is not None:
@@ -293,9 +303,10 @@ class Engine:
     def _before_step(
         self, number: int, optimizer: Optimizer, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """Notes what must not move; of a step with a closure, when that has made the gradients."""
+        """Sees what is stepped apart; of a step with a closure, when that has made the gradients."""
         if is_within_step(optimizer):
             return None
+        self._apart[number].leave()  # where the step before has failed
         chunks = self._stepped[number]
 
         def prepare() -> None:
@@ -307,9 +318,10 @@ class Engine:
             unused = self._reducer.unused(chunks)
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
-            self._unmoved[number] = Unmoved(optimizer, chunks, unused)
+            self._apart[number].look(unused)
             if self._stream is not None and self._stream.has(number):
-                self._stream.step(number, optimizer, self._unmoved[number])
+                self._stream.step(number, optimizer, self._apart[number])
+            self._apart[number].enter()
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
@@ -325,6 +337,11 @@ class Engine:
 
         return (given.pop("self"), closure_then_prepare), given
 
+    def _join(self, number: int, optimizer: Optimizer, *_: Any) -> None:
+        """What was stepped apart is one again, before hooks of the user's look at it."""
+        if not is_within_step(optimizer):
+            self._apart[number].join_()
+
     def _after_step(self, number: int, optimizer: Optimizer, *_: Any) -> None:
         """Brings what an optimizer has updated to the parameters, and to the other ranks."""
         if is_within_step(optimizer):
@@ -332,9 +349,6 @@ class Engine:
         if self._stream is not None:
             self._stream.end_step(number)
         self._reducer.end_step(self._stepped[number])
-        unmoved = self._unmoved.pop(number, None)
-        if unmoved is not None:
-            unmoved.restore_()
         if number in self._assemblies:
             self._assemblies[number].after_step()
         with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import gradients, settle_
+from par_groups import SCALARS, gradients, segments_of, settle_
 from par_zero import Offload, no_sync, shard, summon
 
 from ..helpers import adamw, batch, loss_of, mlp, sgd, sharded, whole
@@ -16,15 +16,19 @@ BF16 = {"param_dtype": torch.bfloat16}
 
 
 def moments(optimizer):
-    """Copies of all state, put together by param group and slot; of counts, the values that there are."""
+    """Copies of all state: by param group and slot, put together; of counts, that of each parameter."""
     found = {}
     for number, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
-            for slot, value in optimizer.state.get(tensor, {}).items():
-                found.setdefault(f"{number}.{slot}", []).append(value.detach().clone().reshape(-1))
-    return {
-        name: torch.cat(parts).unique() if parts[0].numel() == 1 else torch.cat(parts) for name, parts in found.items()
-    }
+            state = optimizer.state.get(tensor, {})
+            for slot, value in state.items():
+                if slot != SCALARS and value.dim():
+                    found.setdefault(f"{number}.{slot}", []).append(value.detach().clone().reshape(-1))
+            alike = {slot: value for slot, value in state.items() if slot != SCALARS and not value.dim()}
+            for name in segments_of(tensor).names if state else ():
+                for slot, value in state.get(SCALARS, {name: alike}).get(name, {}).items():
+                    found[f"{slot} of {name}"] = [value.detach().clone().reshape(1)]
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def small(parameters):

@@ -1,13 +1,13 @@
 """Optimizer state by parameter name, and its param groups, whatever its tensors pack."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from par_groups import Segment, Segments, Sharding, segments_of, sharding_of, whole
+from par_groups import SCALARS, Segment, Segments, Sharding, segments_of, sharding_of, whole
 
 from ..plan.claims import Entry, key_of
 from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
@@ -48,11 +48,29 @@ class Packed:
         tensor: As it is in the param group.
         segments: The names of those parameters, and their boxes in its local memory.
         is_master: Whether it is the optimizer's own copy, and says what no parameter of the model says.
+        recorded: By those names, the names in the tensor's record.
+        apart: Whether its parameters may differ in what the optimizer keeps for each as a whole.
     """
 
     tensor: torch.Tensor
     segments: Segments
     is_master: bool
+    recorded: Mapping[str, str]
+    apart: bool
+
+    def of(self, names: Container[str]) -> "Packed":
+        """The same tensor, with some of its parameters alone."""
+        return replace(self, segments=Segments(segment for segment in self.segments if segment.name in names))
+
+    def scalars(self, state: Mapping[str, Any]) -> Mapping[str, Mapping[str, object]] | None:
+        """What the optimizer keeps for each parameter as a whole, by name; None: for all of them the same.
+
+        Args:
+            state: The state of the tensor.
+        """
+        if SCALARS not in state:
+            return None
+        return {name: state[SCALARS][own] for name, own in self.recorded.items() if own in state[SCALARS]}
 
 
 class Naming:
@@ -102,9 +120,16 @@ class Naming:
                 f"{where} of the optimizer, of shape {tuple(tensor.shape)}, has no name; pass the model beside it, or "
                 "make the optimizer from model.named_parameters()"
             )
-        in_files = (Segment(self._names.get(part.name, part.name), part.sharding) for part in segments)
+        recorded = {self._names.get(name, name): name for name in segments.names}
+        in_files = (Segment(name, segments[own]) for name, own in recorded.items())
         repeats = segments.derived and bool(self._by_id)  # the model beside it, which is saved too
-        return Packed(tensor=tensor, segments=Segments(in_files), is_master=not repeats and self._is_master(tensor))
+        return Packed(
+            tensor=tensor,
+            segments=Segments(in_files),
+            is_master=not repeats and self._is_master(tensor),
+            recorded=recorded,
+            apart=segments.apart,
+        )
 
     def _is_master(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of some."""
@@ -134,16 +159,33 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
         for packed in tensors:
             if packed.is_master:
                 found.entries.extend(_cut(packed, MASTER, packed.tensor))
-            for slot, value in optimizer.state.get(packed.tensor, {}).items():
-                if "." in slot:
-                    raise ValueError(
-                        f"the optimizer's state has a slot {slot!r}; names with a dot cannot be told from parameters'"
-                    )
-                if isinstance(value, torch.Tensor):
-                    found.entries.extend(_cut(packed, slot, value))
-                else:
-                    found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
+            state = optimizer.state.get(packed.tensor, {})
+            scalars = packed.scalars(state)
+            if scalars is None:
+                _note(found, packed, state)
+                continue
+            own = {slot for of_name in scalars.values() for slot in of_name} | {SCALARS}
+            _note(found, packed.of(scalars), {slot: value for slot, value in state.items() if slot not in own})
+            for name, of_name in scalars.items():
+                _note(found, packed.of([name]), of_name)
     return found
+
+
+def _note(found: OptimizerState, packed: Packed, slots: Mapping[str, object]) -> None:
+    """Notes some slots of a tensor for each of its parameters.
+
+    Raises:
+        ValueError: A slot that cannot be told or cut.
+    """
+    for slot, value in slots.items():
+        if "." in slot:
+            raise ValueError(
+                f"the optimizer's state has a slot {slot!r}; names with a dot cannot be told from parameters'"
+            )
+        if isinstance(value, torch.Tensor):
+            found.entries.extend(_cut(packed, slot, value))
+        else:
+            found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
 
 
 def _cut(packed: Packed, slot: str, value: torch.Tensor) -> Iterator[Entry]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Segments, Sharding, slots_of, whole
+from par_groups import SCALARS, Segments, Sharding, slots_of, whole
 
 from ..plan.claims import Entry, key_of, name_of, section_of
 from ..storage.directory import Place
@@ -195,16 +195,23 @@ def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scalar:
-    """A 0-dim slot of a tensor: in the files each parameter in the tensor has one, and all must agree.
+class Scalars:
+    """0-dim slots of a tensor: in the files each parameter in the tensor has its own.
 
     Args:
-        into: The slot.
-        read: Name in the files of each parameter's slot, and the tensor into which it is read.
+        state: The new state of the tensor, which has the slots.
+        read: By slot, for each parameter its name in the files and the tensor into which that is read.
+        names: Names of these parameters in the tensor's record.
+        apart: By these names, what else the optimizer keeps for each parameter as a whole, if they may differ; None:
+            all must agree.
+        without: Elements of slots that belong to parameters without state.
     """
 
-    into: torch.Tensor
-    read: tuple[tuple[str, torch.Tensor], ...]
+    state: dict[str, Any]
+    read: Mapping[str, Sequence[tuple[str, torch.Tensor]]]
+    names: Sequence[str]
+    apart: Mapping[str, dict[str, Any]] | None
+    without: Sequence[torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -213,12 +220,12 @@ class OptimizerTargets(Targets):
 
     Args:
         state: The new state of each tensor, which takes the place of the old one when everything is read.
-        scalars: 0-dim slots, to be compared and set after reading.
+        scalars: What tensors have of 0-dim slots, to be compared and set after reading.
         groups: For each param group: its parameters, as the saved optimizer calls them.
     """
 
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-    scalars: list[Scalar] = field(default_factory=list)
+    scalars: list[Scalars] = field(default_factory=list)
     groups: list[tuple[str, ...]] = field(default_factory=list)
 
 
@@ -281,7 +288,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
             slots = dict.fromkeys(slot for as_ in known.values() if as_ for slot in slots_of.get(as_[0], ()))
             old = optimizer.state.get(packed.tensor, {})
             wrong = (
-                other_slots(packed.segments.names, old.keys(), slots.keys() - {MASTER})
+                other_slots(packed.segments.names, old.keys() - {SCALARS}, slots.keys() - {MASTER})
                 if wrong_group is None
                 else f"param group {number} {wrong_group}"
             )
@@ -324,35 +331,64 @@ class _PackedTargets:
     def state(self, slots: Iterable[str]) -> dict[str, Any]:
         """The new state of the tensor with some slots: masters, objects, scalars and tensors."""
         state: dict[str, Any] = {}
-        segments, places, objects = self._packed.segments, self._saved.places, self._saved.objects
+        packed, places, objects = self._packed, self._saved.places, self._saved.objects
+        names = [name for name in packed.segments.names if self._has(name, slots)] if packed.apart else []
+        own = packed.of(names) if names else packed  # the others have no state, as no step had a gradient of theirs
+        apart: dict[str, dict[str, Any]] = {packed.recorded[name]: {} for name in own.segments.names}
+        read: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for slot in slots:
-            keys = [f"{self._saved.saved_as(name)}.{slot}" for name in segments.names]
+            keys = [f"{self._saved.saved_as(name)}.{slot}" for name in own.segments.names]
             absent = [key for key in keys if key not in places and key not in objects]
             if slot == MASTER:
-                if self._packed.is_master:  # else the weights say the same
-                    self._fill(slot, self._packed.tensor)
+                if packed.is_master:  # else the weights say the same
+                    self._fill(packed, slot, packed.tensor)
             elif absent:
                 self._targets.missing.extend(absent)
             elif keys[0] in objects:
                 state[slot] = objects[keys[0]]
-            elif places[keys[0]].shape == () and any(segment.sharding.shape for segment in segments):
-                state[slot] = self._scalar(slot, keys)
+                for of_name, key in zip(apart.values(), keys, strict=True):
+                    of_name[slot] = objects[key]
+            elif self._is_scalar(slot, own.segments, [places[key] for key in keys]):
+                state[slot], read[slot] = self._scalar(slot, keys)
             else:
                 state[slot] = self._tensor(slot, places[keys[0]])
-                self._fill(slot, state[slot])
+                self._fill(own, slot, state[slot])
+        others = [segment for segment in packed.segments if segment.name not in own.segments.names]
+        first = next(iter(apart.values()), {})
+        if packed.apart and state and (others or any(of_name != first for of_name in apart.values())):
+            state[SCALARS] = apart
+        without = [
+            box.of(local_of(value))
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.shape == packed.tensor.shape
+            for segment in others
+            for box in segment.sharding.boxes
+        ]
+        self._targets.scalars.append(
+            Scalars(state=state, read=read, names=list(apart), apart=apart if packed.apart else None, without=without)
+        )
         return state
 
-    def _scalar(self, slot: str, keys: Sequence[str]) -> torch.Tensor:
-        """A 0-dim slot; what the files have for each parameter is read beside it, to be compared."""
+    def _has(self, name: str, slots: Iterable[str]) -> bool:
+        """Whether the files have state of a parameter."""
+        keys = [f"{self._saved.saved_as(name)}.{slot}" for slot in slots if slot != MASTER]
+        return any(key in self._saved.places or key in self._saved.objects for key in keys)
+
+    def _is_scalar(self, slot: str, segments: Segments, places: Sequence[Place]) -> bool:
+        """Whether a slot is one number for a parameter, and not one for each of its elements."""
+        if any(place.shape != () for place in places):
+            return False
+        return any(segment.sharding.shape for segment in segments) or (slot == "step" and self._packed.tensor.dim() > 0)
+
+    def _scalar(self, slot: str, keys: Sequence[str]) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+        """A 0-dim slot, and what the files have of it for each parameter, which is read beside it, to be compared."""
         dtype = self._saved.places[keys[0]].dtype
         device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
-        read = tuple((key, torch.empty((), dtype=dtype, device="cpu")) for key in keys)
+        read = [(key, torch.empty((), dtype=dtype, device="cpu")) for key in keys]
         for key, value in read:
             target = Target(key=key_of("optimizer", key), dtype=dtype, sharding=whole((), (0,)), tensor=value)
             self._targets.pending.append(target)
-        into = self._reused(slot, torch.empty((), dtype=dtype, device=device))
-        self._targets.scalars.append(Scalar(into=into, read=read))
-        return into
+        return self._reused(slot, torch.empty((), dtype=dtype, device=device)), read
 
     def _tensor(self, slot: str, place: Place) -> torch.Tensor:
         """Memory for a slot: like its parameter's, or of the shape in the files where that is another one."""
@@ -361,10 +397,10 @@ class _PackedTargets:
             return self._reused(slot, torch.zeros_like(tensor, dtype=place.dtype, device=self._device))
         return self._reused(slot, torch.empty(place.shape, dtype=place.dtype, device=self._device))
 
-    def _fill(self, slot: str, value: torch.Tensor) -> None:
+    def _fill(self, packed: Packed, slot: str, value: torch.Tensor) -> None:
         """Notes a slot as something to fill, parameter by parameter."""
-        for segment in self._packed.segments:
-            sharding = slot_sharding(self._packed, segment, slot, value)
+        for segment in packed.segments:
+            sharding = slot_sharding(packed, segment, slot, value)
             key = key_of("optimizer", f"{self._saved.saved_as(segment.name)}.{slot}")
             self._targets.match(self._saved.places, key, sharding, value)
 
@@ -377,11 +413,21 @@ class _PackedTargets:
         return old if fits else fresh
 
 
-def set_scalars_(scalars: Iterable[Scalar]) -> Iterator[str]:
-    """Sets 0-dim slots; yields what is wrong where the parameters of one tensor disagree."""
-    for scalar in scalars:
-        values = {float(value) for _, value in scalar.read}
-        if len(values) > 1:
-            names = [key for key, _ in scalar.read]
-            yield f"{names[0]!r} and {len(names) - 1} others lie in one flat tensor, but have values {sorted(values)}"
-        scalar.into.copy_(scalar.read[0][1])
+def set_scalars_(scalars: Iterable[Scalars]) -> Iterator[str]:
+    """Sets 0-dim slots; yields what is wrong where the parameters of one tensor disagree, and must not."""
+    for one in scalars:
+        for slot, read in one.read.items():
+            values = {float(value) for _, value in read}
+            if len(values) > 1 and one.apart is None:
+                keys = [key for key, _ in read]
+                yield f"{keys[0]!r} and {len(keys) - 1} others lie in one flat tensor, but have values {sorted(values)}"
+            elif len(values) > 1:
+                one.state[SCALARS] = one.apart
+            one.state[slot].copy_(read[0][1])
+        if SCALARS in one.state and one.apart is not None:
+            for slot, read in one.read.items():
+                made: dict[float, torch.Tensor] = {}
+                for name, (_, value) in zip(one.names, read, strict=True):
+                    one.apart[name][slot] = made.setdefault(float(value), value.to(one.state[slot].device))
+        for elements in one.without:
+            elements.zero_()

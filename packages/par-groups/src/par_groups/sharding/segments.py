@@ -8,6 +8,14 @@ import torch.distributed as dist
 
 from .sharding import Box, Sharding, recorded_sharding, whole
 
+SCALARS = "par_scalars"
+"""The slot of a flat tensor's state in which an optimizer's counts of steps, and the like, are each parameter's own.
+
+It has, by name of a parameter and of a slot, what the optimizer keeps for that parameter as a whole, and is there only
+where parameters of the tensor differ in it. One that it does not name has no state yet, though the tensor's slots have
+zeros for it. The tensor's own count is that of some of its parameters then.
+"""
+
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
     """How a local tensor is cut out of its global one.
@@ -59,8 +67,8 @@ class Segments:
         ValueError: A name that is given twice.
     """
 
-    def __init__(self, segments: Iterable[Segment], *, derived: bool = False) -> None:
-        self.derived = derived
+    def __init__(self, segments: Iterable[Segment], *, derived: bool = False, apart: bool = False) -> None:
+        self.derived, self.apart = derived, apart
         self._by_name: dict[str, Segment] = {}
         for segment in segments:
             if segment.name in self._by_name:
@@ -77,10 +85,12 @@ class Segments:
         return self._by_name[name].sharding
 
     def __repr__(self) -> str:
-        return f"Segments({list(self)!r}{', derived=True' * self.derived})"
+        return f"Segments({list(self)!r}{', derived=True' * self.derived}{', apart=True' * self.apart})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Segments) and self.derived == other.derived and list(self) == list(other)
+        if not isinstance(other, Segments):
+            return False
+        return (self.derived, self.apart) == (other.derived, other.apart) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # compared by value, never a key
 

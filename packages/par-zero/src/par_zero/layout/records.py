@@ -148,4 +148,4 @@ def record_(
                     holders = same.of(record) if chunk.stage.shards_state else None
                     part = cut(record, first - start, last - start, offset=first - piece.start, holders=holders)
                     segments.append(Segment(member.names[0], part))
-            set_segments(piece.tensor, Segments(segments))
+            set_segments(piece.tensor, Segments(segments, apart=not chunk.layout.atomic))

@@ -32,7 +32,7 @@ from par_groups import agree, set_slots
 
 from .._collectives import all_reduce
 from ..layout.chunk import Chunk, Slice
-from ..optimizer.step import Unmoved
+from ..optimizer.apart import Apart
 from .disk import Buffer, Disk, Handle, tensors_in, threads_of
 from .pieces import COPY, PAGE, Block, pages
 from .shares import Shares
@@ -249,13 +249,13 @@ class _Work:
         twins: What steps the pieces.
         states: Their states.
         gradients: Those that are to be stepped still, and their gradients.
-        unmoved: What must stay as it is.
+        apart: What of pieces is stepped apart.
     """
 
     twins: Twins
     states: Mapping[Piece, State]
     gradients: dict[Piece, torch.Tensor]
-    unmoved: Unmoved
+    apart: Apart
 
     def has_in_file(self, piece: Piece) -> bool:
         """Whether a piece's gradient lies in the file."""
@@ -270,12 +270,16 @@ class _Work:
             state: Its state.
             used: Where the parameters in use go, if the piece is a copy of them.
         """
-        kept = self.unmoved.kept(piece.tensor, state)
-        stepped = nn.Parameter(piece.tensor.detach())  # of the same memory, with a gradient that nobody takes away
-        stepped.grad = self.gradients.pop(piece)
-        self.twins.step(stepped, piece.group, state)
-        if kept is not None:
-            kept.restore_(state)
+        gradient = self.gradients.pop(piece)
+        taken = self.apart.take(piece.tensor, gradient, state)
+        if taken is None:
+            stepped = nn.Parameter(piece.tensor.detach())  # of the same memory, with a gradient that nobody takes away
+            stepped.grad = gradient
+            self.twins.step(stepped, piece.group, state)
+        else:
+            for part in taken.parts:
+                self.twins.step(part.tensor, piece.group, part.state)
+            taken.join_()
         if used is not None:
             used.copy_(piece.tensor)
 
@@ -481,7 +485,7 @@ class Stream:
                 self._read(piece, optimizers[owner].state[piece.tensor], self._buffer())
 
     @torch.no_grad()
-    def step(self, owner: int, optimizer: Optimizer, unmoved: Unmoved) -> None:
+    def step(self, owner: int, optimizer: Optimizer, apart: Apart) -> None:
         """Steps an optimizer's pieces, or notes what a thread is to step, and hides their gradients until `end_step`.
 
         A read that fails ends this before its piece is touched; `raise_problem` tells.
@@ -489,7 +493,7 @@ class Stream:
         Args:
             owner: Number of the optimizer.
             optimizer: The optimizer, whose own step follows.
-            unmoved: What must stay as it is.
+            apart: What of pieces is stepped apart.
         """
         own = self._own[owner]
         self.shares.drop()
@@ -498,7 +502,7 @@ class Stream:
         own.gradients += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
         if found_inf is None or not float(found_inf):
             states = {piece: optimizer.state[piece.tensor] for piece in gradients}
-            own.work = _Work(twins=Twins(optimizer), states=states, gradients=gradients, unmoved=unmoved)
+            own.work = _Work(twins=Twins(optimizer), states=states, gradients=gradients, apart=apart)
             self._latest.append(owner)
             if self._worker is None:
                 self._run(own, own.work)

@@ -1,0 +1,414 @@
+"""Parameters of a flat slice that were not stepped equally often are stepped apart.
+
+An optimizer keeps some state for a tensor as a whole: Adam its count of steps, NAdam a product beside it. On one device
+it passes over a parameter without a gradient, whose count stays. So where the parameters of a slice have parted, those
+that are alike are stepped together, as tensors of their own for the time of a step, without what has no gradient:
+
+    slice      a a a a a b  b b b b c c  c c c c c c  c c d d d d      in blocks, here of 6 elements
+    steps      a 7, b 5, c 7, d none in this step
+    stepped                              c c c c c c                   in place
+               a a a a a .  . . . . c c               c c . . . .      copies of blocks, as one tensor
+               . . . . . b  b b b b . .                                the same, of b
+
+Blocks are stepped as a whole, though not all of a copy counts: vector kernels fall into the same steps then as in a
+slice that is one tensor, so that numbers have the same bits however slices are cut. Between steps there is one tensor
+again, and what its parameters differ in lies in its state under `par_groups.SCALARS`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import SCALARS, Segment, Segments, Sharding, cut, on_settle, segments_of, set_segments
+
+from ..layout.chunk import Chunk, Slice
+from ..layout.packing import ALIGNMENT
+from .step import is_per_element
+
+State = dict[str, Any]
+
+Elements = tuple[int, int]
+"""The first element of a range, and one past its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A parameter's elements in a slice, with the padding behind them.
+
+    Args:
+        name: The parameter's name.
+        start: The first element.
+        stop: One past the last.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements of a slice that are one tensor for the time of a step.
+
+    Args:
+        blocks: The elements of that tensor, in ranges: one that is stepped in place, or those that are copied.
+        counted: What counts of each range.
+        segments: What the tensor packs.
+        in_place: Whether it is no copy.
+    """
+
+    blocks: Sequence[Elements]
+    counted: Sequence[Elements]
+    segments: Segments
+    in_place: bool
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of a tensor that is as large as the slice: a view, or a copy."""
+        ranges = [flat.view(-1)[start:stop] for start, stop in self.blocks]
+        return ranges[0] if self.in_place else torch.cat(ranges)
+
+    def put_back_(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Brings what counts of its elements to their places."""
+        end = 0
+        for (first, last), (start, stop) in zip(self.blocks, self.counted, strict=True):
+            place, value = flat[start:stop], values[end + start - first : end + stop - first]
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+            end += last - first
+
+
+def pieces_of(spans: Sequence[Span], segments: Segments) -> list[Piece]:
+    """What parameters that are stepped together are stepped as. Pure arithmetic.
+
+    Args:
+        spans: The parameters, in the order of the slice.
+        segments: What the slice packs.
+    """
+    runs: list[list[Span]] = []
+    for span in spans:
+        if runs and runs[-1][-1].stop == span.start:
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    pieces: list[Piece] = []
+    edges: list[tuple[Elements, Sequence[Span]]] = []
+    for run in runs:
+        start, stop = run[0].start, run[-1].stop
+        first, last = -(-start // ALIGNMENT) * ALIGNMENT, stop // ALIGNMENT * ALIGNMENT
+        if first < last:
+            inside = [(first, last)]
+            packed = _packed(inside, inside, [run], segments)
+            pieces.append(Piece(blocks=inside, counted=inside, segments=packed, in_place=True))
+        around = [(start, first), (last, stop)] if first <= last else [(start, stop)]
+        edges += [((low, high), run) for low, high in around if low < high]
+    if edges:
+        counted = [edge for edge, _ in edges]
+        blocks = [(low // ALIGNMENT * ALIGNMENT, -(-high // ALIGNMENT) * ALIGNMENT) for low, high in counted]
+        packed = _packed(blocks, counted, [run for _, run in edges], segments)
+        pieces.append(Piece(blocks=blocks, counted=counted, segments=packed, in_place=False))
+    return pieces
+
+
+def _packed(
+    blocks: Sequence[Elements], counted: Sequence[Elements], runs: Sequence[Sequence[Span]], segments: Segments
+) -> Segments:
+    """What a tensor of some ranges of a slice packs.
+
+    Args:
+        blocks: The ranges.
+        counted: What counts of each of them.
+        runs: The parameters that have elements in each.
+        segments: What the slice packs.
+    """
+    found: dict[str, Sharding] = {}
+    end = 0
+    for (first, last), (start, stop), run in zip(blocks, counted, runs, strict=True):
+        for span in run:
+            low, high = max(start, span.start), min(stop, span.stop)
+            if low < high:
+                part = cut(segments[span.name], low, high, offset=end + low - first)
+                before = found[span.name].boxes if span.name in found else ()
+                found[span.name] = Sharding(part.shape, before + part.boxes)
+        end += last - first
+    return Segments(Segment(name, sharding) for name, sharding in found.items() if sharding.boxes)
+
+
+@dataclass(eq=False, kw_only=True)
+class Part:
+    """A tensor that is stepped in place of elements of a slice.
+
+    Args:
+        tensor: The tensor, with its gradient.
+        piece: Which elements these are.
+        state: Its state, which the step changes, or makes if it is empty.
+    """
+
+    tensor: nn.Parameter
+    piece: Piece
+    state: State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """Parameters of a slice that are stepped together.
+
+    Args:
+        names: Their names.
+        parts: What is stepped in their place.
+        is_new: Whether the optimizer has stepped none of them before.
+    """
+
+    names: Sequence[str]
+    parts: Sequence[Part]
+    is_new: bool
+
+
+class Taken:
+    """A slice that is taken apart for a step.
+
+    Args:
+        tensor: The slice.
+        gradient: Its gradient.
+        state: Its state, which is changed in place when the slice is one again.
+        scalars: What the optimizer keeps for each parameter as a whole, by name; None where it has no state yet.
+        groups: The parameters that are stepped together, and as what.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        gradient: torch.Tensor,
+        state: State,
+        scalars: Mapping[str, State | None],
+        groups: Sequence[tuple[Sequence[Span], Sequence[Piece]]],
+    ) -> None:
+        self.state = state
+        self._shape, self._flat, self._gradient = tensor.shape, tensor.detach().view(-1), gradient.view(-1)
+        self._scalars = dict(scalars)
+        self._groups = []
+        for spans, pieces in groups:
+            kept = self._scalars[spans[0].name]
+            parts = [self._part(piece, kept) for piece in pieces]
+            self._groups.append(Alike(names=[span.name for span in spans], parts=parts, is_new=kept is None))
+
+    def _part(self, piece: Piece, scalars: State | None) -> Part:
+        part = Part(tensor=nn.Parameter(piece.of(self._flat)), piece=piece, state={})
+        part.tensor.grad = piece.of(self._gradient)
+        set_segments(part.tensor, piece.segments)
+        if scalars is not None:
+            of_elements = {
+                name: value for name, value in self.state.items() if is_per_element(name, value, self._shape)
+            }
+            part.state |= {name: piece.of(value) for name, value in of_elements.items()}
+            part.state |= {
+                name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+                for name, value in scalars.items()
+            }
+        return part
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """What is stepped in its place."""
+        for group in self._groups:
+            yield from group.parts
+
+    @property
+    def has_new(self) -> bool:
+        """Whether the optimizer makes state for anything of it."""
+        return any(group.is_new for group in self._groups)
+
+    def join_(self, *, skipped: bool = False) -> None:
+        """After the step: values and state are one again.
+
+        Args:
+            skipped: Whether the optimizer's kernels have skipped the step, so that state made in it means nothing.
+        """
+        self.show_gradients()
+        for group in self._groups:
+            made: State | None = None
+            for part in group.parts:
+                part.piece.put_back_(part.tensor.detach(), self._flat)
+                if not part.state or (skipped and group.is_new):
+                    continue
+                made = {}
+                for name, value in part.state.items():
+                    if is_per_element(name, value, part.tensor.shape):
+                        part.piece.put_back_(value, self._slot(name, value))
+                    else:
+                        made[name] = value
+            if made is not None:
+                self._scalars.update(dict.fromkeys(group.names, made))
+                self.state |= made  # those of some of them, which torch looks for when it loads a state
+        if len({kind_of(scalars) for scalars in self._scalars.values()}) > 1:
+            self.state[SCALARS] = {name: scalars for name, scalars in self._scalars.items() if scalars is not None}
+        else:  # they have come to the same
+            self.state.pop(SCALARS, None)
+
+    def show_gradients(self) -> None:
+        """Brings what the gradients of copies have become to the gradient of the slice."""
+        for part in self.parts:
+            if part.tensor.grad is not None:
+                part.piece.put_back_(part.tensor.grad, self._gradient)
+
+    def _slot(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A slot of the slice, flat: made of zeros, or given more digits, where it has not what a part of it has."""
+        found = self.state.get(name)
+        if found is None:
+            found = torch.zeros(self._shape, dtype=like.dtype, device=like.device)
+        slot: torch.Tensor = found.to(torch.promote_types(found.dtype, like.dtype))
+        self.state[name] = slot
+        return slot.view(-1)
+
+
+def kind_of(scalars: State | None) -> object:
+    """What is equal for parameters that may be stepped together. No device is waited for.
+
+    Args:
+        scalars: What an optimizer keeps for a parameter as a whole; None: it has no state of it.
+    """
+    if scalars is None:
+        return None
+    return tuple((name, _value_of(scalars[name])) for name in sorted(scalars))
+
+
+def _value_of(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.is_cpu and value.dim() == 0 else id(value)
+    return value if isinstance(value, bool | int | float | complex | str | None) else id(value)
+
+
+class Apart:
+    """What an optimizer steps apart, and what it passes over: parameters that had no gradient on any rank.
+
+    A gradient of zero would let AdamW move them.
+
+    Args:
+        optimizer: The optimizer.
+        chunks: The chunks whose slices it holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, chunks: Sequence[Chunk]) -> None:
+        self._optimizer, self._chunks = optimizer, tuple(chunks)
+        self._spans: dict[torch.Tensor, tuple[Sequence[Span], set[str]]] = {}  # by slice: parameters, those not used
+        self._pieces: dict[torch.Tensor, tuple[object, list[list[Piece]]]] = {}  # of the latest step
+        self._taken: dict[torch.Tensor, Taken] = {}  # what the optimizer has the parts of
+        self._lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # param groups, and what they had
+        self._forget: Callable[[], None] = lambda: None  # ends that those who look at the parts have `leave` called
+
+    def look(self, unused: Sequence[Sequence[int]]) -> None:
+        """Notes what is stepped apart in the step that begins, and drops gradients of slices that are passed over.
+
+        Args:
+            unused: For each chunk, the members that had no gradient.
+        """
+        self._spans = {}
+        for chunk, members in zip(self._chunks, unused, strict=True):
+            idle = {chunk.members[member].names[0] for member in members}
+            for part in chunk.slices:
+                parted = SCALARS in self._optimizer.state.get(part.tensor, ())
+                if part.tensor.grad is None or not (idle or parted):
+                    continue
+                spans = _spans(chunk, part)
+                if all(span.name in idle for span in spans):
+                    part.tensor.grad = None
+                elif parted or any(span.name in idle for span in spans):
+                    self._spans[part.tensor] = spans, idle
+
+    def take(self, tensor: torch.Tensor, gradient: torch.Tensor, state: State) -> Taken | None:
+        """Takes a slice apart for the step that has begun; None: it is stepped as one.
+
+        Args:
+            tensor: The slice.
+            gradient: Its gradient.
+            state: Its state.
+        """
+        if tensor not in self._spans:
+            return None
+        spans, idle = self._spans[tensor]
+        parted = state.get(SCALARS)
+        alike = {name: value for name, value in state.items() if not is_per_element(name, value, tensor.shape)}
+        scalars: dict[str, State | None] = {
+            span.name: parted.get(span.name) if parted is not None else alike if state else None for span in spans
+        }
+        groups: dict[object, list[Span]] = {}
+        for span in spans:
+            if span.name not in idle:
+                groups.setdefault(kind_of(scalars[span.name]), []).append(span)
+        way = [[span.name for span in group] for group in groups.values()]
+        if self._pieces.get(tensor, (None,))[0] != way:
+            segments = segments_of(tensor)
+            self._pieces[tensor] = way, [pieces_of(group, segments) for group in groups.values()]
+        pieces = self._pieces[tensor][1]
+        return Taken(tensor, gradient, state, scalars, list(zip(groups.values(), pieces, strict=True)))
+
+    @torch.inference_mode(mode=False)  # where what is made would have no version
+    @torch.no_grad()
+    def enter(self) -> None:
+        """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
+        for group in self._optimizer.param_groups if self._spans else ():
+            held: list[torch.Tensor] = []
+            for tensor in group["params"]:
+                state = self._optimizer.state.get(tensor, {})
+                taken = None if tensor.grad is None else self.take(tensor, tensor.grad, state)
+                if taken is None:
+                    held.append(tensor)
+                    continue
+                self._taken[tensor] = taken
+                for part in taken.parts:
+                    held.append(part.tensor)
+                    if part.state:
+                        self._optimizer.state[part.tensor] = part.state
+            self._lists.append((group, group["params"]))
+            group["params"] = held
+        parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
+        self._forget = on_settle(parts, self.leave).remove
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def join_(self) -> None:
+        """The optimizer has stepped: it holds slices again."""
+        skipped = False
+        if any(taken.has_new for taken in self._taken.values()):
+            found_inf = getattr(self._optimizer, "found_inf", None)  # of torch's GradScaler, for kernels that skip
+            skipped = found_inf is not None and bool(found_inf)
+        for tensor, taken in self._taken.items():
+            for part in taken.parts:
+                part.state = self._optimizer.state.get(part.tensor, {})
+            taken.join_(skipped=skipped)
+            if taken.state:
+                self._optimizer.state[tensor] = taken.state
+        self.leave()
+
+    @torch.no_grad()
+    def leave(self, *_: object) -> None:
+        """The optimizer holds slices again, as they were if it has not stepped."""
+        for taken in self._taken.values():
+            taken.show_gradients()
+            for part in taken.parts:
+                self._optimizer.state.pop(part.tensor, None)
+                part.tensor.grad = None
+        for group, tensors in self._lists:
+            group["params"] = tensors
+        self._forget()
+        self._taken.clear()
+        self._lists.clear()
+
+
+def _spans(chunk: Chunk, part: Slice) -> list[Span]:
+    """The parameters of a slice, in its order."""
+    inside = sorted(
+        (max(start, part.start), number)
+        for number, (start, stop) in enumerate(chunk.layout.slots)
+        if max(start, part.start) < min(stop, part.stop)
+    )
+    starts = [start - part.start for start, _ in inside]
+    stops = [*starts[1:], part.tensor.numel()]
+    return [
+        Span(name=chunk.members[number].names[0], start=start, stop=stop)
+        for (_, number), start, stop in zip(inside, starts, stops, strict=True)
+    ]
