@@ -2,7 +2,7 @@
 
 import torch
 
-from par_zero._unit import Call, Calls
+from par_zero.calls.record import Call, Calls
 
 
 def call(calls, *units, within=(), has_graph=True):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from par_groups import on_settle
 
 from ._arrive import Arrivals
-from ._gather import Gatherer, computed
+from ._gather import Gatherer
 from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
@@ -24,6 +24,8 @@ from ._torch_private import (
     without_torch_functions,
 )
 from ._unit import Unit
+from .calls.closer import Closer
+from .calls.outputs import computed
 from .layout.chunk import Chunk
 from .layout.meter import Meter
 from .layout.packed import Packed
@@ -77,7 +79,11 @@ class Engine:
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
-        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=stage.shards_parameters)
+        closes = stage.shards_parameters or len(sharers.each) > 1
+        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=closes)
+        self._closer: Closer | None = None
+        if closes and not stage.shards_parameters:
+            self._closer = Closer(module, self._trained, self._reducer)
         self._reducer.at_end(self._meter.end_pass)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:
@@ -272,6 +278,8 @@ class Engine:
         self._reducer.reset()
         for apart in self._apart:
             apart.leave()
+        if self._closer is not None:
+            self._closer.forget()
         if self._gatherer is not None:
             self._gatherer.reset()
         if self._stream is not None:
@@ -358,6 +366,8 @@ class Engine:
                     chunk.own[: chunk.master.numel()].copy_(chunk.master)
             if self._arrivals is not None:
                 self._arrivals.begin(self._stepped[number])
+        if self._closer is not None:
+            self._closer.forget()
         if self._gatherer is not None:
             self._gatherer.end_step()
         self._meter.end_step()

@@ -10,32 +10,25 @@ backward   the gradient of a unit's output is there -> the units are freed whose
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._order import End, Kind, Order
 from ._reduce import Reducer
-from ._torch_private import tree_leaves
-from ._unit import Call, Calls, State, Unit
+from ._unit import State, Unit
+from .calls.outputs import computed, hook_, tensors_of
+from .calls.record import Call, Calls
 from .placement.follow import Follower
 from .placement.ledger import Placement
 from .placement.moments import Kind as PassKind
 from .placement.moments import Trace
 from .placement.recorder import Recorder
-
-_CLOSED = (
-    *(str, bytes, int, float, complex, torch.dtype, torch.device),
-    *(nn.Module, Optimizer, ModuleType, FunctionType, MethodType, type),
-)
-"""Types of values in which no output is looked for: they have none, or whatever a program has."""
 
 
 class Gatherer:
@@ -75,7 +68,7 @@ class Gatherer:
                 if other is not unit and any(unit.modules[0] in set(outer.modules()) for outer in other.modules)
             )
             for module in unit.modules:
-                _hook_(module, partial(self._enter, unit), partial(self._leave, unit))
+                hook_(module, partial(self._enter, unit), partial(self._leave, unit))
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}
         for module in root.modules():
             own = [unit_of[id(tensor)] for tensor in module.parameters(recurse=False) if id(tensor) in unit_of]
@@ -83,7 +76,7 @@ class Gatherer:
                 module.register_state_dict_pre_hook(self._show_parts)
             others = [unit for unit in dict.fromkeys(own) if module not in unit.modules]
             if others:  # it may be called directly
-                _hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
+                hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
 
     def follow(self, recorder: Recorder, place: Callable[[Trace, int], Placement], resident: int) -> None:
         """Has each step recorded, and the next ones follow a placement of it.
@@ -327,7 +320,7 @@ class Gatherer:
 
     def _is_frozen(self, output: Any) -> bool:
         """Whether neither what a module returns nor any parameter wants gradients."""
-        tensors = list(_tensors_of(output))
+        tensors = list(tensors_of(output))
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return False
         chunks = [chunk for unit in self._units for chunk in unit.chunks]
@@ -341,7 +334,7 @@ class Gatherer:
         call = calls.repeat(numbers) if self._in_backward else calls.end(numbers, has_graph=bool(tensors))
         if not units or not torch.is_grad_enabled():
             return
-        if not tensors and next(_tensors_of(output), None) is None and sys.exception() is None:
+        if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
             mark = self._marks.setdefault(tensors[0], object())
@@ -441,53 +434,3 @@ class Gatherer:
             for unit in self._units:
                 unit.wait()  # it may be on its way, and what is on its way must not be written
                 unit.hide()
-
-
-def _hook_(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Calls before and after each forward of a module, also one that raises; torch.compile leaves both alone."""
-    module.register_forward_pre_hook(torch.compiler.disable(before))
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
-
-
-def computed(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returns that a backward pass goes through; a parameter would keep hooks for good."""
-    return [tensor for tensor in _tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
-
-
-def _tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns: in collections, in what torch's pytree knows, in attributes of objects.
-
-    Args:
-        output: What the module returns, or a part of it.
-        seen: Objects that were looked into before, by their `id`.
-    """
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    seen = set() if seen is None else seen
-    if output is None or isinstance(output, _CLOSED) or id(output) in seen:
-        return
-    seen.add(id(output))
-    for part in _parts_of(output):
-        yield from _tensors_of(part, seen)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    """The items of a collection; of any other object what it was registered with, or else its attributes."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, list | tuple):
-        return value
-    leaves = tree_leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:
-        return leaves
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
-
-
-def _slots_of(kind: type) -> Iterator[str]:
-    """The names under which the slots of a class, and of those that it is made from, are attributes."""
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name

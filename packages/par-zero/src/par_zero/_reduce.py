@@ -45,12 +45,14 @@ class LearnedOrder:
 
     Attributes:
         numbers: The chunks in the order that holds.
+        is_agreed: Whether it was learned, or no rank has asked for another in the first pass.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self.numbers = list(numbers)
         self._seen: list[int] | None = None  # the order of the pass before
         self._asked: list[int] | None = None  # the last one that this rank wanted to be learned
+        self.is_agreed = False
 
     def asks(self, came: Sequence[int]) -> bool:
         """Whether this rank wants the order to be learned anew: in the first pass, or when two that follow are alike.
@@ -178,6 +180,23 @@ class Reducer:
         """
         self._learned.append((order, came))
 
+    def learn_first(self, order: LearnedOrder, came: list[int]) -> None:
+        """Has another order learned in place of that of reductions, which follows from it: see `arrange`.
+
+        Args:
+            order: The order, of something else than chunks.
+            came: What is in it, as it comes in a pass. The caller appends to it, and clears it.
+        """
+        self._learned[0] = order, came
+
+    def arrange(self, numbers: list[int]) -> None:
+        """Has reductions begin in a certain order, from the next pass on. It must be alike on all ranks.
+
+        Args:
+            numbers: All chunks by number.
+        """
+        self._order.numbers = numbers
+
     def begin_all(self, count: int) -> None:
         """Begins reductions until there are as many, and waits for them, though the pass has failed.
 
@@ -191,6 +210,12 @@ class Reducer:
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Whether the pass under way has brought all gradients of a chunk; one that is not trained waits for none."""
         return chunk.number < 0 or len(self._arrived[chunk.number]) >= self._awaited[chunk.number]
+
+    def awaits(self, chunk: Chunk) -> bool:
+        """Whether the pass under way brings a gradient of a chunk that has not come yet."""
+        arrived = self._arrived[chunk.number]
+        missing = (member for index, member in enumerate(chunk.members) if index not in arrived)
+        return not self.has_all_gradients(chunk) and any(will_get_gradient(member.parameter) for member in missing)
 
     def close(self, chunks: Iterable[Chunk]) -> None:
         """The pass under way will bring no more gradients of some chunks: what has none of its own yet is unused.
@@ -399,8 +424,11 @@ class Reducer:
         flags.pass_on()
         before, self._told = self._told, flags
         self._had_all, self._unshared = had_all, set(range(len(self._chunks)))
-        if before is not None and before.read()[1]:
-            self._learn_order()
+        if before is not None:
+            if before.read()[1]:
+                self._learn_orders()
+            for order, _ in self._learned:
+                order.is_agreed = True
 
     def _asks_for_order(self) -> bool:
         """Whether this rank wants an order to be learned anew."""
@@ -412,19 +440,20 @@ class Reducer:
         asked = [order.asks(came) for order, came in self._learned if came]
         return any(asked)
 
-    def _learn_order(self) -> None:
-        """Takes the first rank's orders for those of all ranks. An all-reduce of a number for each chunk and order.
+    def _learn_orders(self) -> None:
+        """Takes the first rank's orders for those of all ranks. An all-reduce of a number for each place in them.
 
         It is of maxima, in which the lowest rank wins everywhere: groups that overlap come to the same, as they would
         not by broadcasts, of which each has a first rank of its own.
         """
-        latest = torch.tensor([order.latest for order, _ in self._learned], dtype=torch.int64)
+        lengths = [len(order.numbers) for order, _ in self._learned]
+        latest = torch.tensor([number for order, _ in self._learned for number in order.latest], dtype=torch.int64)
         ahead = dist.get_world_size() - 1 - dist.get_rank()
-        orders = (latest + ahead * len(self._chunks)).to(self._device_of_flags)
+        orders = (latest + ahead * max(lengths)).to(self._device_of_flags)
         for group in self._sharers.agreeing:
             all_reduce(orders, group, dist.ReduceOp.MAX).wait()
-        for (order, _), numbers in zip(self._learned, (orders % len(self._chunks)).tolist(), strict=True):
-            order.numbers = numbers
+        for (order, _), numbers in zip(self._learned, (orders % max(lengths)).split(lengths), strict=True):
+            order.numbers = numbers.tolist()
 
     def _share_used(self) -> None:
         """Makes `used` say which members had a gradient on any rank, in the latest pass that reduced or before."""

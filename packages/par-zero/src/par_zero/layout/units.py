@@ -100,6 +100,30 @@ def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]
             yield from _items(child, apart)
 
 
+def sections(root: nn.Module) -> list[nn.Module]:
+    """Which modules backward leaves behind one after the other, as far as containers tell.
+
+    These are the units of "auto", each by itself, and the largest modules beside them, those too that only exchange
+    with other ranks or that have no parameters. All ranks have them alike, whatever the sizes.
+
+    Args:
+        root: The module that is sharded.
+
+    Returns:
+        The sections in the order of the module tree. The first is the root, for parameters that are in no other.
+    """
+    units = {id(module) for unit in choose_units(root, "auto", bucket=1) for module in unit}
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        is_outer = module is root or any(id(inner) in units for inner in module.modules() if inner is not module)
+        if not is_outer or id(module) in units:
+            yield module
+        for child in module.children() if is_outer else ():
+            yield from visit(child)
+
+    return list({id(module): module for module in visit(root)}.values())
+
+
 def unit_names(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[str]:
     """What errors call the units: their first module, and the last if there are several; the root by its class."""
     names = {id(module): repr(name) if name else f"the {type(root).__name__}" for name, module in root.named_modules()}

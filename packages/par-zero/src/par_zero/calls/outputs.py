@@ -1,0 +1,67 @@
+"""What modules return: the tensors whose gradients tell where the backward of a call begins."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .._torch_private import tree_leaves
+
+_CLOSED = (
+    *(str, bytes, int, float, complex, torch.dtype, torch.device),
+    *(nn.Module, Optimizer, ModuleType, FunctionType, MethodType, type),
+)
+"""Types of values in which no output is looked for: they have none, or whatever a program has."""
+
+
+def hook_(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Calls before and after each forward of a module, also one that raises; torch.compile leaves both alone."""
+    module.register_forward_pre_hook(torch.compiler.disable(before))
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
+def computed(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returns that a backward pass goes through; a parameter would keep hooks for good."""
+    return [tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
+
+
+def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns: in collections, in what torch's pytree knows, in attributes of objects.
+
+    Args:
+        output: What the module returns, or a part of it.
+        seen: Objects that were looked into before, by their `id`.
+    """
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    seen = set() if seen is None else seen
+    if output is None or isinstance(output, _CLOSED) or id(output) in seen:
+        return
+    seen.add(id(output))
+    for part in _parts_of(output):
+        yield from tensors_of(part, seen)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """The items of a collection; of any other object what it was registered with, or else its attributes."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """The names under which the slots of a class, and of those that it is made from, are attributes."""
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name
