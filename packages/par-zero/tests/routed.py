@@ -67,14 +67,19 @@ def dealt(parallel, uneven=False):
 
 
 class Experts(nn.Module):
-    """Experts that are packed: this rank's ones, or all of them without a group."""
+    """Experts that are packed: this rank's ones, or all of them without a group.
+
+    `without` names a weight, and the place of a rank among those that have all experts: that of its experts gets no
+    gradient.
+    """
 
     def __init__(self, seed, parallel, uneven):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.group = exchanging(parallel) if parallel else None
         self.dealt = dealt(parallel or 1, uneven)
-        place = dist.get_rank(self.group) if parallel else 0
+        self.without = None
+        self.place = place = dist.get_rank(self.group) if parallel else 0
         for name, shape in (("up", (EXPERTS, HIDDEN, WIDTH)), ("down", (EXPERTS, WIDTH, HIDDEN))):
             own = torch.randn(shape, generator=generator, dtype=torch.float64).split(self.dealt)[place].clone()
             setattr(self, name, nn.Parameter(own / 3))
@@ -98,10 +103,23 @@ class Experts(nn.Module):
         owner = torch.arange(arriving.shape[1]).repeat(len(self.dealt)).repeat_interleave(arriving.flatten())
         place = owner.argsort(stable=True)
         parts = rows[place].split(arriving.sum(0).tolist())
-        done = [torch.tanh(part @ up.T) @ down.T for part, up, down in zip(parts, self.up, self.down, strict=True)]
+        weights = zip(parts, self.trained("up"), self.trained("down"), strict=True)
+        done = [torch.tanh(part @ up.T) @ down.T for part, up, down in weights]
         result = torch.cat(done)[place.argsort()]
         result = result if self.group is None else Travel.apply(result, received, sent, self.group)
         return result[order.argsort()]
+
+    def trained(self, name):
+        """A weight, as far as it gets a gradient."""
+        weight, (without, absent) = getattr(self, name), self.without or (None, None)
+        if without != name:
+            return weight
+        if self.group is not None:
+            return weight.detach() if self.place == absent else weight
+        first = absent * EXPERTS // 2  # of two ranks
+        return torch.cat(
+            [weight[:first], weight[first : first + EXPERTS // 2].detach(), weight[first + EXPERTS // 2 :]]
+        )
 
 
 class Mixture(nn.Module):

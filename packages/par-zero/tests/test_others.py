@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
-from par_testing import Strict, for_each, once, storm
+from par_testing import Strict, count_collectives, for_each, once, storm
 from par_zero import Share, shard, summon
 from par_zero._collectives import same_ranks
 
@@ -120,17 +120,141 @@ def test_experts_train_under_hybrid_sharding(stage):
 
 def anywhere(step, rank):
     """From the first step on ranks leave out linears above, between and below the experts, also different ones."""
-    return {
-        **{(0, 1): 5, (1, 0): 3, (2, 1): 0, (3, 0): 5, (3, 1): 2, (4, 1): 3, (5, 0): 0, (5, 1): 5},
-        **{(1, 3): 0, (2, 2): 5, (3, 3): 3, (4, 2): 2, (5, 3): 3},
-    }.get((step, rank))
+    left_out = [(None, 5), (3, None, None, 0), (None, 0, 5), (5, 2, None, 3), (None, 3, 2), (0, 5, None, 3)]
+    return dict(enumerate(left_out[step])).get(rank)
+
+
+ONE_AT_A_TIME = {"backend": "strict", "strict": Strict(slots=1)}
+"""One communicator of a rank goes on at a time: what falls in another order on another rank stops both for good."""
 
 
 @for_each(stage=(0, 1, 2))
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
 def test_below_stage_3_reductions_and_exchanges_have_one_order_on_all_ranks(stage):
-    """One communicator goes on at a time: what falls in another order on another rank would stop both for good."""
     check(2, stage, anywhere, steps=6, group=dist.group.WORLD, others=[Share(holding(2))])
+
+
+@for_each(stage=(0, 1, storm(2)), parallel=(2, storm(4)))
+@pytest.mark.ranks(4, timeout=60, **ONE_AT_A_TIME)
+def test_each_of_four_ranks_may_leave_out_something_else(stage, parallel):
+    check(parallel, stage, anywhere, steps=4, group=dist.group.WORLD, others=[Share(holding(parallel))])
+
+
+@for_each(stage=(1, storm(0), storm(2)), deferred=(False, True), bucket=(300, storm(10_000)))
+@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, deferred, bucket):
+    options = {"group": dist.group.WORLD, "others": [Share(holding(2))], "deferred": deferred, "bucket": bucket}
+    check(2, stage, anywhere, microbatches=2, steps=4, **options)
+
+
+@pytest.mark.storm
+@for_each(stage=(0, 1, 2))
+@pytest.mark.ranks(4, timeout=120, **ONE_AT_A_TIME)
+def test_below_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks(stage):
+    near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
+    for others in ([Share(single, replicas=far)], [Share(far)]):
+        check(2, stage, anywhere, steps=4, group=near, replicas=far, others=others)
+
+
+def run(module, optimizer, steps, losses_at):
+    """Steps of SGD, each by the sum of some losses, all of which are computed and then gone through backward."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(losses_at(step)).backward()
+        optimizer.step()
+    return module, []
+
+
+def descending(module):
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def compare_with_one_device(change, losses_of, *, stage, steps, parallel=2):
+    """Trains a changed model over ranks and on one device.
+
+    Args:
+        change: Changes the model before it is sharded.
+        losses_of: The loss of a rank from the model, the step and the rank.
+        stage: The stage.
+        steps: How many steps.
+        parallel: How many ranks have all experts between them.
+    """
+    ranks, modules = dist.get_world_size(), [Routed(), Routed(parallel)]
+    for module in modules:
+        change(module)
+    optimizers = [descending(module) for module in modules]
+    shard(modules[1], optimizers[1], stage=stage, group=dist.group.WORLD, others=[Share(holding(parallel))], bucket=300)
+    alone_, together_ = zip(modules, optimizers, strict=True)
+    expected = run(*alone_, steps, lambda step: [losses_of(alone_[0], step, rank) / ranks for rank in range(ranks)])
+    result = run(*together_, steps, lambda step: [losses_of(together_[0], step, dist.get_rank())])
+    assert_like_alone(result, expected, parallel)
+
+
+@for_each(stage=(0, 1, storm(2)), block=(1, 4), weight=("up", "down"))
+@pytest.mark.ranks(4, timeout=60, **ONE_AT_A_TIME)
+def test_experts_of_one_rank_may_get_no_gradient(stage, block, weight):
+    """In some steps all experts of one rank use a weight without asking for its gradient, and their copies do not."""
+    ranks, parallel = dist.get_world_size(), 2
+
+    def losses_of(module, step, rank):
+        # Rows of a rank go to the experts of those that it exchanges with; of these one leaves the weight out.
+        absent = {2: 0, 3: 3, 4: 1, 5: 2}.get(step)
+        near = absent is not None and absent // parallel == rank // parallel
+        module.blocks[block].experts.without = (weight, absent % parallel) if near else None
+        return loss_of(module, step, rank, ranks)
+
+    compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=6)
+
+
+@for_each(stage=(0, 1, storm(2)), frozen=(1, 4))
+@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+def test_an_exchange_of_what_is_not_trained_separates_reductions_too(stage, frozen):
+    ranks = dist.get_world_size()
+
+    def losses_of(module, step, rank):
+        return loss_of(module, step, rank, ranks, anywhere(step, rank))
+
+    compare_with_one_device(lambda module: module.blocks[frozen].requires_grad_(False), losses_of, stage=stage, steps=6)
+
+
+@for_each(stage=(0, 1, storm(2)))
+@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_behind(stage):
+    """It is reduced when its last gradient is there, though its module was called later, or not at all."""
+    ranks = dist.get_world_size()
+
+    def losses_of(module, step, rank):
+        linears = module.blocks[5 if step % 2 else 3], module.blocks[0]
+        read = [linears[0].weight.square().sum(), module.blocks[4].dense(linears[1].weight).square().sum()]
+        return loss_of(module, step, rank, ranks, anywhere(step, rank)) + sum(read) / 10
+
+    compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=6)
+
+
+@for_each(stage=(0, 1, 2))
+@pytest.mark.ranks(2)
+def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_is_agreed_on(stage):
+    """Two passes agree, for which nothing more is exchanged where all ranks call the modules in their order."""
+    module = Routed(2)
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=1)
+    begun, exchanged = [], []
+    for step in range(4):
+        with count_collectives() as counted:
+            note = module.blocks[0].register_full_backward_pre_hook(lambda *_: begun.append(len(counted.events)))
+            loss = loss_of(module, step, dist.get_rank(), 2)
+            begun.append(len(counted.events))
+            loss.backward()
+            optimizer.step()
+        note.remove()
+        optimizer.zero_grad()
+        exchanged.append(len(counted.events))
+    before, at_last_block = begun[::2], begun[1::2]
+    of_rows, of_linears_above = 4, 3 * 2 + 4
+    during = [last - first - of_rows for first, last in zip(before, at_last_block, strict=True)]
+    assert during[:2] == [0, 0]
+    assert all(count >= of_linears_above for count in during[2:]), during
+    assert len(set(exchanged)) == 1, exchanged
 
 
 @pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)

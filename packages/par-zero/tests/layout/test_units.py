@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from par_testing import count_collectives, for_each, storm
 from par_zero import no_sync, reset, shard
-from par_zero.layout.units import called, choose_units, places
+from par_zero.layout.units import called, choose_units, places, sections
 
 from ..helpers import STAGES, adamw, assert_near, assert_same, batch, for_each_stage, loss_of, mlp, sgd, whole
 
@@ -72,6 +72,26 @@ def test_units_are_chosen_within_each_item():
     assert found[trunk[1][0].weight] == (3, (0, 1))
     assert found[module["actor"][1].weight] == (5, (1,))
     assert found[module["critic"].weight] == (6, (2,))
+
+
+def test_sections_are_units_and_the_largest_modules_beside_them():
+    model = nn.Module()
+    model.embed, model.mix = nn.Embedding(3, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model.blocks = nn.ModuleList([mlp(8, 1), nn.Linear(8, 8)])
+    model.norm, model.exchange = nn.LayerNorm(8), nn.Identity()
+    root = nn.Module()
+    root.model, root.head = model, nn.Linear(8, 3)
+    root.head.weight = model.embed.weight
+    assert sections(root) == [
+        *(root, model.embed, model.mix[0], model.mix[1], model.blocks[0], model.blocks[1]),
+        *(model.norm, model.exchange, root.head),
+    ]
+    plain = nn.Module()
+    plain.first, plain.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    assert sections(plain) == [plain, plain.first, plain.second]
+    trunk = mlp(8, 2)
+    items = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(8, 1)})
+    assert sections(items) == [items, trunk, trunk[0], trunk[1], items["head"]]
 
 
 @for_each(make=(adamw, storm(sgd)))
