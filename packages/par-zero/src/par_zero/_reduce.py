@@ -16,8 +16,9 @@ rank while backward goes on: that rank may need this one first, where backward i
 its own.
 
 At stage 3 a chunk is closed when backward has left its unit behind, and what of it has no gradient by then is unused.
-So reductions fall at one place between the gatherings of all ranks, whatever each of them uses; and where not all ranks
-share all chunks, and so exchange in backward, between these exchanges too, as no reduction begins before.
+So reductions fall at one place between the gatherings of all ranks, whatever each of them uses. Where not all ranks
+share all chunks, and so exchange in backward, chunks are closed at every stage, and no reduction begins before: so they
+fall between these exchanges too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
