@@ -67,3 +67,18 @@ def test_an_evaluation_leaves_nothing():
         call(calls, 1, has_graph=False)
     calls.left_behind(Call(0, 0))
     assert calls.uncalled == [0, 1]
+
+
+def test_what_was_not_called_waits_for_the_first_call_of_another():
+    """The second of two forwards comes first in backward, and what others have called in both comes again."""
+    calls = Calls(4)
+    made = [call(calls, 0, within=(1, 2)) for _ in range(2)]
+    seen = []
+    for inner_and_outer in reversed(made):
+        for each in reversed(inner_and_outer):
+            calls.left_behind(each)
+            seen.append(calls.returned)
+    assert calls.uncalled == [3]
+    assert seen == [False, False, False, False, True, True]
+    calls.end_pass()
+    assert not calls.returned

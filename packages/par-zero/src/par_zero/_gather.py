@@ -382,7 +382,8 @@ class Gatherer:
 
     def _close(self, numbers: Iterable[int]) -> None:
         """This pass brings no more gradients of some units, nor of those that no rank has called or comes to."""
-        uncalled = [number for number in self._calls.uncalled if not self._order.is_to_come(number)]
+        uncalled = self._calls.uncalled if self._calls.returned else []
+        uncalled = [number for number in uncalled if not self._order.is_to_come(number)]
         self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
         # What the root has is used by anybody, at any time.
         closed = [chunk for number in (*numbers, *uncalled) if number for chunk in self._units[number].chunks]

@@ -88,7 +88,8 @@ class Closer:
 
     def _pass_uncalled(self) -> list[int]:
         """Goes on in the order, and finds the sections that this rank has not called and whose turn has come."""
-        uncalled, found = {*self._calls.uncalled} - {0} - self._left, []
+        uncalled = {*self._calls.uncalled} - {0} - self._left if self._calls.returned else set()
+        found = []
         order = self._order.numbers
         while order[self._passed] in self._left or order[self._passed] in uncalled:
             if order[self._passed] in uncalled:

@@ -30,6 +30,9 @@ class Calls:
 
     Attributes:
         uncalled: The units that were not called when the backward pass under way began.
+        returned: Whether that pass has come to the first call of any unit but the root. Before, all that it goes
+            through was called once more, as in the second of two forwards: it may come to any unit again, also to one
+            that this rank has not called and others have.
     """
 
     def __init__(self, count: int) -> None:
@@ -39,7 +42,9 @@ class Calls:
         self._kept: list[list[Call]] = [[] for _ in range(count)]  # those without a graph that may get one in backward
         self._repeated: list[list[Call]] = [[] for _ in range(count)]  # of these, what this pass has called again
         self._ahead: list[tuple[int, int]] | None = None  # beginnings of the units that this pass comes to, ascending
+        self._first: set[int] = set()  # when units began for the first time, but for the root
         self.uncalled: list[int] = []
+        self.returned = False
 
     def begin(self) -> None:
         """A module begins."""
@@ -85,7 +90,9 @@ class Calls:
         if self._ahead is None:
             first = [(min(call.began for call in calls), n) for n, calls in enumerate(self._known) if calls]
             self._ahead = sorted(first)
+            self._first = {began for began, number in first if number}
             self.uncalled = [number for number, calls in enumerate(self._known) if not calls]
+        self.returned |= call.began in self._first
         left = []
         while self._ahead and self._ahead[-1][0] > call.ended:
             left.append(self._ahead.pop()[1])
@@ -98,7 +105,7 @@ class Calls:
                 del self._kept[number][len(self._kept[number]) - len(repeated) :]
                 repeated.clear()
         self._ahead = None
-        self.uncalled = []
+        self.uncalled, self.returned = [], False
 
     def forget(self) -> None:
         """No backward pass goes through what was called before."""
