@@ -1,6 +1,4 @@
-import errno
 import os
-import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -113,21 +111,6 @@ def start_without_torchrun(port):
         del os.environ[name]
     os.environ["MASTER_PORT"] = str(port)
     return int(os.environ["RANK"])
-
-
-@pytest.fixture
-def free_port():
-    """A port that nobody listens at, below those that a kernel gives to whoever connects to somebody else."""
-    ports = range(10_000, 32_768)
-    for port in random.SystemRandom().sample(ports, len(ports)):
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return port
-    raise AssertionError(f"every port of {ports} is in use")
 
 
 def let_time_pass_when_rank_1_has_come(monkeypatch):

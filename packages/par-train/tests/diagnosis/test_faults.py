@@ -1,11 +1,9 @@
-"""Faults planted on one rank of three: the one line names the rank, the place and the cause, in time.
+"""Faults planted on one rank of three: the one line names the rank, the place and the cause.
 
-The limit is the timeout plus 5 seconds, as the ranks' own clocks have it from the beginning of the step.
+It comes before the collectives' own timeout, which is beyond the limit of the test.
 """
 
 import os
-import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -68,42 +66,38 @@ def test_every_fault_has_its_words():
     assert set(EXPECTED) == {fault.__name__ for fault in planted.FAULTS}
 
 
-def free_port():
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def said(warm_python, folder, fault):
-    """What is told, and after how many seconds of the step."""
-    port = str(free_port())
+def said(warm_python, folder, fault, port):
+    """What is told."""
     ranks = []
     for rank in range(WORLD):
         place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
-        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            **place,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         ranks.append(
             warm_python.start([str(SCRIPT), fault, str(folder)], folder=folder, environment=environment, ranks=0)
         )
     texts = []
     for process in ranks[:-1]:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert "Traceback" not in err, err
         texts += out.splitlines()
     ranks[-1].kill()
-    return texts + ranks[-1].communicate(timeout=60)[0].splitlines()
+    return texts + ranks[-1].communicate(timeout=240)[0].splitlines()
 
 
 @pytest.mark.parametrize(
     "fault", [each if each in USUAL else pytest.param(each, marks=pytest.mark.storm) for each in EXPECTED]
 )
-def test_one_line_names_the_rank_the_place_and_the_cause_in_time(warm_python, tmp_path, fault, capsys):
-    lines = said(warm_python, tmp_path, fault)
-    lines.sort(key=lambda line: float(line.partition(" ")[0]))
-    seconds, _, line = lines[0].partition(" ")
-    for again in lines[1:]:  # on a busy machine ranks end so late that it is said again, after as long a while
-        assert float(again.partition(" ")[0]) > 1.8 * float(seconds), "\n".join(lines)
-    assert all(words in line for words in EXPECTED[fault]), line
-    assert float(seconds) < planted.TIMEOUT + 5
+def test_one_line_names_the_rank_the_place_and_the_cause(warm_python, tmp_path, fault, free_port, capsys):
+    rounds, lines = zip(*(line.split(" ", 1) for line in said(warm_python, tmp_path, fault, free_port)), strict=True)
+    assert len(set(rounds)) == len(rounds), lines  # on a busy machine ranks end so late that they meet again
+    for line in lines:
+        assert all(words in line for words in EXPECTED[fault]), line
     assert main(["diagnose", str(tmp_path)]) == 0  # from the dumps alone
     first = capsys.readouterr().out.splitlines()[0]
     if fault not in ("dead", "stopped", "ended"):  # of these nothing is left that would tell

@@ -2,18 +2,22 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import FlightRecorder
 from par_train import Diagnosis, Run, Strategy
+from par_train.diagnosis import watch
 
 
 def made(**options):
@@ -23,25 +27,51 @@ def made(**options):
     return strategy, model, optimizer
 
 
-def wait_for(path):
-    until = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < until
+def first_lines(path):
+    """Those of the diagnoses that there are up to now."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if not line.startswith(" ")]
+
+
+def wait_for(path, *words):
+    """Until a diagnosis has these words in its first line: there may be some of earlier moments."""
+    while not any(all(word in line for word in words) for line in first_lines(path)):
         time.sleep(0.02)
+
+
+def when(is_there, act):
+    """Calls `act` in a thread as soon as something holds."""
+
+    def look():
+        while not is_there():
+            time.sleep(0.01)
+        act()
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_goes_on(tmp_path):
     strategy, model, optimizer = made()
     before = signal.getsignal(signal.SIGQUIT), signal.set_wakeup_fd(-1)
-    folder, told = tmp_path / "run", StringIO()
+    folder, told, recorder = tmp_path / "run", StringIO(), FlightRecorder(strategy.groups)
     said = folder / "diagnosis" / "diagnosis.txt"
+    main, begun = threading.get_ident(), []
+
+    def in_wait_for():
+        return sys._current_frames()[main].f_code is wait_for.__code__
+
+    def both_are_stuck():
+        return recorder.begun() != begun[0] and (tmp_path / "waits").exists()
+
     with redirect_stderr(told), Run(folder, strategy, progress=False) as run:
         for batch in run.steps([torch.ones(3, 2)], 4):
             if run.step == 2 and dist.get_rank() == 1:
+                when(in_wait_for, (tmp_path / "waits").touch)
                 wait_for(said)  # holds rank 0 up in its next collective
             if run.step == 2 and dist.get_rank() == 0:
-                threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGQUIT)).start()
+                begun.append(recorder.begun())
+                when(both_are_stuck, lambda: os.kill(os.getpid(), signal.SIGQUIT))
             strategy.backward(model(batch).sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -57,12 +87,18 @@ def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_g
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path):
+def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+    """Steps take longer than the limit together, by a clock that goes on only when the watch has looked at each."""
     strategy, model, optimizer = made()
-    told = StringIO()
-    with redirect_stderr(told), Run(tmp_path / "run", strategy, progress=False, diagnose=0.6) as run:
+    told, now, looks, state = StringIO(), [100.0], [], Diagnosis._state
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Diagnosis, "_state", lambda diagnosis: looks.append(1) or state(diagnosis))
+    with redirect_stderr(told), Run(tmp_path / "run", strategy, progress=False, diagnose=0.2) as run:
         for batch in run.steps([torch.ones(3, 2)], 8):
-            time.sleep(0.1)  # longer than the limit, all steps together
+            now[0] += 0.1
+            looks.clear()
+            while len(looks) < 2:
+                time.sleep(0.01)
             strategy.backward(model(batch).sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -79,7 +115,7 @@ def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path):
     class Stuck(nn.Linear):
         def forward(self, inputs):
             if self.training:
-                wait_for(said)
+                wait_for(said, "in wait_for()", "rank 1 waits for its message")
             return super().forward(inputs)
 
     model = strategy.build([Stuck(4, 4), nn.Linear(4, 4)])
@@ -90,9 +126,8 @@ def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path):
         diagnosis.place.at(0, "step")
         batch = (torch.ones(4, 4), torch.ones(4, 4))
         strategy.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, optimizer)
-    line = said.read_text().splitlines()[0]
+    line = next(line for line in first_lines(said) if "in wait_for()" in line and "rank 1 waits for" in line)
     assert "rank 0 is in the forward of microbatch 0 in stage 0 of the pipeline, at " in line
-    assert "in wait_for()" in line
     assert "rank 1 waits for its message (in the forward of microbatch 0 in stage 1 of the pipeline)" in line
 
 
@@ -101,7 +136,7 @@ def test_a_single_process_is_watched_too(tmp_path):
     strategy, *_ = made()
     with Diagnosis(strategy.groups, tmp_path, timeout=0.3, tell=lambda _: None) as diagnosis:
         diagnosis.place.at(7, "data")
-        wait_for(tmp_path / "diagnosis.txt")
+        wait_for(tmp_path / "diagnosis.txt", "in wait_for()")
     assert "rank 0 is waiting for its data" in diagnosis.last
     assert f"in {wait_for.__name__}() (step 8)" in diagnosis.last.replace(f" < {Path(__file__).name}", "")
 

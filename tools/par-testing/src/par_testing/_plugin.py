@@ -3,8 +3,11 @@
 Loaded in every run of pytest, so nothing here imports torch before there is a test that needs it.
 """
 
+import errno
 import gc
 import os
+import random
+import socket
 from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -129,6 +132,21 @@ def warm_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     from .commands.warm import WarmPython  # noqa: PLC0415  # imports torch
 
     return WarmPython(_context_of(request.session), tmp_path_factory.mktemp("commands"))
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens at, below those that a kernel gives to whoever connects to somebody else."""
+    ports = range(10_000, 32_768)
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
+    raise AssertionError(f"every port of {ports} is in use")
 
 
 def _options_of(item: pytest.Item) -> RanksOptions | None:
