@@ -134,7 +134,7 @@ class Command:
             text=True,
         )
 
-    def finish(self, process, timeout=60):
+    def finish(self, process, timeout=240):
         try:
             out, err = process.communicate(timeout=timeout)
         finally:
@@ -155,7 +155,7 @@ class Command:
         flags = ["run", "--data.folder=text", f"--output={output}", *SMALL, *arguments]
         return self.start_python(*torchrun, "-m", "par_train", *flags, ranks=6, **variables)
 
-    def wait_for_steps(self, output, count, timeout=60):
+    def wait_for_steps(self, output, count, timeout=240):
         metrics, deadline = self.folder / output / "metrics.jsonl", time.monotonic() + timeout
         while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
             assert time.monotonic() < deadline, f"{metrics} did not reach {count} steps"

@@ -148,7 +148,7 @@ def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
     done = command.finish(process)
     assert done.returncode == 1
     assert_ended_by_sigkill(done, 0)
-    assert_no_ranks(ranks_of, process.pid, within=20)
+    assert_no_ranks(ranks_of, process.pid, within=240)
     folder = command.folder / "cut-off"
     assert any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
     assert verify(folder / "checkpoint") == []
@@ -168,7 +168,7 @@ def test_killed_at_any_moment_and_gone_on_with_under_another_topology(new_comman
     time.sleep(moment)
     process.kill()
     new_command.finish(process)
-    assert_no_ranks(ranks_of, process.pid, within=20)
+    assert_no_ranks(ranks_of, process.pid, within=240)
     cut = ["--ranks=2", "--parallel.tensor.mode=1d", "--parallel.tensor.size=2"]
     again = new_command.finish(new_command.train("random", "--resume=auto", *cut))
     assert again.returncode == 0, (moment, again.stderr)
@@ -266,8 +266,8 @@ def test_a_killed_launcher_leaves_no_ranks(new_command, ranks_of):
     new_command.wait_for_steps("killed", 2)
     assert len(ranks_of(process.pid)) == 3
     process.kill()
-    process.wait(timeout=10)
-    assert_no_ranks(ranks_of, process.pid, within=20)
+    process.wait(timeout=240)
+    assert_no_ranks(ranks_of, process.pid, within=240)
     new_command.finish(process)
     assert par_train.load_model(new_command.folder / "killed" / "checkpoint")
 
@@ -276,13 +276,13 @@ def test_a_killed_launcher_leaves_no_ranks(new_command, ranks_of):
 def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(new_command, ranks_of):
     """There is nothing to save yet, and so nothing to wait for."""
     process = new_command.train("unborn", TEST_SLEEP="50")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(2)  # so that they can look whose children they are
     process.kill()
-    process.wait(timeout=10)
-    assert_no_ranks(ranks_of, process.pid, within=10)
+    process.wait(timeout=240)
+    assert_no_ranks(ranks_of, process.pid, within=240)
     done = new_command.finish(process)
     assert "par-train: the launcher is gone; stopped before training began\n" in done.stderr
     assert "Traceback" not in done.stderr
@@ -295,8 +295,8 @@ def test_a_killed_torchrun_leaves_no_ranks(new_command):
     ranks = children_of(process.pid)
     assert len(ranks) == 3
     process.kill()
-    process.wait(timeout=10)
-    deadline = time.monotonic() + 20
+    process.wait(timeout=240)
+    deadline = time.monotonic() + 240
     while any(is_alive(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [rank for rank in ranks if is_alive(rank)] == []
@@ -382,7 +382,7 @@ def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command
     folder = command.folder / "kept"
     shutil.copytree(reference[0], folder)
     process = command.train("kept", "--overwrite", TEST_HOLD="0")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

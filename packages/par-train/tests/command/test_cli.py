@@ -205,7 +205,7 @@ def test_packages_that_are_not_installed_are_named_with_their_extra(tmp_path, ab
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=SOURCES,
         cwd=tmp_path,
     )
@@ -261,7 +261,7 @@ sys.exit(main())
 
 def test_ctrl_c_while_the_command_is_imported_is_one_line():
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=60, env=SOURCES
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=240, env=SOURCES
     )
     assert (done.returncode, done.stderr) == (130, "par-train: SIGINT: stopped before training began\n")
 

@@ -89,7 +89,7 @@ def test_a_job_is_requeued_where_it_was_asked_to_leave_and_has_saved(capsys, fol
     text = rendered(capsys, "slurm", "job.toml", "--world=8")
     environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
     done = subprocess.run(
-        ["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=30, check=False
+        ["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stdout) == (code, "scontrol requeue 7\n" if requeued else ""), done.stderr
 

@@ -39,7 +39,7 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path):
         with pytest.raises(UserError, match="by another run; name another"), lock_folder(files):
             pass
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=240)
         with lock_folder(files):
             pass
 

@@ -400,7 +400,7 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
         "--parallel.tensor.size=2",
         "--parallel.tensor.mode=1d",
     ]
-    done = command.finish(command.start(*common, f"--data.path={corpora['text']}", ranks=2), timeout=120)
+    done = command.finish(command.start(*common, f"--data.path={corpora['text']}", ranks=2), timeout=240)
     assert done.returncode == 0, done.stderr
     for words in (
         "LlamaForCausalLM, ",
@@ -413,7 +413,7 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
     assert len(lines_of(tmp_path / "out")) == 2
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"no": 3}\n')
     wrong = [*common, "--overwrite", f"--data.path={tmp_path / 'bad.jsonl'}"]
-    done = command.finish(command.start(*wrong, ranks=2), timeout=120)
+    done = command.finish(command.start(*wrong, ranks=2), timeout=240)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"par-train: error: {tmp_path}/bad.jsonl, line 2 has no 'text', only 'no'; name the field of the text"
