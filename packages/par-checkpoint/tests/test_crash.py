@@ -24,7 +24,7 @@ OLD, NEW, NEXT = 1, 2, 3
 FRESH = ["swept", "created", "made", "synced-staging", "renamed-new", "synced"]
 EXCHANGED = ["made", "linked", "synced-staging", "exchanged", "synced", "removed"]
 RENAMED = ["linked", "renamed-old", "renamed-new", "synced", "retired", "removed"]
-OPTIONS = {"timeout": 10, "max_shard_size": "300KB"}
+OPTIONS = {"timeout": 1000, "max_shard_size": "300KB"}
 
 
 def state(seed):
@@ -64,13 +64,18 @@ def pids():
     return found
 
 
-def check_after(root, allowed, victim):
-    """What the job that is left, or the one that is started anew, must find; it then saves once more."""
-    assert not [each for each in open_files() if str(root) in each], "a removed file that is open still takes room"
-    with contextlib.suppress(ProcessLookupError):  # it loses its connections first, and its locks a moment later
+def wait_for_the_end_of(victim):
+    """Until there is no such process."""
+    with contextlib.suppress(ProcessLookupError):
         while True:
             os.kill(victim, 0)
             time.sleep(0.001)
+
+
+def check_after(root, allowed, victim):
+    """What the job that is left, or the one that is started anew, must find; it then saves once more."""
+    assert not [each for each in open_files() if str(root) in each], "a removed file that is open still takes room"
+    wait_for_the_end_of(victim)  # it loses its connections first, and its locks a moment later
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     path = root / "step-00000001"
     found = pc.latest(root, group=alone)
@@ -108,15 +113,13 @@ def folders(at, *, exchange):
 
 
 def survive(save):
-    """The save of a rank whose peer dies: it is done, or it raises in time."""
-    begin = time.monotonic()
+    """The save of a rank whose peer dies: it is done, or it raises, and waits for no timeout."""
     try:
         save()
     except RuntimeError:
         failed = True
     else:
         failed = False
-    assert time.monotonic() - begin < OPTIONS["timeout"] + 2
     return failed
 
 
@@ -179,7 +182,7 @@ def test_the_other_rank_dies_and_the_committing_one_cleans_up(tmp_path, step, as
     def at(reached):
         if reached == step:
             now.touch()
-            time.sleep(0.1)
+            wait_for_the_end_of(victim)
 
     def wait_and_die():
         while not now.exists():

@@ -8,14 +8,24 @@ import torch
 
 from par_checkpoint import load, verify
 
+FIRST = """
+import threading, time
+
+last_line = threading.Event()
+
+def wait():
+    last_line.wait()
+    time.sleep(0.3)  # by then the interpreter is about to end
+"""
+
 COPY = """
-import sys, time, torch
+import sys, torch
 from torch import nn
 from par_checkpoint import save
 from par_checkpoint.transfer.snapshot import Snapshot
 
 finish = Snapshot.finish
-Snapshot.finish = lambda self: (time.sleep(0.3), finish(self))  # the main thread is done by then
+Snapshot.finish = lambda self: (wait(), finish(self))
 model = {name: nn.Parameter(torch.full((3 << 20,), 7.0)) for name in "abc"}
 save(PATH, model=model, async_=True, copy="background", budget="8MB")
 assert "torch._dynamo" not in sys.modules  # importing it takes a second
@@ -24,22 +34,22 @@ assert "torch._dynamo" not in sys.modules  # importing it takes a second
 COPY_OF_WHAT_CHANGES = f"{COPY}\nmodel['b'].detach().zero_()"
 
 EXECUTORS = """
-import time, torch
+import torch
 from concurrent.futures import ThreadPoolExecutor
 from par_checkpoint import save
 from par_checkpoint.transfer.snapshot import Snapshot
 
 finish, pool = Snapshot.finish, ThreadPoolExecutor(1)  # as a store's client has one
-Snapshot.finish = lambda self: (time.sleep(0.3), pool.submit(finish, self).result())
+Snapshot.finish = lambda self: (wait(), pool.submit(finish, self).result())
 save(PATH, model={"a": torch.full((3 << 20,), 7.0)}, async_=True, copy="background")
 """
 
 WORKERS = """
-import threading, time
+import threading
 from par_checkpoint.transfer.workers import Workers
 
 def late(workers):
-    time.sleep(0.3)  # the main thread is done long since
+    wait()
     with workers:
         print(sum(job.result() for job in [workers.submit(lambda: 20), workers.submit(lambda: 3)]))
 
@@ -69,6 +79,7 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ended")
     scripts = {"copy": COPY, "changed": COPY_OF_WHAT_CHANGES, "executors": EXECUTORS, "workers": WORKERS}
     scripts = {name: script.replace("PATH", repr(str(folder / name / "c"))) for name, script in scripts.items()}
+    scripts = {name: f"{FIRST}{script}\nlast_line.set()" for name, script in scripts.items()}
     program = IN_FORKS.replace("SCRIPTS", repr(scripts)).replace("{FOLDER}", str(folder))
     subprocess.run([sys.executable, "-c", program], check=True)
     return folder

@@ -17,7 +17,7 @@ from par_checkpoint.transfer.ranks import Ranks
 def test_values_are_told_once_by_each_kind_of_rank(monkeypatch, few):
     monkeypatch.setattr("par_checkpoint.transfer.ranks._FEW", few)
     rank, size = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(dist.group.WORLD, timeout=20)
+    ranks = Ranks(dist.group.WORLD, timeout=300)
     for length in (0, 900, 5000):
         assert [(list(who), what) for who, what in ranks.distinct("x" * length)] == [(list(range(size)), "x" * length)]
         every = [([each], (each, "y" * length * each)) for each in range(size)]
@@ -29,7 +29,7 @@ def test_values_are_told_once_by_each_kind_of_rank(monkeypatch, few):
 
 @pytest.mark.ranks([1, 2, 3, 5])
 def test_bytes_come_up_to_the_first_rank_and_sums_to_all():
-    rank, size, ranks = dist.get_rank(), dist.get_world_size(), Ranks(dist.group.WORLD, timeout=20)
+    rank, size, ranks = dist.get_rank(), dist.get_world_size(), Ranks(dist.group.WORLD, timeout=300)
     assert ranks.total([rank, 1, 1 << 40]) == [size * (size - 1) // 2, size, size << 40]
     assert ranks.total([]) == []
     for length in (0, 3, 3000):
@@ -40,7 +40,7 @@ def test_bytes_come_up_to_the_first_rank_and_sums_to_all():
 
 @pytest.mark.ranks(2)
 def test_what_all_are_told_comes_with_what_stays():
-    rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=20)
+    rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=300)
     assert ranks.tell(lambda: ("mine", [rank, 5]), 2) == ("mine", [1, 10])
 
     def fail():
@@ -56,7 +56,7 @@ def test_what_all_are_told_comes_with_what_stays():
 @pytest.mark.parametrize("few", [0, 16])
 def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, few):
     monkeypatch.setattr("par_checkpoint.transfer.ranks._FEW", few)
-    rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=20)
+    rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=300)
     broadcast, gather = Ranks._broadcast, private.all_gather_into
 
     def unfilled(self, data, size, root):
@@ -126,7 +126,7 @@ def test_collectives_connect_no_other_ranks():
 
 @pytest.mark.ranks(2)
 def test_a_sum_that_lacks_a_rank_is_a_lost_rank(monkeypatch):
-    ranks = Ranks(dist.group.WORLD, timeout=20)
+    ranks = Ranks(dist.group.WORLD, timeout=300)
 
     class Alone:
         def allreduce(self, tensors):

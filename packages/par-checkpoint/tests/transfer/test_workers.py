@@ -15,7 +15,7 @@ def test_one_worker_keeps_the_order_and_close_waits_for_all():
 
 
 def test_several_work_at_a_time():
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(3, timeout=240)
     with Workers(3, "w") as workers:
         assert sorted(job.result() for job in [workers.submit(meeting.wait) for _ in range(3)]) == [0, 1, 2]
 
