@@ -71,7 +71,7 @@ def run(where, limited, folder):
     command = [sys.executable, "-c", CHILD, where, limited, str(folder)]
     # A heap that keeps what was given back would count against the limit.
     own = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | own, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | own, check=False, timeout=240)
 
 
 @pytest.mark.storm  # three processes, each of which imports torch

@@ -231,5 +231,5 @@ def test_when_nobody_holds_a_model_its_files_buffers_and_threads_are_gone(how, t
     gc.collect()
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
-            thread.join(5)
+            thread.join(100)
     assert there() == before

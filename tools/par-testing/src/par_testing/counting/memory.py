@@ -35,7 +35,7 @@ def saved_bytes(run: Callable[[], object], ignore: Iterable[Tensor] = ()) -> int
 
 
 def live_bytes(
-    expected: Callable[[int], bool] = lambda _: True, *, patience: float = 5.0, without: Container[int] = ()
+    expected: Callable[[int], bool] = lambda _: True, *, patience: float = 60.0, without: Container[int] = ()
 ) -> int:
     """Bytes of all tensors that Python knows, each storage counted once; sparse and meta ones have none.
 
@@ -71,7 +71,7 @@ def peak_bytes(run: Callable[[], object], expected: float = float("inf"), *, lea
 
     Args:
         run: What allocates and frees tensors. What one operator takes and gives back by itself is not seen.
-        expected: How many bytes the test expects at most. Where there are more, they are counted again for 5 seconds,
+        expected: How many bytes the test expects at most. Where there are more, they are counted again for a minute,
             as gloo may hold a tensor for a little longer.
         least: Operators that make smaller tensors than this many bytes are passed over, as counting takes a while.
     """
@@ -95,7 +95,7 @@ class _Peak(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta]
         if any(_storage(leaf) not in given and leaf.untyped_storage().nbytes() >= self._least for leaf in made):
-            patience = 5.0 if self.most <= self._expected else 0.0
+            patience = 60.0 if self.most <= self._expected else 0.0
             self.most = max(self.most, live_bytes(lambda total: total <= self._expected, patience=patience))
         return result
 
