@@ -18,6 +18,7 @@ from torch import nn
 from par_groups import FlightRecorder
 from par_train import Diagnosis, Run, Strategy
 from par_train.diagnosis import watch
+from par_train.diagnosis.meeting import Meeting
 
 
 def made(**options):
@@ -25,6 +26,11 @@ def made(**options):
     linear = nn.Linear(2, 2)
     model, optimizer = strategy.initialize(linear, torch.optim.SGD(linear.parameters(), lr=0.1))[:2]
     return strategy, model, optimizer
+
+
+def with_patience(monkeypatch):
+    """Ranks wait for each other when they meet, however long one of them has been stopped."""
+    monkeypatch.setattr(watch, "Meeting", lambda store, rank, world, _: Meeting(store, rank, world, 250.0))
 
 
 def first_lines(path):
@@ -51,7 +57,8 @@ def when(is_there, act):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_goes_on(tmp_path):
+def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_goes_on(tmp_path, monkeypatch):
+    with_patience(monkeypatch)
     strategy, model, optimizer = made()
     before = signal.getsignal(signal.SIGQUIT), signal.set_wakeup_fd(-1)
     folder, told, recorder = tmp_path / "run", StringIO(), FlightRecorder(strategy.groups)
@@ -108,8 +115,9 @@ def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path):
+def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path, monkeypatch):
     """Rank 1 waits for what rank 0 does not send, and in no collective that torch knows."""
+    with_patience(monkeypatch)
     strategy = Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2})
 
     class Stuck(nn.Linear):
