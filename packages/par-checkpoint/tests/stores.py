@@ -142,7 +142,7 @@ class Proxy:
             answer(handler, 501, error_body("NotImplemented", "A header implies what is not implemented"))
             return
         if passed_on:
-            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            connection = HTTPConnection("127.0.0.1", port, timeout=240)
             headers = {name: value for name, value in handler.headers.items() if name.lower() != "transfer-encoding"}
             connection.request(handler.command, handler.path, body, headers)
             response = connection.getresponse()

@@ -20,7 +20,7 @@ def saved(path):
 def gate(monkeypatch):
     """Holds the background before it writes anything until it is set."""
     opened, write = threading.Event(), saving.write_blocks
-    monkeypatch.setattr(saving, "write_blocks", lambda *args: opened.wait(30) and write(*args))
+    monkeypatch.setattr(saving, "write_blocks", lambda *args: opened.wait(240) and write(*args))
     yield opened
     opened.set()
 

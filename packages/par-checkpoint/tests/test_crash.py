@@ -108,7 +108,7 @@ def die():
 def folders(at, *, exchange):
     """What opens folders of which one kills this process, or not, after a step."""
     return mock.patch.object(
-        _save, "open_folder", lambda path: LocalFolder(os.fspath(path), at=at, exchange=exchange, patience=5)
+        _save, "open_folder", lambda path: LocalFolder(os.fspath(path), at=at, exchange=exchange, patience=60)
     )
 
 

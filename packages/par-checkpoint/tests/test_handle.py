@@ -1,7 +1,9 @@
 """A save whose copy is made in the background: what waits for it, what it refuses, what it leaves alone."""
 
 import copy
+import sys
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -34,11 +36,22 @@ class Gate:
         self.opened.set()
 
     def open_soon(self):
-        threading.Timer(0.1, self.open).start()
+        """Once the calling thread has waited for something for a while, or a minute is over."""
+        caller, end = threading.get_ident(), time.monotonic() + 60
+
+        def look():
+            while not self.opened.is_set() and time.monotonic() < end:
+                if sys._current_frames()[caller].f_code.co_filename == threading.__file__:
+                    break
+                time.sleep(0.01)
+            time.sleep(0.1)
+            self.open()
+
+        threading.Thread(target=look, daemon=True).start()
 
     def __enter__(self):
         def finish(snapshot):
-            assert self.opened.wait(30)
+            assert self.opened.wait(240)
             self._finish(snapshot)
 
         self._patch = mock.patch.object(Snapshot, "finish", finish)

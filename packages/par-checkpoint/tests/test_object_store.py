@@ -167,7 +167,7 @@ def test_sixteen_requests_of_a_rank_are_with_the_store_at_a_time(store):
         (lambda: save(f"{ROOT}/b", model=model, max_shard_size="1KB", **options), "PutObject", 0),
         (lambda: load(f"{ROOT}/a", model=model, **options), "GetObject", 16),  # a load asks for headers first
     ):
-        together, asked = threading.Barrier(16, timeout=60), itertools.count()
+        together, asked = threading.Barrier(16, timeout=240), itertools.count()
 
         def seen(request, kind=kind, before=before, together=together, asked=asked):
             is_data = request.kind == kind and request.path.endswith(".safetensors")

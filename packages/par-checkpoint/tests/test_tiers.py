@@ -18,7 +18,7 @@ from .helpers import make_model, train
 def gate(monkeypatch):
     """Holds copies to further tiers until it is set."""
     opened, copy = threading.Event(), saving.copy_checkpoint
-    monkeypatch.setattr(saving, "copy_checkpoint", lambda *args, **options: opened.wait(30) and copy(*args, **options))
+    monkeypatch.setattr(saving, "copy_checkpoint", lambda *args, **options: opened.wait(240) and copy(*args, **options))
     yield opened
     opened.set()
 
@@ -71,7 +71,7 @@ def test_all_tiers_come_to_hold_the_same_and_each_by_itself(tmp_path, async_, st
 def test_a_step_waits_for_the_first_tier_alone_and_so_does_the_next_save(tmp_path, async_):
     tiers, model = local_tiers(tmp_path), {"w": torch.arange(3.0 * (1 << 20))}
     opened, copy = threading.Event(), saving.copy_checkpoint
-    with mock.patch.object(saving, "copy_checkpoint", lambda *a, **options: opened.wait(30) and copy(*a, **options)):
+    with mock.patch.object(saving, "copy_checkpoint", lambda *a, **options: opened.wait(240) and copy(*a, **options)):
         handles = []
         for step in range(3):
             model["w"].fill_(step)

@@ -196,7 +196,7 @@ def test_it_is_written_in_the_background_and_holds_the_values_of_the_call(tmp_pa
     part = nn.Parameter(torch.arange(30.0).view(6, 5)[cut : cut + 3].clone())
     expected = {name: each.clone() for name, each in model.state_dict().items()}
     opened, write = threading.Event(), saving.write_objects
-    with mock.patch.object(saving, "write_objects", lambda *args: opened.wait(30) and write(*args)):
+    with mock.patch.object(saving, "write_objects", lambda *args: opened.wait(240) and write(*args)):
         tensors = {**dict(model.named_parameters()), "w": part}
         handle = save(
             tmp_path / "c",

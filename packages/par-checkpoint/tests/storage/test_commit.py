@@ -34,7 +34,7 @@ STEPS = {
 def opened(kind, path, at=lambda _: None):
     if kind == "remote":
         return open_folder(f"file://{path}", at)
-    return LocalFolder(str(path), at=at, exchange=kind == "exchange", patience=5)
+    return LocalFolder(str(path), at=at, exchange=kind == "exchange", patience=60)
 
 
 def save(folder, nonce, *, foreign=False, overwrite=True, files=None):

@@ -172,7 +172,7 @@ def test_a_later_save_of_the_same_name_and_one_whose_copies_never_came(tmp_path)
     with on_hosts(*names):
         host = names[dist.get_rank()]
         tiers, opened, copy = tiers_of(tmp_path, host), threading.Event(), saving.copy_on
-        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options))
+        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(240) and copy(*a, **options))
         with held:
             handles = []
             for number in range(3):
@@ -252,7 +252,7 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
         dist.barrier()
         assert verify(tmp_path / "disk/good") == []
         opened, copy = threading.Event(), saving.copy_on
-        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options))
+        held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(240) and copy(*a, **options))
         with held:
             handle = save("c", model=cut(values), tiers=tiers, copies=2)
             if host == "b":
@@ -359,7 +359,7 @@ def test_a_part_that_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path):
     with on_hosts(*names):
         host = names[dist.get_rank()]
         tiers, opened, copy = tiers_of(tmp_path, host), threading.Event(), saving.copy_on
-        with mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(30) and copy(*a, **options)):
+        with mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(240) and copy(*a, **options)):
             handle = save("c", model=cut(values), tiers=tiers, copies=2)
             if host == "b":
                 shutil.rmtree(tmp_path / "b/memory/c")
