@@ -60,7 +60,7 @@ def one_device(stages, steps):
 
 
 def train(modules, optimizers, schedule, group, which, steps=3, **options):
-    pipeline = Pipeline(modules, schedule, group, loss_fn=mse, timeout=20, **options)
+    pipeline = Pipeline(modules, schedule, group, loss_fn=mse, **options)
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -154,7 +154,8 @@ def test_gradients_are_reduced_once_a_step(name):
     ],
 )
 @pytest.mark.ranks(4)
-def test_the_last_stage_is_reduced_before_the_first_one_runs_its_last_backward(name, kind):
+def test_the_last_stage_is_reduced_before_the_first_one_runs_its_last_backward(name, kind, tmp_path):
+    """The first stage's last backward waits until the last stage is complete, its reduction included."""
     group, replicas, which, rank = groups_of_four()
     schedule = SCHEDULES[name](2, MICROBATCHES)
     module = block(rank)
@@ -163,19 +164,27 @@ def test_the_last_stage_is_reduced_before_the_first_one_runs_its_last_backward(n
         stage = DistributedDataParallel(module, process_group=replicas)
     else:
         stage, _ = shard(module, optimizer, stage=kind, group=replicas, bucket=300)
+    backwards, completed = [], []
+
+    def wait_for_the_last_stage(*_):
+        backwards.append(1)
+        while len(backwards) == MICROBATCHES and not (tmp_path / f"{which}-{step}").exists():
+            time.sleep(0.01)
+
+    def complete(_):
+        completed.append(1)
+        if rank == 1:
+            (tmp_path / f"{which}-{step}").touch()
+
     if rank == 0:
-        module.register_full_backward_pre_hook(lambda *_: time.sleep(0.05))
-    done = []
-    pipeline = Pipeline(
-        stage, schedule, group, loss_fn=mse, timeout=20, complete=lambda _: done.append(time.monotonic())
-    )
+        module.register_full_backward_pre_hook(wait_for_the_last_stage)
+    pipeline = Pipeline(stage, schedule, group, loss_fn=mse, complete=complete)
     for step in range(2):
         x, y = (each.chunk(2)[which] for each in data(step))
-        done.clear()
+        backwards.clear()
         pipeline.step(x.requires_grad_(), target=y)  # so that the hook, which waits for gradients of inputs, is called
-    every = [None] * 2
-    dist.all_gather_object(every, done, group=group)
-    assert every[1][0] < every[0][0] - 0.03  # the last stage was complete, its reduction included, 50 ms earlier
+        assert len(completed) == step + 1
+        assert len(backwards) == (MICROBATCHES if rank == 0 else 0)
 
 
 @pytest.mark.ranks(4)
