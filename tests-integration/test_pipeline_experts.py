@@ -52,7 +52,7 @@ def test_a_stage_without_experts_trains_beside_one_with_megatron_0_11(make):
         with ProcessGroups(topology, declare=[DENSE]) as groups:
             number, replica = groups.rank("pipeline"), groups.rank(DENSE)
             module = Stage(layer_set("auto", groups), number, number in with_experts)
-            run = Pipeline(module, make(2, MICROBATCHES), groups["pipeline"], loss_fn=mse, timeout=20)
+            run = Pipeline(module, make(2, MICROBATCHES), groups["pipeline"], loss_fn=mse)
             whole = nn.Sequential(*(Stage(layer_set(None), stage, stage in with_experts) for stage in range(2)))
             RouterLosses(module).scale = 1 / MICROBATCHES
             RouterLosses(whole).scale = 1 / MICROBATCHES / 2

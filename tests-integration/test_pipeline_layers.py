@@ -36,7 +36,7 @@ def test_tensor_parallel_stages_train_as_on_one_device(make):
         schedule = make(2, MICROBATCHES)
         numbers = schedule.stage_of(groups.rank("pipeline"))
         modules = [mlp(layer_set("auto", groups), number) for number in numbers]
-        run = Pipeline(modules, schedule, groups["pipeline"], loss_fn=mse, timeout=20)
+        run = Pipeline(modules, schedule, groups["pipeline"], loss_fn=mse)
         whole = nn.Sequential(*(mlp(layer_set(None), number) for number in range(schedule.stages)))
         for step in range(2):
             x, y = data(step)
@@ -85,7 +85,6 @@ def test_tied_embeddings_under_par_zero_train_as_on_one_device_and_count_once(st
             groups["pipeline"],
             loss_fn=nn.functional.cross_entropy,
             shared=[shared],
-            timeout=20,
         )
         whole = nn.Sequential(First(), Last())
         whole[1].head.weight = whole[0].table.weight

@@ -68,7 +68,7 @@ def assert_split_equals_unsplit(make, layers, group, moments, wrap=lambda module
         names = []
         for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
             parameter.register_post_accumulate_grad_hook(lambda _, name=name, names=names: names.append(name))
-        run = Pipeline(stages, each, group, loss_fn=mse, timeout=20)
+        run = Pipeline(stages, each, group, loss_fn=mse)
         for step in range(2):
             x, y = data(step)
             moments.clear()

@@ -107,7 +107,7 @@ def check(parallel, **options):
     assert norms == pytest.approx(expected_norms, rel=NORM)
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_microbatches_of_packed_rows_train_as_on_one_device():
     check({"pipeline": 2, "sequence": 2}, zero=1)
 

@@ -157,7 +157,7 @@ def padded():
         yield {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_loop_of_ones_own_over_a_folder_and_padded_rows(tmp_path):
     """The loader that initialize gives cuts dicts; the model's own losses add up to the mean of the whole rows."""
     make_model().save_pretrained(tmp_path)
@@ -198,7 +198,7 @@ def adapted():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_adapters_alone_are_trained_where_one_rank_has_no_target():
     batch = next(packed())
     batch["labels"][:, :10] = -100  # rank 0 has tokens 0 to 8
@@ -219,7 +219,7 @@ def test_adapters_alone_are_trained_where_one_rank_has_no_target():
             optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything_changes(tmp_path):
     make_model().save_pretrained(tmp_path)
     sgd = torch.optim.SGD

@@ -145,7 +145,7 @@ def check_all(stages, worlds):
             raise
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_under_zero_train_as_on_one_device_deepspeed_4966_5008_pytorch_160285_167178():
     """DeepSpeed's stage 3 hung where ranks use other modules; FSDP2 did not divide where an expert has no copies."""
     check_all((1, 3), WORLDS[4][2:])
@@ -157,7 +157,7 @@ def test_experts_in_any_world_train_at_every_stage_as_on_one_device():
     check_all((0, 1, 2, 3), WORLDS[dist.get_world_size()])
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_saved_at_one_stage_go_on_at_another_under_other_expert_parallelism(tmp_path):
     """Of worlds in which all four ranks see different tokens."""
     whole, _ = alone(4, nothing)
@@ -177,7 +177,7 @@ def all_on_disk(folder, **options):
     return Offload(optimizer="disk", parameters="disk", gradients="disk", path=folder, piece=256, **options)
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_saved_from_a_disk_go_on_in_memory_or_on_a_disk_under_other_expert_parallelism(tmp_path):
     whole, _ = alone(4, nothing)
     pytest.importorskip("safetensors")

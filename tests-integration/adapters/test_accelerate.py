@@ -97,7 +97,7 @@ def test_a_script_with_one_changed_line(tmp_path):
         before = tmp_path / name
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_means_over_all_tokens():
     """With weights, passes of one step have the gradients of one mean over all their tokens."""
     data = list(rows(8))
@@ -120,7 +120,7 @@ def test_means_over_all_tokens():
     accelerator.strategy.close()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was given fsdp_plugin; leave it out and give strategy=dict"):
         ParAccelerator(fsdp_plugin=object(), cpu=True)

@@ -102,7 +102,7 @@ def test_stage_3_over_data_ranks(tmp_path):
     fabric.strategy.strategy.close()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_precisions_and_what_is_refused(tmp_path):
     fabric = fabric_of.Fabric(accelerator="cpu", devices=2, precision="bf16-true", strategy=ParStrategy(zero=1))
     fabric.launch()

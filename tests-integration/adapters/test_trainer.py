@@ -233,7 +233,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_what_has_no_counterpart_is_refused_on_every_rank(tmp_path):
     for options, strategy, words in REFUSED.values():
         chosen = {"load_best_model_at_end": False, "save_strategy": "no", **options}

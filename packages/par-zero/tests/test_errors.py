@@ -47,7 +47,7 @@ def refused(expected, *words, module=None, optimizer=None, stage=2, **options):
     dist.barrier()  # nobody is left behind
 
 
-@pytest.mark.ranks(2, timeout=10, backend="gloo")
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed(monkeypatch):
     def cannot(group, device):
         raise RuntimeError("Backend mpi does not support reduce_scatter")
@@ -226,7 +226,7 @@ OFFLOADS = {
 }
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_changed():
     for offload, words in OFFLOADS.values():
         module = mlp()
@@ -246,7 +246,7 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
     refused(TypeError, "offload is 'disk'; give an Offload", offload="disk")
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tmp_path, monkeypatch):
     if dist.get_rank() == 1:
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
@@ -261,7 +261,7 @@ def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tm
     train(module, optimizer, [[batch(0, width=8)]])
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_a_folder_that_one_rank_may_not_write_to_is_refused_on_all(tmp_path, monkeypatch):
     original = os.open
 
@@ -519,7 +519,7 @@ def test_a_parameter_that_another_takes_the_place_of_is_named_at_the_next_step(s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.ranks(2, dies=(1,), timeout=20)
+@pytest.mark.ranks(2, dies=(1,))
 def test_a_rank_that_dies_in_backward_ends_the_others_with_an_error(stage):
     module, optimizer = sharded(mlp(), stage)
     loss_of(module, batch(0, width=8)).backward()

@@ -439,7 +439,7 @@ def test_a_unit_that_hides_its_tensors_stays_gathered_to_the_end_of_backward_and
     assert_same(whole(module), whole(other))
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_units_are_gathered_over_the_communicator_that_is_given():
     topology = Topology({"data": 2})
     with ProcessGroups(topology, declare=[Channels("data", 1)]) as groups:
@@ -462,7 +462,7 @@ def test_units_are_gathered_over_the_communicator_that_is_given():
         assert_same(whole(module), whole(other))
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_under_autocast_parameters_of_another_dtype_are_refused_on_all_ranks():
     module, optimizer = sharded(mlp(), 3)
     other, its = sharded(mlp(), 1)
@@ -491,7 +491,7 @@ class CastsInside(nn.Module):
             return self.second(x)
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_autocast_within_a_unit_is_refused_too():
     module, _ = sharded(nn.Sequential(CastsInside(), CastsInside()), 3)
     with pytest.raises(ValueError, match=r"pass param_dtype=torch.bfloat16 to shard.* or stage=2"):
@@ -521,7 +521,7 @@ def test_under_autocast_parameters_gathered_in_its_dtype_are_not_copied():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.ranks(2, backend="strict", timeout=20)
+@pytest.mark.ranks(2, backend="strict")
 def test_strict_ranks_tell_what_lies_in_a_flat_buffer(stage):
     """Of two collectives of equal sizes, only that tells which one is another."""
     module, optimizer = sharded(mlp(), stage)

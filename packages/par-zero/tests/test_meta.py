@@ -448,7 +448,7 @@ BROKEN = {
 
 
 @for_each(how=BROKEN)
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2)
 def test_a_fill_that_fails_is_an_error_on_all_ranks(how):
     broken, error, match = BROKEN[how]
     model = on_meta()

@@ -232,7 +232,7 @@ def test_a_branch_may_run_on_one_rank_only(stage):
     check_branches(stage)
 
 
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_a_branch_may_run_on_one_rank_only_where_one_communicator_goes_on_at_a_time():
     check_branches(3)
 

@@ -76,7 +76,7 @@ DIFFERENT = {
 
 
 @for_each(how=DIFFERENT)
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_different_units_in_the_first_pass_are_named_on_all_ranks(how):
     *uses, words = DIFFERENT[how]
     module, optimizer = branching()
@@ -97,12 +97,12 @@ def check_skipping():
     check_against_one_device(module, [[(use, ()) for use in uses] for uses in steps])
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_later_each_rank_may_skip_other_units():
     check_skipping()
 
 
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_a_rank_that_skips_units_begins_reductions_between_the_same_gatherings():
     """One communicator goes on at a time, so that any other order would stop the ranks for good."""
     check_skipping()
@@ -122,7 +122,7 @@ class Ahead(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_gradient_that_comes_after_backward_has_left_its_unit_behind_is_named():
     module, optimizer = sharded(Ahead(), 3, sgd, bucket=100)
     with no_sync(module):  # so that the weight is there before its module is called
@@ -134,7 +134,7 @@ def test_a_gradient_that_comes_after_backward_has_left_its_unit_behind_is_named(
     train(module, optimizer, [[batch(1, width=8)]])
 
 
-@pytest.mark.ranks(4, timeout=20)
+@pytest.mark.ranks(4)
 def test_each_of_four_ranks_may_leave_parameters_of_a_unit_unused():
     """Its gradients are complete in time on some ranks alone, and what they begin crosses what others gather."""
     module, optimizer = branching()
@@ -146,7 +146,7 @@ def test_each_of_four_ranks_may_leave_parameters_of_a_unit_unused():
 
 
 @for_each(late=((0, 1, 2, 3), (1, 0, 2), (0, 2, 1), (3,)))
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_unit_that_one_rank_needs_later_is_named_on_all_ranks(late):
     module, optimizer = branching()
     for step in range(2):
@@ -159,7 +159,7 @@ def test_a_unit_that_one_rank_needs_later_is_named_on_all_ranks(late):
     check_against_one_device(module, [[((0, 1, 2), ())] * 2] * 3)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_what_all_ranks_need_later_is_learned():
     module, optimizer = branching()
     orders = [(0, 1), (0, 1), (3, 2, 1), (3, 2, 1), (3, 2, 1), (0,), ALL, (3, 2, 1)]
@@ -174,7 +174,7 @@ def test_what_all_ranks_need_later_is_learned():
     assert compared[4] == 1
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_evaluation_has_an_order_of_its_own_and_names_what_differs():
     module, optimizer = branching()
     reference = Branching()
@@ -189,7 +189,7 @@ def test_evaluation_has_an_order_of_its_own_and_names_what_differs():
         module(batch(0, width=8), ALL if dist.get_rank() == 1 else (0, 1, 2))
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_pass_for_inputs_alone_has_an_order_of_its_own():
     module, _ = branching()
     module.requires_grad_(False)

@@ -97,20 +97,20 @@ def check(parallel, stage, left_out, *, microbatches=1, steps=3, **options):
 
 @for_each(stage=(0, 1, storm(2), 3), left_out=(storm(everything), above_and_below))
 @pytest.mark.parametrize("parallel", [2, 4])
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_train_as_on_one_device(stage, left_out, parallel):
     check(parallel, stage, left_out, group=dist.group.WORLD, others=[Share(holding(parallel))])
 
 
 @for_each(stage=(1, 3), deferred=(False, True), bucket=(1, 10_000))
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_experts_train_by_several_backwards_in_chunks_of_any_size(stage, deferred, bucket):
     options = {"group": dist.group.WORLD, "others": [Share(holding(2))]}
     check(2, stage, above_and_below, microbatches=2, deferred=deferred, bucket=bucket, **options)
 
 
 @for_each(stage=(0, storm(1), storm(2), 3))
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_train_under_hybrid_sharding(stage):
     """Neighbours share, and the ranks two further keep the same: of experts either all of one, or a part each."""
     near, far, alone_ = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
@@ -134,19 +134,19 @@ ONE_AT_A_TIME = {"backend": "strict", "strict": Strict(slots=1)}
 
 
 @for_each(stage=(0, 1, 2), left_out=(anywhere, anywhere_at_once))
-@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_below_stage_3_reductions_and_exchanges_have_one_order_on_all_ranks(stage, left_out):
     check(2, stage, left_out, steps=6, group=dist.group.WORLD, others=[Share(holding(2))])
 
 
 @for_each(stage=(0, 1, storm(2)), parallel=(2, storm(4)))
-@pytest.mark.ranks(4, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_each_of_four_ranks_may_leave_out_something_else(stage, parallel):
     check(parallel, stage, anywhere, steps=4, group=dist.group.WORLD, others=[Share(holding(parallel))])
 
 
 @for_each(stage=(1, storm(0), storm(2)), deferred=(False, True), bucket=(300, storm(10_000)))
-@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, deferred, bucket):
     options = {"group": dist.group.WORLD, "others": [Share(holding(2))], "deferred": deferred, "bucket": bucket}
     check(2, stage, anywhere, microbatches=2, steps=4, **options)
@@ -154,7 +154,7 @@ def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, 
 
 @pytest.mark.storm
 @for_each(stage=(0, 1, 2))
-@pytest.mark.ranks(4, timeout=120, **ONE_AT_A_TIME)
+@pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_below_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks(stage):
     near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
     for others in ([Share(single, replicas=far)], [Share(far)]):
@@ -196,7 +196,7 @@ def compare_with_one_device(change, losses_of, *, stage, steps, parallel=2):
 
 
 @for_each(stage=(0, 1, storm(2)), block=(1, 4), weight=("up", "down"))
-@pytest.mark.ranks(4, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_experts_of_one_rank_may_get_no_gradient(stage, block, weight):
     """In some steps all experts of one rank use a weight without asking for its gradient, and their copies do not."""
     ranks, parallel = dist.get_world_size(), 2
@@ -212,7 +212,7 @@ def test_experts_of_one_rank_may_get_no_gradient(stage, block, weight):
 
 
 @for_each(stage=(0, 1, storm(2)), frozen=(1, 4))
-@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_an_exchange_of_what_is_not_trained_separates_reductions_too(stage, frozen):
     ranks = dist.get_world_size()
 
@@ -223,7 +223,7 @@ def test_an_exchange_of_what_is_not_trained_separates_reductions_too(stage, froz
 
 
 @for_each(stage=(0, 1, storm(2)))
-@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_behind(stage):
     """It is reduced when its last gradient is there, though its module was called later, or not at all."""
     ranks = dist.get_world_size()
@@ -262,14 +262,14 @@ def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_
     assert len(set(exchanged)) == 1, exchanged
 
 
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_at_stage_3_reductions_gatherings_and_exchanges_have_one_order_on_all_ranks():
     """One communicator goes on at a time: what falls in another order on another rank would stop both for good."""
     check(2, 3, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
 
 
 @pytest.mark.storm
-@pytest.mark.ranks(4, backend="strict", strict=Strict(slots=1), timeout=120)
+@pytest.mark.ranks(4, backend="strict", strict=Strict(slots=1))
 def test_at_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks():
     near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
     for others in ([Share(single, replicas=far)], [Share(far)]):
@@ -277,7 +277,7 @@ def test_at_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks():
 
 
 @for_each(stage=(0, 1, storm(2), 3))
-@pytest.mark.ranks(2, timeout=60, **ONE_AT_A_TIME)
+@pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_two_forwards_before_one_backward_exchange_as_on_one_device(stage):
     """In the first step all ranks call everything, as stage 3 wants it."""
     ranks = dist.get_world_size()
@@ -331,7 +331,7 @@ def test_every_element_is_owned_once_whoever_shares_it(stage):
     check_owned((name, sharding_of(each)) for name, each in module.named_parameters())
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_unit_that_one_rank_skips_in_the_first_pass_is_named_before_the_others_wait_for_it_in_backward():
     module = Routed(2)
     optimizer = adamw(module.parameters())
@@ -375,7 +375,7 @@ REFUSED = {
 
 
 @for_each(what=REFUSED)
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_what_cannot_be_shared_is_refused_on_all_ranks_before_anything_is_changed(what):
     given, kind, words = REFUSED[what]
     module = Routed(2)
@@ -388,7 +388,7 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks_before_anything_is_change
     shard(module, optimizer, stage=1, group=dist.group.WORLD, others=others)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_share_of_more_ranks_than_the_first_must_name_its_parameters():
     """By its record a bias that two tensor ranks have is like an expert whose copies there see other tokens."""
     module = nn.Linear(4, 4)
@@ -401,7 +401,7 @@ def test_a_share_of_more_ranks_than_the_first_must_name_its_parameters():
             shard(module, stage=1, group=single, others=[Share(dist.group.WORLD, parameters=given)])
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_ranks_with_other_parameters_are_named():
     module = Routed(2)
     if dist.get_rank():

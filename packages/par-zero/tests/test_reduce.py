@@ -132,7 +132,7 @@ class Mixed(nn.Module):
 
 
 @for_each(stage=(0, 1, 2, 3))
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backward(stage):
     """Rank 1 has no gradient for its last chunk but one, so it reduces at the end, below an exchange with rank 0."""
     results = []
@@ -191,13 +191,13 @@ def check_in_a_row(stage, forwards, backwards):
 
 
 @for_each(stage=(0, storm(1), 3), times=((1, 1), (1, 2), (2, 1)))
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_two_modules_on_one_group_may_leave_parameters_unused_on_one_rank(stage, times):
     check_in_a_row(stage, *times)
 
 
 @for_each(stage=(storm(1), 3))
-@pytest.mark.ranks(2, backend="strict", timeout=60)
+@pytest.mark.ranks(2, backend="strict")
 def test_on_strict_ranks_nothing_of_two_modules_on_one_group_crosses(stage):
     check_in_a_row(stage, 2, 2)
 

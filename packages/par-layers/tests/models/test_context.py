@@ -51,7 +51,7 @@ def check(family, mode, sequence_parallel, **more):
         )
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_tensor_ranks_cut_the_tokens_of_a_sequence_rank():
     """Norms of queries and keys have partial gradients; 14 tokens are filled up to 16."""
     with stays_wide():
@@ -59,7 +59,7 @@ def test_tensor_ranks_cut_the_tokens_of_a_sequence_rank():
         check("tied llama with biases", "ulysses", sequence_parallel=False)
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_experts_are_folded_into_the_ranks_of_a_sequence():
     """Four parts of experts, over two tensor ranks of each of two ranks of a sequence."""
     with stays_wide():
@@ -76,7 +76,7 @@ def test_families_that_are_cut_in_both_ways(family):
             check(family, mode, sequence_parallel)
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_what_would_see_its_own_tokens_alone_is_refused():
     plan, config = {"up": "colwise", "down": "rowwise"}, {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}}
     with ProcessGroups(Topology.from_config(config, 4)) as groups:

@@ -451,7 +451,7 @@ def test_other_modes():
         assert_gradients_equal(whole, cut, IDS, groups)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_ranks_that_disagree():
     with live() as groups:
         model = make(kind=Mlp)
@@ -463,7 +463,7 @@ def test_ranks_that_disagree():
         assert model.up.weight.shape == (16, 8)
 
 
-@pytest.mark.ranks(2, backend="gloo", timeout=20)
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed():
     backend = limited_backend("allreduce", "allgather", "_allgather_base")
     tensor = {"size": 2, "mode": "1d", "sequence_parallel": True}

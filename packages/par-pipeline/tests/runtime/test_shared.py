@@ -84,7 +84,7 @@ def test_three_steps_with_tied_embeddings_are_those_of_one_device(make):
     elif last in numbers:
         mine = {"head.weight": stages[last].head.weight}
     shared = Shared(mine, dist.group.WORLD)
-    run = Pipeline(modules, schedule, dist.group.WORLD, loss_fn=loss_fn, shared=[shared], timeout=20)
+    run = Pipeline(modules, schedule, dist.group.WORLD, loss_fn=loss_fn, shared=[shared])
     optimizer = sgd(modules)
     for step in range(3):
         x, y = tokens(step)
@@ -111,12 +111,12 @@ def test_gradients_added_up_over_several_steps_are_those_of_one_device(make):
     stage = build(2)[rank]
     weight = stage.head.weight if rank else stage.table.weight
     shared = Shared({"weight": weight}, dist.group.WORLD)
-    run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn, shared=[shared], timeout=20)
+    run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn, shared=[shared])
     whole = nn.Sequential(*build(2, tied=True))
     for step in range(4):
         x, y = tokens(step)
         if step == 3:
-            run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn, timeout=20)
+            run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn)
             stage.zero_grad(), whole.zero_grad()
         run.step(x, target=y)
         loss_fn(whole(x), y).backward()

@@ -55,7 +55,7 @@ def test_every_schedule_is_right_however_many_communicators_go_on_at_a_time(name
 
 
 @for_each(name=["1f1b", "interleaved", "zb_v"])
-@pytest.mark.ranks(2, backend="strict", strict=Strict(complete="drawn", draw=3), timeout=60)
+@pytest.mark.ranks(2, backend="strict", strict=Strict(complete="drawn", draw=3))
 def test_it_does_not_matter_when_transfers_end_nor_whether_a_receive_was_posted_for_more_or_for_less(name):
     check(name, rows=(17, 17, 31, 31, 17))  # unknown, as known, more, just changed, less
 
@@ -86,7 +86,7 @@ def stages_at_fault(schedule, fault):
 
 
 @for_each(make=[one_f_one_b, zb_v])
-@pytest.mark.ranks(3, backend="strict", timeout=60)
+@pytest.mark.ranks(3, backend="strict")
 def test_a_stage_that_raises_while_others_have_posted_receives_is_named_and_reset_makes_good(make):
     def fault():
         raise OSError("a fault on purpose")
@@ -102,14 +102,14 @@ def test_a_stage_that_raises_while_others_have_posted_receives_is_named_and_rese
     assert_gradients(stages, reference, schedule, exact=make is one_f_one_b)
 
 
-@pytest.mark.ranks(3, backend="strict", dies=(1,), timeout=60)
+@pytest.mark.ranks(3, backend="strict", dies=(1,))
 def test_a_rank_that_vanishes_while_others_have_posted_receives_is_named():
     _, run = stages_at_fault(one_f_one_b(3, 6), lambda: os.kill(os.getpid(), 9))
     fails_soon(run, "rank 1 is gone")
 
 
 @for_each(make=[one_f_one_b, zb_v])
-@pytest.mark.ranks(3, backend="strict", timeout=60)
+@pytest.mark.ranks(3, backend="strict")
 def test_losses_and_gradients_of_shared_parameters_go_over_strict_communicators_too(make):
     schedule = make(3, 4)
     gradients = []

@@ -86,7 +86,7 @@ def test_the_parameters_of_every_tensor_rank_are_those_that_cuts_gives(family, t
         assert made.memory.parameters == 4 * elements
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_each_rank_has_as_many_bytes_as_predicted(tmp_path):
     for tied in (False, True):
         folder = tmp_path / str(tied)

@@ -73,7 +73,7 @@ LAYER = 4 * ROWS * (3 * WIDTH + 2 + 2 * 4 * WIDTH)
 """Bytes that a block keeps by itself: the inputs of norm and products and what the norm knows of each row."""
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "zero", [1, pytest.param(0, marks=pytest.mark.storm), pytest.param(3, marks=pytest.mark.storm)]
 )
@@ -134,7 +134,7 @@ def at_the_fullest(make, memory, zero, steps=3):
         return losses, strategy.spent, held
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 @for_each(case=((1, 3), storm((2, 3)), (3, 3), storm((5, 3)), (3, 2), (3, 1)))
 def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tmp_path):
     units, stage = case
@@ -165,7 +165,7 @@ def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tm
         assert bool(less.shares.part("parameters")) == (device < least)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_at_stage_3_parameters_leave_when_state_does_not_do(tmp_path):
     zero = {"stage": 3, "bucket": 1000}
     expected, *_ = trained(None, zero)
@@ -193,7 +193,7 @@ def test_at_stage_3_parameters_leave_when_state_does_not_do(tmp_path):
         start(strategy)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_state_comes_back_from_a_disk_or_layers_keep_more_whichever_saves_more(monkeypatch, tmp_path):
     """Seconds of the disk are put in the place of those measured: where it is slow state comes back, else it stays."""
     _, spent, kept = trained({"device": 2**30}, 1)
@@ -210,7 +210,7 @@ def test_state_comes_back_from_a_disk_or_layers_keep_more_whichever_saves_more(m
     assert "they stay, as what layers keep instead saves more" in str(quick)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_run_goes_on_without_a_budget_and_with_another_one(tmp_path):
     expected, *_ = trained(None, 1, steps=6)
     limit = {"device": STATE, "disk": "1MB", "path": str(tmp_path), "activations": "20kB"}
@@ -227,7 +227,7 @@ def test_a_run_goes_on_without_a_budget_and_with_another_one(tmp_path):
     assert all(map(torch.equal, losses, expected[:6]))
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_tier_that_is_short_is_named_on_all_ranks_and_nothing_is_changed(tmp_path):
     for memory, words in (
         (
@@ -259,7 +259,7 @@ def test_a_tier_that_is_short_is_named_on_all_ranks_and_nothing_is_changed(tmp_p
             assert [len(group["params"]) for group in optimizer.param_groups] == [len(before)]
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_what_layers_keep_at_least_is_refused_on_all_ranks_when_it_is_known():
     with Strategy(memory={"device": STATE + 1000, "host": 0}, zero=1) as strategy:
         model, optimizer = start(strategy)
@@ -327,7 +327,7 @@ def matrices_and_the_rest(model):
 
 
 @pytest.mark.storm
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 @for_each(zero=(1, 3), several=(False, True))
 def test_a_budget_beside_tensor_ranks_and_with_several_optimizers(zero, several, tmp_path):
     def run(memory):

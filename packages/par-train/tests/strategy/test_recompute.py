@@ -46,7 +46,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("parallel", "zero", "names"),
     [

@@ -221,7 +221,7 @@ def test_replicas_ask_no_store(monkeypatch):
     assert same.of(all_of((3,), range(4))) == {rank % 2, rank % 2 + 2}
 
 
-@pytest.mark.ranks(4, timeout=20)
+@pytest.mark.ranks(4)
 def test_ranks_that_share_are_the_same_whoever_says_it():
     """All of the weight lies on the first data rank; the other one must leave its word all the same."""
     rank = dist.get_rank()

@@ -99,14 +99,14 @@ AT_3 = {
 
 
 @for_each(case=[(stage, BELOW[name]) for stage, name in ((0, "disk"), (1, "all tiers"), (2, "all tiers"))])
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_state_of_experts_and_of_all_else_lies_elsewhere(case, tmp_path):
     stage, given = case
     check(2, stage, tmp_path, uneven=True, **given)
 
 
 @for_each(case=AT_3)
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_parameters_and_gradients_of_experts_and_of_all_else_lie_elsewhere(case, tmp_path):
     check(2, 3, tmp_path, uneven=True, **AT_3[case])
 
@@ -123,7 +123,7 @@ def test_experts_lie_elsewhere_however_many_ranks_have_copies(case, layout, defe
     check(parallel, stage, tmp_path, uneven=uneven, deferred=deferred, **given)
 
 
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1), timeout=60)
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_at_stage_3_what_is_read_and_written_keeps_the_order_of_all_ranks(tmp_path):
     check(2, 3, tmp_path, uneven=True, **EVERYTHING, overlap=True)
 
@@ -136,7 +136,7 @@ def most_of(size):
 
 
 @for_each(case=((1, "host"), (2, "disk"), (3, "disk")), uneven=(False, True))
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, uneven, tmp_path):
     """The ranks choose alike, though one of them may have more experts and so more to keep."""
     stage, tier = case
@@ -156,7 +156,7 @@ def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, uneven, t
     assert most_of(most[tier]) > 0
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
     """The rank with more experts has too much for its device and its host, and both say so."""
     module = Routed(2, uneven=True)
@@ -170,7 +170,7 @@ def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
     shard(module, optimizer, stage=1, **options)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_placement_of_units_with_experts_is_the_same_on_all_ranks():
     """Within a budget units stay gathered as there is room, of which one rank has less."""
     plain, *_ = together(2, True, 3, None)

@@ -110,7 +110,7 @@ class Gated(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.ranks(1, timeout=20)
+@pytest.mark.ranks(1)
 def test_a_step_returns_at_once_and_a_unit_waits_for_its_own_pieces_alone(tmp_path):
     module = mlp(depth=4)
     optimizer = Gated(module.parameters(), lr=1e-2)

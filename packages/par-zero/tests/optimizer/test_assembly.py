@@ -183,7 +183,7 @@ def test_matrices_that_are_cut_step_as_on_one_device():
         check_stages(groups, Shampoo, stages=(1,), steps=2)  # how tensors are put together is blind to the optimizer
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_microbatches_add_up():
     for groups in grids(4):
         check_stages(groups, NewtonSchulz, stages=(0, 2, 3), steps=2, micro=2)  # stage 1 reduces as stage 2
@@ -199,7 +199,7 @@ def check_stages(groups, matrix, stages=STAGES, **amount):
     check()
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_each_gradient_and_each_tensor_of_an_optimizer_is_there_once():
     """As a norm and a checkpoint count them."""
     for groups in grids(4):
@@ -230,7 +230,7 @@ def check_each_is_there_once(groups, stage):
 
 
 @for_each_stage
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_masters_of_more_digits_stay_and_what_is_written_from_outside_counts(stage):
     with ProcessGroups(Topology({"data": 2, "tensor": 2})) as groups:
         world = World(groups, NewtonSchulz, stage, param_dtype=torch.float32, reduce_dtype=torch.float64).train(3)
@@ -252,7 +252,7 @@ def test_masters_of_more_digits_stay_and_what_is_written_from_outside_counts(sta
                 assert torch.equal(getattr(world.net, name).detach().flatten(), wanted), name
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_each_rank_steps_some_of_the_matrices_and_sends_no_more_than_their_parts():
     for groups in grids(4):
         world = World(groups, NewtonSchulz, 1).train(1)
@@ -285,7 +285,7 @@ def net_of(groups, change=None):
     return Net(cut, drawn("start"))
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_what_does_not_fit_together_is_named_on_all_ranks_before_anything_changes():
     with ProcessGroups(Topology({"data": 2, "tensor": 2})) as groups:
         given = {"group": groups["data"], "tensor": groups["tensor"]}

@@ -223,7 +223,7 @@ def test_two_orders_in_turn_are_learned_and_followed():
     assert_same(whole(module), whole(plain))
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_rank_that_skips_a_unit_fetches_it_for_the_others():
     room = 36_000
     plain, its, _ = sharded()
@@ -243,7 +243,7 @@ def test_a_rank_that_skips_a_unit_fetches_it_for_the_others():
     assert_same(whole(module), whole(plain))
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_rank_skips_a_unit_in_a_pass_that_no_placement_has_too():
     """As in a step that begins with an evaluation for the first time."""
     results = []
@@ -261,7 +261,7 @@ def test_a_rank_skips_a_unit_in_a_pass_that_no_placement_has_too():
     assert_same(*results)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_ranks_that_need_different_units_all_raise_and_go_on_after_reset():
     plain, its, _ = sharded()
     module, optimizer, sizes = sharded("next_use", 30_000)

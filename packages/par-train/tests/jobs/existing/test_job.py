@@ -421,7 +421,7 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
     assert len(lines_of(tmp_path / "out")) == 2, "the run in the folder is as it was"
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2)
 def test_a_run_that_is_asked_to_leave_while_it_tokenizes_leaves_at_once(tiny, tmp_path):
     options = options_of(tiny, tmp_path / "out")
     with pytest.raises(StoppedEarly, match="SIGTERM: stopped before training began") as raised:
