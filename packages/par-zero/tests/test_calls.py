@@ -82,3 +82,18 @@ def test_what_was_not_called_waits_for_the_first_call_of_another():
     assert seen == [False, False, False, False, True, True]
     calls.end_pass()
     assert not calls.returned
+
+
+def test_a_call_that_backward_went_through_counts_only_where_there_is_no_other():
+    """Its graph is there as long as somebody keeps the loss; it may be retained, too."""
+    calls = Calls(4)
+    before = [call(calls, number) for number in (1, 2, 3)]
+    assert [calls.left_behind(each) for each in reversed(before)] == [[], [3], [2]]
+    calls.end_pass()
+    again = [call(calls, number) for number in (1, 2)]
+    assert [calls.left_behind(each) for each in reversed(again)] == [[], [2]]
+    assert calls.returned
+    assert calls.uncalled == [0]
+    calls.end_pass()
+    del again
+    assert [calls.left_behind(each) for each in reversed(before)] == [[], [3], [2]]

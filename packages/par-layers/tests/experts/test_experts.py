@@ -66,6 +66,7 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
         expected = loop(x, ids, gates, [*views, *[None] * (4 - len(views))], activation)
         parameters = [w for w in given if w is not None]
         of_x, of_gates, *of_weights = torch.autograd.grad(expected, [x, gates, *parameters], upstream)
+        of_weights = [of_weight.contiguous() for of_weight in of_weights]  # those of transposed ones are not
         say = f"{axes}, {experts} experts, top {top_k}, {routing}, {options}: "
         for what, here, there in (("output", y, expected), ("x", x.grad, of_x), ("gates", gates.grad, of_gates)):
             torch.testing.assert_close(here, there, rtol=0, atol=EXACT, msg=lambda text, what=what: say + what + text)

@@ -121,9 +121,9 @@ class Unit:
         """This rank's part of a chunk in memory: what comes from a disk is read to its place among all parts."""
         if self.shares is None or not self.shares.has(chunk):
             return chunk.own
-        low, high = chunk.share
-        self.shares.fetch_(chunk, flat[low:high])
-        return flat[low:high]
+        share = chunk.share_in(flat)
+        self.shares.fetch_(chunk, share)
+        return share
 
     def expect(self) -> None:
         """Begins to read this rank's parts, if they lie on a disk and the unit is freed: it is gathered next."""

@@ -1,6 +1,6 @@
 """When units were called, from which follows what a backward pass has left behind. Pure arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import torch
@@ -12,10 +12,14 @@ class Call:
     Args:
         began: When it began, by a clock that ticks when a call begins or ends.
         ended: When it ended.
+
+    Attributes:
+        is_past: Whether a backward pass that has ended went through it.
     """
 
     def __init__(self, began: int, ended: int) -> None:
         self.began, self.ended = began, ended
+        self.is_past = False
 
 
 class Calls:
@@ -23,7 +27,8 @@ class Calls:
 
     Autograd runs backward what ran last forward. So when it comes to what a call has returned, it is done with all that
     was called after that: with a unit, when all calls of it began later. A call is known as long as there is a graph of
-    it, as any backward pass may go through that.
+    it, as any backward pass may go through that. One that a pass went through counts only for units that have no other:
+    its graph may be there for no better reason than that somebody keeps the loss.
 
     Args:
         count: Number of units.
@@ -43,6 +48,7 @@ class Calls:
         self._repeated: list[list[Call]] = [[] for _ in range(count)]  # of these, what this pass has called again
         self._ahead: list[tuple[int, int]] | None = None  # beginnings of the units that this pass comes to, ascending
         self._first: set[int] = set()  # when units began for the first time, but for the root
+        self._come: list[Call] = []  # what this pass has come to
         self.uncalled: list[int] = []
         self.returned = False
 
@@ -88,10 +94,11 @@ class Calls:
     def left_behind(self, call: Call) -> list[int]:
         """The units that a backward pass has left behind since it was asked before, now that it comes to a call."""
         if self._ahead is None:
-            first = [(min(call.began for call in calls), n) for n, calls in enumerate(self._known) if calls]
+            first = [(_first(calls).began, number) for number, calls in enumerate(self._known) if calls]
             self._ahead = sorted(first)
             self._first = {began for began, number in first if number}
             self.uncalled = [number for number, calls in enumerate(self._known) if not calls]
+        self._come.append(call)
         self.returned |= call.began in self._first
         left = []
         while self._ahead and self._ahead[-1][0] > call.ended:
@@ -104,6 +111,9 @@ class Calls:
             if repeated:
                 del self._kept[number][len(self._kept[number]) - len(repeated) :]
                 repeated.clear()
+        for call in self._come:
+            call.is_past = True
+        self._come.clear()
         self._ahead = None
         self.uncalled, self.returned = [], False
 
@@ -114,3 +124,8 @@ class Calls:
             known.clear()
             kept.clear()
         self.end_pass()
+
+
+def _first(calls: Iterable[Call]) -> Call:
+    """The call of a unit that a backward pass comes to last."""
+    return min(calls, key=lambda call: (call.is_past, call.began))

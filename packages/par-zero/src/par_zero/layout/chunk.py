@@ -216,6 +216,13 @@ class Chunk:
         setattr(self.own, LABEL, self._label)
         self.show_share()
 
+    def share_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's share in a buffer for the whole chunk."""
+        low, high = self.share
+        share = flat[low:high]
+        setattr(share, LABEL, self._label)
+        return share
+
     def held(self, start: int, stop: int) -> torch.Tensor:
         """Elements start to stop - 1 as the optimizer holds them."""
         low, _ = self.updated
@@ -346,17 +353,15 @@ class Chunk:
         Args:
             gradient: (size) The whole buffer. The share stays there in its place, unless gradients are sharded.
         """
-        low, high = self.share
         if not self.stage.shards_gradients:
-            share = gradient[low:high]
-        else:
-            if self._share_of_sum is None:
-                self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
-                if self.home.gradients != "host":
-                    self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
-            share = self._share_of_sum
-        setattr(share, LABEL, self._label)
-        return share
+            return self.share_in(gradient)
+        if self._share_of_sum is None:
+            low, high = self.share
+            self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
+            setattr(self._share_of_sum, LABEL, self._label)
+            if self.home.gradients != "host":
+                self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
+        return self._share_of_sum
 
     @property
     def has_earlier(self) -> bool:
