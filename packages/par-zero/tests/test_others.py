@@ -133,19 +133,19 @@ ONE_AT_A_TIME = {"backend": "strict", "strict": Strict(slots=1)}
 """One communicator of a rank goes on at a time: what falls in another order on another rank stops both for good."""
 
 
-@for_each(stage=(0, 1, 2), left_out=(anywhere, anywhere_at_once))
+@for_each(stage=(0, 1, storm(2)), left_out=(anywhere, storm(anywhere_at_once)))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_below_stage_3_reductions_and_exchanges_have_one_order_on_all_ranks(stage, left_out):
     check(2, stage, left_out, steps=6, group=dist.group.WORLD, others=[Share(holding(2))])
 
 
-@for_each(stage=(0, 1, storm(2)), parallel=(2, storm(4)))
+@for_each(stage=(storm(0), 1, storm(2)), parallel=(2, storm(4)))
 @pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_each_of_four_ranks_may_leave_out_something_else(stage, parallel):
     check(parallel, stage, anywhere, steps=4, group=dist.group.WORLD, others=[Share(holding(parallel))])
 
 
-@for_each(stage=(1, storm(0), storm(2)), deferred=(False, True), bucket=(300, storm(10_000)))
+@for_each(stage=(storm(0), 1, storm(2)), deferred=(storm(False), True), bucket=(300, storm(10_000)))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, deferred, bucket):
     options = {"group": dist.group.WORLD, "others": [Share(holding(2))], "deferred": deferred, "bucket": bucket}
@@ -195,7 +195,7 @@ def compare_with_one_device(change, losses_of, *, stage, steps, parallel=2):
     assert_like_alone(result, expected, parallel)
 
 
-@for_each(stage=(0, 1, storm(2)), block=(1, 4), weight=("up", "down"))
+@for_each(stage=(storm(0), 1, storm(2)), block=(storm(1), 4), weight=("up", storm("down")))
 @pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_experts_of_one_rank_may_get_no_gradient(stage, block, weight):
     """In some steps all experts of one rank use a weight without asking for its gradient, and their copies do not."""
@@ -203,15 +203,15 @@ def test_experts_of_one_rank_may_get_no_gradient(stage, block, weight):
 
     def losses_of(module, step, rank):
         # Rows of a rank go to the experts of those that it exchanges with; of these one leaves the weight out.
-        absent = {2: 0, 3: 3, 4: 1, 5: 2}.get(step)
+        absent = {2: 0, 3: 3, 4: 1}.get(step)
         near = absent is not None and absent // parallel == rank // parallel
         module.blocks[block].experts.without = (weight, absent % parallel) if near else None
         return loss_of(module, step, rank, ranks)
 
-    compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=6)
+    compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=5)
 
 
-@for_each(stage=(0, 1, storm(2)), frozen=(1, 4))
+@for_each(stage=(storm(0), 1, storm(2)), frozen=(storm(1), 4))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_an_exchange_of_what_is_not_trained_separates_reductions_too(stage, frozen):
     ranks = dist.get_world_size()
@@ -222,7 +222,7 @@ def test_an_exchange_of_what_is_not_trained_separates_reductions_too(stage, froz
     compare_with_one_device(lambda module: module.blocks[frozen].requires_grad_(False), losses_of, stage=stage, steps=6)
 
 
-@for_each(stage=(0, 1, storm(2)))
+@for_each(stage=(storm(0), 1, storm(2)))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_behind(stage):
     """It is reduced when its last gradient is there, though its module was called later, or not at all."""
@@ -236,7 +236,7 @@ def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_
     compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=6)
 
 
-@for_each(stage=(0, 1, 2))
+@for_each(stage=(0, 1, storm(2)))
 @pytest.mark.ranks(2)
 def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_is_agreed_on(stage):
     """Two passes agree, for which nothing more is exchanged where all ranks call the modules in their order."""
@@ -276,7 +276,7 @@ def test_at_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks():
         check(2, 3, above_and_below, group=near, replicas=far, others=others)
 
 
-@for_each(stage=(0, 1, storm(2), 3))
+@for_each(stage=(storm(0), 1, storm(2), 3))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_two_forwards_before_one_backward_exchange_as_on_one_device(stage):
     """In the first step all ranks call everything, as stage 3 wants it."""

@@ -350,7 +350,9 @@ class Apart:
     @torch.no_grad()
     def enter(self) -> None:
         """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
-        for group in self._optimizer.param_groups if self._spans else ():
+        if not self._spans:
+            return
+        for group in self._optimizer.param_groups:
             held: list[torch.Tensor] = []
             for tensor in group["params"]:
                 state = self._optimizer.state.get(tensor, {})
