@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("par", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("par")
 
 
 def pytest_configure(config):

@@ -1,11 +1,4 @@
-"""Property tests take their time, and are the same on every run of CI; ranks that compile find its modules imported."""
-
-import os
-
-from hypothesis import settings
-
-settings.register_profile("par", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("par")
+"""Ranks that compile find what that needs imported."""
 
 
 def pytest_configure(config):

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from .conftest import command
 
@@ -32,3 +33,8 @@ def test_unittest_is_refused():
 
 def test_marker_is_documented(request):
     assert any(line.startswith("ranks(n, timeout=300") for line in request.config.getini("markers"))
+
+
+def test_property_tests_take_their_time_and_have_the_same_examples_every_time():
+    assert (settings.default.deadline, settings.default.derandomize) == (None, True)
+    assert HealthCheck.too_slow in settings.default.suppress_health_check

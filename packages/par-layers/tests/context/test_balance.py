@@ -10,7 +10,7 @@ from par_layers.context.balance import cut_tokens
 from par_layers.context.fetch import transfers
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 6), st.data())
 def test_no_rank_has_more_than_the_heaviest_chunk_above_the_mean(ranks, each, data):
     numbers = st.one_of(st.integers(0, 1000), st.sampled_from((0, 0, 1, 10**9)))

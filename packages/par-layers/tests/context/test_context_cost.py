@@ -95,7 +95,7 @@ def shapes(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes(), st.integers(1, 4))
 def test_rows_counted_one_by_one(of, ranks):
     tokens = cut_tokens(of.length, ranks, of.cut, documents=of.documents, masks=(of.mask,), pad=True)
@@ -121,7 +121,7 @@ def test_rows_counted_one_by_one(of, ranks):
     assert of.flops(recompute=True) == 18 * sum(pairs) * copies * of.width
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cut_rows())
 def test_work_is_what_is_seen(row):
     tokens, mask = row

@@ -16,7 +16,7 @@ def held(runs):
     return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in runs)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_rows(), st.integers(1, 3))
 def test_each_seen_row_once(row, copies):
     tokens, mask = row
@@ -50,7 +50,7 @@ def test_each_seen_row_once(row, copies):
     assert np.array_equal(table.received() * (1 if rows > 1 else batch), received)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut_rows())
 def test_keys_travel_as_far_as_they_are_seen(row):
     tokens, mask = row

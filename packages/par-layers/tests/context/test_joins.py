@@ -214,7 +214,7 @@ def test_joined_pieces_are_attention_of_one_device():
                     compare(Context(groups, block=16), *case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut_rows(), st.integers(1, 2))
 def test_joined_pieces_of_any_row_are_attention(row, batch):
     """Whole rows on one rank: the output and all gradients."""

@@ -46,7 +46,7 @@ def held(runs):
     return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in runs)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     cut_rows(),
     st.sampled_from((16, 64, 512)),

@@ -12,7 +12,7 @@ from par_layers.context.balance import cut_tokens, static_tokens
 from .dense import cut_rows
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cut_rows())
 def test_places(row):
     tokens, _ = row

@@ -30,7 +30,7 @@ def rows(first, number, *, context=4, packing="stream", seed=0):
     return PackedRows(corpus, context=context, packing=packing, seed=seed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=5),

@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import Generator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -65,13 +66,23 @@ def pytest_load_initial_conftests() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the markers."""
+    """Declares the markers, and how property tests run: as long as it takes, and with the same examples every time.
+
+    `--hypothesis-profile=default` draws others.
+    """
     config.addinivalue_line(
         "markers",
         'ranks(n, timeout=300, backend="gloo", init=True, dies=(), strict=None): run the test body on every one of n '
         "ranks; a list of sizes runs the test once for each",
     )
+    if find_spec("hypothesis") is not None:
+        from hypothesis import HealthCheck, settings  # noqa: PLC0415
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("par", deadline=None, derandomize=True, suppress_health_check=slow)
+        settings.load_profile("par")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
