@@ -236,6 +236,22 @@ def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_
     compare_with_one_device(lambda _: None, losses_of, stage=stage, steps=6)
 
 
+@for_each(stage=(storm(0), 1, storm(2)), bound=(2, 1000))
+@pytest.mark.ranks(2)
+def test_reductions_that_are_bounded_are_not_held_back(stage, bound):
+    """Below as many as there are chunks, as else more gradients would wait than the bound allows for."""
+    module = Routed(2)
+    shard(module, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=1, inflight=bound)
+    with count_collectives() as counted:
+        begun = []
+        module.blocks[0].register_full_backward_pre_hook(lambda *_: begun.append(len(counted.events)))
+        loss = loss_of(module, 0, dist.get_rank(), 2)
+        before = len(counted.events)
+        loss.backward()
+    of_rows = 4
+    assert (begun[0] - before > of_rows) == (bound == 2)
+
+
 @for_each(stage=(0, 1, storm(2)))
 @pytest.mark.ranks(2)
 def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_is_agreed_on(stage):

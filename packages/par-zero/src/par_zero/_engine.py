@@ -79,8 +79,10 @@ class Engine:
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
-        closes = stage.shards_parameters or len(sharers.each) > 1
-        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=closes)
+        # Who bounds reductions under way says that no data decides what is unused, and must not have them held back.
+        closes = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
+        closing = closes or stage.shards_parameters
+        self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=closing)
         self._closer: Closer | None = None
         if closes and not stage.shards_parameters:
             self._closer = Closer(module, self._trained, self._reducer)

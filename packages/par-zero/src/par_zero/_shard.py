@@ -104,7 +104,8 @@ def shard(
             much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number;
             with `others` any number. Where backward itself exchanges with other ranks, and data decides which
             parameters get gradients on a rank, let it be None on a CPU, and on a GPU as many as there are chunks: a
-            rank that waits inside of backward may wait for one that waits for it.
+            rank that waits inside of backward may wait for one that waits for it. With fewer and `others`, stages 0 to
+            2 reduce a chunk when it is complete, and not when backward has left it behind on all ranks.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
