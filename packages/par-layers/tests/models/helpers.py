@@ -71,6 +71,52 @@ FURTHER = {"gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48}), "roberta": ("Robe
 """Families whose plans `compare` proves."""
 
 
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("Olmo2", {}),
+    "llama 4": (
+        "Llama4",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_layers": [1],
+        },
+    ),
+    "qwen3 next": (
+        "Qwen3Next",
+        {
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "inkling": (
+        "Inkling",
+        {
+            "head_dim": 8,
+            "swa_head_dim": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "d_rel": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+}
+"""Families with parts that see several tokens without being cut, with outputs of another shape, with gathered heads."""
+
 OF_EXPERTS = {
     "gpt-oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4, **EXPERTS}),
 }
@@ -80,8 +126,9 @@ OF_EXPERTS = {
 def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A small model, the same on every rank; every parameter is drawn, biases and norms too."""
     transformers = pytest.importorskip("transformers", minversion="5.4")
-    stem, own = {**FAMILIES, **FURTHER, **OF_EXPERTS}[family]
-    config_class = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
+    stem, own = {**FAMILIES, **FURTHER, **MIXED, **OF_EXPERTS}[family]
+    of_text = stem in ("Gemma3", "Llama4", "Inkling")
+    config_class = getattr(transformers, f"{stem}TextConfig" if of_text else f"{stem}Config")
     model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem in ("Bert", "Roberta") else _causal(stem))
     config = config_class(**{**TEXT, **own, **options})
     config._experts_implementation = "eager"  # the grouped product has no fp64

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import compare, parallelize
-from par_testing import once
+from par_layers import compare, costs, parallelize
+from par_testing import count_collectives, once
 
-from .helpers import FAMILIES, FURTHER, assert_steps_equal, labels, live, make, stays_wide, tokens
+from .helpers import FAMILIES, FURTHER, MIXED, assert_steps_equal, labels, live, make, stays_wide, tokens
 
-pytest.importorskip("transformers", minversion="5.4")
+transformers = pytest.importorskip("transformers", minversion="5.4")
 
 
 APART = ("llama", "tied llama with biases", "gpt2", "phi3", "mixtral", "deepseek")
@@ -58,6 +58,33 @@ def check(family, groups):
     for cache in caches if family in {"llama", "gemma3"} else caches[:1]:
         options = {"attention_mask": attended, "max_new_tokens": 3, "do_sample": False, **cache}
         assert torch.equal(cut.generate(prompt, **options), once(whole.generate, prompt, **options)), cache
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_parts_of_layers_that_are_not_cut_see_the_whole_sequence():
+    """A recurrent layer, attention that is gathered, experts that give rows of tokens, a norm inside an embedding."""
+    for sequence, families in {False: ("olmo2", "inkling"), True: ("olmo2", "llama 4", "qwen3 next")}.items():
+        with live(sequence_parallel=sequence) as groups, stays_wide():
+            for family in families:
+                if not hasattr(transformers, f"{MIXED[family][0]}ForCausalLM"):  # an older release
+                    continue
+                try:
+                    check_costs(family, groups)
+                except Exception as error:
+                    error.add_note(f"in the family {family}")
+                    raise
+
+
+def check_costs(family, groups):
+    whole, cut = make(family), make(family)
+    parts = costs(cut, groups.topology, tokens().numel())
+    parallelize(cut, groups)
+    with count_collectives() as counted:
+        cut(input_ids=tokens(), labels=labels(2), use_cache=False).loss.backward()
+    if family != "llama 4":  # which gives each of its experts a copy of every token
+        assert counted.received() == sum(part.elements for part in parts.values())
+    cut.zero_grad()
+    assert_steps_equal(whole, cut, groups, use_cache=False)
 
 
 @pytest.mark.ranks(4)

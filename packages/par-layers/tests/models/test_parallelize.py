@@ -483,6 +483,73 @@ def test_a_sequence_that_does_not_divide():
             cut(IDS[:, :5])
 
 
+class Mixer(nn.Module):
+    """Adds the token before to each one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x + self.weight * x.roll(1, 1)
+
+
+class InRows(Mixer):
+    """Gives rows of all tokens, [B S, h]."""
+
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+
+
+class Mean(Mixer):
+    """Gives one token."""
+
+    def forward(self, x):
+        return super().forward(x).mean(1, keepdim=True)
+
+
+class OfRows(Mlp):
+    """Its linears are given rows of all tokens."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+class Mixing(nn.Module):
+    """A layer beside whose MLP something mixes tokens, as a model knows it that is of no known family."""
+
+    def __init__(self, mixer, mlp):
+        super().__init__()
+        self.mixer, self.mlp = mixer(), mlp(16, 24)
+
+    def forward(self, x):
+        return x + self.mlp(x + self.mixer(x).view(len(x), -1, 16))
+
+
+class Mixed(nn.Module):
+    def __init__(self, mixer, mlp=Mlp):
+        super().__init__()
+        self.layers = nn.ModuleList([Mixing(mixer, mlp)])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+@pytest.mark.ranks(2)
+def test_a_part_of_a_layer_that_has_no_rule_sees_the_whole_sequence():
+    plan, x = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}, numbers(2, 4, 16)
+    with live(sequence_parallel=True) as groups:
+        for mixer in (Mixer, InRows):
+            whole, cut = make(mixer, kind=Mixed), parallelize(make(mixer, kind=Mixed), groups, plan)
+            assert_gradients_equal(whole, cut, x, groups)
+        cut = parallelize(make(Mean, kind=Mixed), groups, plan)
+        with pytest.raises(ValueError, match=r"'layers.0.mixer' gives a tensor of shape \(2, 1, 16\), of which nobody"):
+            cut(x)
+        cut = parallelize(make(Mixer, OfRows, kind=Mixed), groups, plan)
+        with pytest.raises(ValueError, match=r"a row is given a tensor of shape \(8, 12\), and cuts its output along"):
+            cut(x)
+
+
 # Beside it
 
 

@@ -138,6 +138,9 @@ class _Costs:
             self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)
         elif isinstance(style, Summed):
             self._add(name, 2 * activations * self._width())
+            if style.copies:  # activations and what each of the experts in it is multiplied by
+                experts = next(module.parameters(recurse=False)).shape[0]
+                self._add(name, 2 * activations * (self._width() + experts), 2)
         elif isinstance(style, Latent):
             self._add(name, 2 * activations * style.around)
 

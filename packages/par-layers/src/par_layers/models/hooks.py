@@ -85,7 +85,10 @@ class CutFeatures(Hook):
 
 
 class CutExperts(Hook):
-    """Experts of which each rank has a part of every one: activations and their weights are copied in, the sum out."""
+    """Experts of which each rank has a part of every one: activations and their weights are copied in, the sum out.
+
+    Routed ones, or others that are a module with packed weights too.
+    """
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

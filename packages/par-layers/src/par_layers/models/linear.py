@@ -263,6 +263,11 @@ class AdoptedRow(_Adopted):
         check_features(x, self.in_features // group.size(), Layout(features=self.axes), "a row")
         x, weight, bias, hook = self.operands(x)
         sequence = self.sequence and (self.training or torch.is_grad_enabled())
+        if sequence and x.dim() < 3:
+            raise ValueError(
+                f"a row is given a tensor of shape {tuple(x.shape)}, and cuts its output along the sequence, which is "
+                "dim 1 of [batch, sequence, features]; use sequence_parallel=False"
+            )
         y = Row1D(group, sequence)(x, weight, bias, hook, self.linear)
         if self.region is not None:
             self.region.row(y)

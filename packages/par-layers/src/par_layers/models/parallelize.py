@@ -201,13 +201,14 @@ class _Adoption:
         self.modules = dict(model.named_modules(remove_duplicate=False))
 
     def apply(self) -> None:
-        vocabulary = self._vocabulary()
+        gives_logits = self._head()
+        vocabulary = None if gives_logits is None else self._classes(gives_logits)
         for name, parameter in self.model.named_parameters():
             keep_part_(parameter, self.found.parts[name])
         regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
         head = Logits(self.logits == "cut") if vocabulary is not None else None
         if self.axes:
-            self._adopt_modules(regions, head)
+            self._adopt_modules(regions, gives_logits, head)
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
@@ -221,19 +222,20 @@ class _Adoption:
                 module.__dict__[RECORDS_OF_MODULE] = Records(module._parameters)
         self._adopt_ends(vocabulary, head)
 
-    def _vocabulary(self) -> int | None:
-        """Number of classes of the logits: of the output embedding, or of the one Column that is gathered."""
+    def _head(self) -> str | None:
+        """The name of what gives the logits: the output embedding, or the one Column that is gathered."""
         rules = self.found.rules
         gathered = [name for name, style in rules.items() if isinstance(style, Column) and style.gather]
-        head = self.found.head or (gathered[0] if len(gathered) == 1 else None)
-        if head is None:
-            return None
+        return self.found.head or (gathered[0] if len(gathered) == 1 else None)
+
+    def _classes(self, head: str) -> int:
+        """Number of classes of the logits."""
         weight: Any = self.modules[head].weight
         return int(weight.shape[1 if is_conv1d(self.modules[head]) else 0])
 
     # Modules
 
-    def _adopt_modules(self, regions: dict[str, Region], head: Logits | None) -> None:
+    def _adopt_modules(self, regions: dict[str, Region], gives_logits: str | None, head: Logits | None) -> None:
         """Every module that has a rule becomes what the rule says, or gets its hooks."""
         adopted: set[int] = set()
         for name, style in self.found.rules.items():
@@ -252,7 +254,7 @@ class _Adoption:
                     entry=None if region is None else region.entry,
                     region=region,
                     gather=style.gather,
-                    logits=head if style.gather else None,
+                    logits=head if gives_logits is not None and module is self.modules[gives_logits] else None,
                 )
             elif isinstance(style, Row):
                 adopt_linear_(
@@ -267,7 +269,9 @@ class _Adoption:
                 )
             elif isinstance(style, Vocabulary):
                 self._adopt_embedding(module, style)
-            elif isinstance(style, SplitExperts) and name not in self.found.experts:
+            elif (isinstance(style, SplitExperts) and name not in self.found.experts) or (
+                isinstance(style, Summed) and style.copies
+            ):
                 experts = CutExperts(self.grid, self.axes)
                 module.register_forward_pre_hook(experts.before, with_kwargs=True)
                 module.register_forward_hook(experts.after)
@@ -345,11 +349,11 @@ class _Adoption:
             return
         stack: Any = self.modules[self.found.layers]
         first, last = FirstLayer(self.grid, self.axes), LastLayer(self.grid, self.axes)
+        stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         for name in self.found.blocks:
             block = Block(self.grid, self.axes, name)
             self.modules[name].register_forward_pre_hook(block.before, with_kwargs=True)
             self.modules[name].register_forward_hook(block.after)
-        stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         stack[-1].register_forward_hook(last.after)
 
     def _adopt_dropouts(self, regions: dict[str, Region]) -> None:

@@ -150,7 +150,7 @@ class Region(Hook):
 
 
 class Block(Hook):
-    """A module inside which everything is as without sequence parallelism: experts, and open regions with Rows.
+    """A module inside which everything is as without sequence parallelism: experts, open regions with Rows, others.
 
     Args:
         grid: This rank's place.
@@ -161,23 +161,52 @@ class Block(Hook):
     def __init__(self, grid: Grid, axes: Axes, name: str) -> None:
         super().__init__(grid, axes)
         self.name = name
+        self.rows = torch.Size()  # batch and length of what came in, between the two hooks of one call
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gathers the first tensor along the sequence."""
+        """Gathers the first tensor along the sequence.
+
+        Raises:
+            ValueError: It is not [B, S/p, ...].
+        """
         if not is_cut(module):
             return args, kwargs
-        return _with_first(
-            module, args, kwargs, self.name, lambda x: gather_from(x, self.grid.group(self.axes), SEQUENCE)
-        )
+        return _with_first(module, args, kwargs, self.name, self._gathered)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """This rank's part of the sequence."""
+        """This rank's part of the sequence, of an output [B, S, ...] or [B S, h].
+
+        Raises:
+            ValueError: The output is neither.
+        """
         del args
         if not is_cut(module):
             return output
-        return of_first(output, lambda x: scatter_to(x, self.grid.group(self.axes), SEQUENCE))
+        return of_first(output, self._scattered)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            raise self._unknown("takes", x)
+        whole = gather_from(x, self.grid.group(self.axes), SEQUENCE)
+        self.rows = whole.shape[:2]
+        return whole
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        group = self.grid.group(self.axes)
+        if x.dim() > 2 and x.shape[:2] == self.rows:
+            return scatter_to(x, group, SEQUENCE)
+        if x.dim() == 2 and len(x) == self.rows.numel():
+            return scatter_to(x.unflatten(0, self.rows), group, SEQUENCE).flatten(0, 1)
+        raise self._unknown("gives", x)
+
+    def _unknown(self, what: str, x: Tensor) -> ValueError:
+        return ValueError(
+            f"{self.name!r} {what} a tensor of shape {tuple(x.shape)}, of which nobody knows where the sequence is: it "
+            "may be [batch, sequence, features], or be given as [batch x sequence, features]; use "
+            "sequence_parallel=False"
+        )
 
 
 class FirstLayer(Hook):

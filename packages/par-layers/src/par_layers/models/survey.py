@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import activation
 
 from par_groups import Topology
 
@@ -36,6 +37,12 @@ from .plans.styles import (
     Whole,
     with_unit,
 )
+
+WHOLE = frozenset({"per_layer_input", "input_ids"})
+"""What layers of some families take of every token beside their activations: Gemma 3n and 4, DeepSeek V4."""
+
+BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
+"""Modules of torch that treat each token by itself, beside its activations."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Survey:
         layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
         head: The name of the output embedding; None if the model has none, or it has no rule.
         blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
-            hold experts, and open regions with Rows.
+            hold experts, open regions with Rows, and those in the layers that may mix tokens, for all that is known.
         experts: Experts of this rank like those of each module with packed experts, by its name: where it has the rule
             DealtExperts, or SplitExperts and says how its weights lie.
     """
@@ -196,6 +203,8 @@ class _Surveyor:
         regions = {name: self._region(name) for name in self._region_names()}
         blocks = self._blocks(regions)
         layers = self._layers(regions, blocks) if self.sequence and self.axes else None
+        if layers is not None:
+            blocks += self._unknown(layers, regions, blocks)
         head = output_embedding(self.model)
         head_name = None if head is None else name_of(head, self.model)
         if head_name is not None and not isinstance(self.rules.get(head_name), Column):
@@ -336,11 +345,36 @@ class _Surveyor:
         outermost = [name for name in found if not any(other in found for other in names_around(name))]
         return tuple(dict.fromkeys(outermost))
 
+    def _unknown(self, layers: str, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> tuple[str, ...]:
+        """The modules of the layers that may mix tokens, for all that is known, and see the whole sequence themselves.
+
+        These are the outermost ones of which no part has a rule, unless each token is known to be treated by itself,
+        and those whose Columns are gathered, or whose Rows are split, which on parts of the sequence would put together
+        features of other tokens.
+        """
+        known = {*blocks, *regions, *(path for path, rule in self.rules.items() if isinstance(rule, Row))}
+        around = {owner for path in known for owner in names_around(path)}
+        found: list[str] = []
+        waiting = [_join(layers, name) for name, _ in self.modules[layers].named_children()]
+        while waiting:
+            name = waiting.pop()
+            if name in known or is_by_token(self.modules[name]):
+                continue
+            children = [_join(name, child) for child, _ in self.modules[name].named_children()]
+            rules = [self.rules.get(child) for child in children]
+            puts_together = any(getattr(rule, "gather", False) or getattr(rule, "split", False) for rule in rules)
+            if puts_together or name not in around:
+                found.append(name)
+            else:
+                waiting += children
+        return tuple(found)
+
     def _layers(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> str:
         """The name of the one list of layers that has all regions.
 
         Raises:
-            TypeError: The model has an encoder and a decoder, or no such list.
+            TypeError: The model has an encoder and a decoder, or no such list, or its layers take more than activations
+                of their tokens.
         """
         config = getattr(self.model, "config", None)
         who = type(self.model).__name__
@@ -355,6 +389,13 @@ class _Surveyor:
                 "cut along the sequence; use sequence_parallel=False"
             )
         (name,) = found
+        for layer in self.modules[str(name)].children():
+            taken = set(inspect.signature(type(layer).forward).parameters)
+            for own in WHOLE & taken if getattr(layer, "hidden_size_per_layer_input", True) else ():
+                raise TypeError(
+                    f"the layers of {who} take {own!r} of all tokens beside their activations, of which each rank "
+                    "would have a part; use sequence_parallel=False"
+                )
         return str(name)
 
     def _list_around(self, name: str) -> str | None:
@@ -448,6 +489,10 @@ class _Surveyor:
             )
         ids, features = parameter.shape
         if style.features:
+            if any(child is not parameter for child in module.parameters()):
+                raise ValueError(
+                    "an embedding with a norm of its rows needs whole rows; use 'embedding_rowwise', or 'replicate'"
+                )
             return part_along(parameter.shape, 1, self._runs(features, 1), self.grid)
         rows = Rows(length=ids, axes=self.axes, padded=padded(ids, self.grid.size(self.axes)))
         return part_along(parameter.shape, 0, [rows], self.grid)
@@ -490,6 +535,8 @@ class _Surveyor:
             style = self.rules.get(owner)
             if isinstance(style, Partial):
                 return self.axes
+            if isinstance(style, Vocabulary):  # a norm of the rows, of which each tensor rank has looked up its own
+                return self.axes
         if layers is None or not name.startswith(f"{layers}."):
             return ()
         if any(owner in blocks for owner in owners):
@@ -499,6 +546,18 @@ class _Surveyor:
         if any(owner in regions for owner in owners):
             return ()
         return self.axes
+
+
+def is_by_token(module: nn.Module) -> bool:
+    """Whether a module is known to treat each token by itself: a linear, a norm, an activation or a dropout."""
+    kind = type(module)
+    if next(module.children(), None) is not None:
+        return False
+    if kind.__module__.startswith("torch."):
+        return kind.__module__ == activation.__name__ or isinstance(module, BY_TOKEN)
+    if isinstance(module, nn.Linear) or is_conv1d(module) or kind.__module__ == "transformers.activations":
+        return True
+    return "Norm" in kind.__name__ and all(each.dim() <= 1 for each in module.parameters())
 
 
 def is_linear(module: nn.Module) -> bool:

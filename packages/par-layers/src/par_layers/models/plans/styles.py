@@ -104,7 +104,13 @@ class Latent(Style):
 
 @dataclass(frozen=True)
 class Summed(Style):
-    """A module whose output is a partial sum on each rank."""
+    """A module whose output is a partial sum on each rank.
+
+    Args:
+        copies: Whether it has weights itself, which are cut, so that what goes in is copied.
+    """
+
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,10 +219,15 @@ _NAMES = {
     "ep_dispatch_experts": DealtExperts(),
     "grouped_gemm": DealtExperts(),
     "moe_identity_expert": Shared(),
-    "all_reduce": Summed(),
 }
 for _name, _style in _NAMES.items():
     STYLES.register(_name, _Always(_style))
+
+
+@register_style("all_reduce")
+def _summed(module: nn.Module) -> Style:
+    """The sum of what linears give that copy their inputs, or of what the module multiplies by its own weights."""
+    return Summed(copies=next(module.parameters(recurse=False), None) is not None)
 
 
 @register_style("mla_kv_a_proj")
