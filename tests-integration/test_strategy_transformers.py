@@ -37,11 +37,19 @@ def batches(ignored=True):
         yield {"input_ids": ids, "labels": labels}
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.01)
+
+
 @functools.cache
-def one_device(family="Llama", parts=1, ignored=True, **options):
+def one_device(family="Llama", parts=1, ignored=True, make=sgd, **options):
     """Losses and weights after some steps, in plain torch; each batch in one part, or in several, one after another."""
     model = make_model(family, **dict(options)).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = make(model.parameters())
     losses = []
     for batch in batches(ignored):
         every = int((batch["labels"][:, 1:] != -100).sum())
@@ -61,9 +69,9 @@ def losses_alone(family="Llama", **options):
     return one_device(family, **options)[0]
 
 
-def train(strategy, model, over="data", ignored=True):
+def train(strategy, model, over="data", ignored=True, make=sgd):
     """The same steps, under a strategy; rows are shared out over the ranks that see others."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = make(model.parameters())
     model, optimizer = strategy.initialize(model, optimizer)
     model.train()
     replica, replicas = strategy.groups.rank(over), strategy.groups.size(over)
@@ -158,6 +166,15 @@ def test_the_auxiliary_loss_may_be_that_of_all_ranks_tokens_at_once(tmp_path):
         model = balance_over_(make_model("Mixtral", **options), strategy.groups)
         model, losses = train(strategy, model, over=("data", "sequence", "expert"), ignored=False)
         assert_as_on_one_device(strategy, model, losses, tmp_path / "saved", "Mixtral", ignored=False, **options)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_state_that_an_optimizer_has_made_before_its_first_step_is_cut_with_its_parameters(tmp_path):
+    for name, stage in (("tensor", 0), ("tensor", 3), ("pipeline", 1), ("pipeline", 2)):
+        with Strategy(**CASES_2[name], zero=stage, clip_norm=1.0) as strategy:
+            model, losses = train(strategy, make_model(tie_word_embeddings=True), make=adagrad)
+            saved = tmp_path / f"{name} {stage}"
+            assert_as_on_one_device(strategy, model, losses, saved, make=adagrad, tie_word_embeddings=True)
 
 
 CUT = {"size": 2, "mode": "1d"}

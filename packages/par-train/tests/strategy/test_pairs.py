@@ -36,6 +36,11 @@ def stepped():
     return [model], [optimizer], []
 
 
+def abstract():
+    model = nn.Linear(2, 2, device="meta")
+    return [model], [torch.optim.Adagrad(model.parameters())], []
+
+
 def foreign():
     return [nn.Linear(2, 2)], [sgd(nn.Linear(5, 3))], []
 
@@ -54,6 +59,7 @@ def orphan():
     ("make", "words"),
     [
         (stepped, "the SGD has stepped already; initialize first"),
+        (abstract, "the Adagrad has made state for parameters that are on the meta device"),
         (foreign, r"param_groups\[0\].params\[0\] of the SGD, of shape \(3, 5\), is a parameter of no model here"),
         (twice, "a Linear has two optimizers, SGD and SGD; give them as a list"),
         (orphan, "the optimizer of the LambdaLR is not here"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, ProcessGroups, sharding_of
@@ -58,6 +58,18 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
                     f"{len(record.boxes)}, such as q, k and v; leave 'data_parallel' in gradient_handlers, which takes "
                     "them apart with zero=dict(stage=0, atomic=True)"
                 )
+
+
+def cut_state_(optimizer: Optimizer, model: nn.Module) -> None:
+    """Cuts what an optimizer's constructor has made for whole parameters, as Adagrad's does, as they are cut."""
+    for parameter in model.parameters():
+        state, record = optimizer.state.get(parameter, {}), sharding_of(parameter)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == record.shape != parameter.shape:
+                part = value.new_ones(parameter.shape)  # by which padding can be divided
+                for box in record.boxes:
+                    box.of(part).copy_(value[box.slices])
+                state[name] = part
 
 
 def check_partial_sums(model: nn.Module, groups: ProcessGroups) -> None:

@@ -1,10 +1,10 @@
 """Which optimizer trains which models, by the identity of their parameters. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..plan.strategy_plan import Sizes
@@ -72,20 +72,23 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
 
 
 def _models_of(optimizer: Optimizer, owner: dict[int, int]) -> set[int]:
-    if optimizer.state:
+    kind = type(optimizer).__name__
+    if not all(isinstance(state, Mapping) and state.get("step") == 0 for state in optimizer.state.values()):
+        raise ValueError(f"the {kind} has stepped already; initialize first, then load its state from a checkpoint")
+    if any(isinstance(parameter, Tensor) and parameter.is_meta for parameter in optimizer.state):  # Adagrad's
         raise ValueError(
-            f"the {type(optimizer).__name__} has stepped already; initialize first, then load its state from a "
-            "checkpoint"
+            f"the {kind} has made state for parameters that are on the meta device until they are initialized; give an "
+            "optimizer that makes its state in its first step"
         )
     found = set()
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in owner:
                 raise ValueError(
-                    f"param_groups[{number}].params[{position}] of the {type(optimizer).__name__}, of shape "
+                    f"param_groups[{number}].params[{position}] of the {kind}, of shape "
                     f"{tuple(parameter.shape)}, is a parameter of no model here; initialize its model with it"
                 )
             found.add(owner[id(parameter)])
     if not found:
-        raise ValueError(f"the {type(optimizer).__name__} has no parameters; give one that has a model's")
+        raise ValueError(f"the {kind} has no parameters; give one that has a model's")
     return found

@@ -25,7 +25,7 @@ from ..plan.pipeline import pipe
 from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
 from .mixture.share import share_of_experts
-from .optimizers import check_partial_sums, check_sees_enough
+from .optimizers import check_partial_sums, check_sees_enough, cut_state_
 from .plugin import Plugin
 from .setup import Setup
 from .stages import Stages, build_model_stages, build_stages, leave_foreign_
@@ -49,6 +49,8 @@ class Adopted(Plugin):
                 continue
             if not isinstance(each, Stages):  # whoever made these has cut the model before
                 parallelize(each, strategy.groups, "auto" if plan is None else plan)
+        if optimizer is not None:
+            cut_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, Zero) for plugin in strategy.plugins):
             check_sees_enough(optimizer, [model], strategy.groups, alone=True)  # only now are there records
         return model

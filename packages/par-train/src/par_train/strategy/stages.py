@@ -247,6 +247,9 @@ def leave_foreign_(optimizer: Optimizer, module: nn.Module) -> None:
     own = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         kept = [id(each) in own for each in group["params"]]
+        for each, keep in zip(group["params"], kept, strict=True):
+            if not keep:
+                optimizer.state.pop(each, None)  # a constructor's, as Adagrad's
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [each for each, keep in zip(group[key], kept, strict=True) if keep]
