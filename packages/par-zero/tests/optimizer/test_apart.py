@@ -80,16 +80,21 @@ def test_counts_of_parameters_are_those_of_one_device(case):
     assert_near(whole(module), copies(reference), rtol=1e-9, atol=1e-11)
 
 
-@for_each(kernels=("fused", "foreach", storm("single")))
+KERNELS = {
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, fused=True),
+    "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, foreach=True),
+}
+
+
+@for_each(kernels=("fused SGD", *map(storm, ("fused AdamW", "foreach AdamW"))))
 @pytest.mark.ranks(2)
 def test_parameters_that_have_parted_have_the_same_bits_at_every_stage(kernels):
     """A parameter begins anywhere within the blocks that vector kernels go through, and a rank's share ends in it."""
     results = []
     for stage in STAGES:
         module = Parted()
-        optimizer = torch.optim.AdamW(
-            module.parameters(), lr=0.02, weight_decay=0.1, fused=kernels == "fused", foreach=kernels == "foreach"
-        )
+        optimizer = KERNELS[kernels](module.parameters())
         shard(module, optimizer, stage=stage, group=dist.group.WORLD, units=lambda _: False)
         train(module, optimizer, range(6), [dist.get_rank()])
         results.append(whole(module))
@@ -208,3 +213,23 @@ def test_an_optimizer_holds_slices_between_steps_though_one_has_failed(then):
         assert all(params is slices for params in seen)
         results.append(whole(module))
     assert_same(*results)
+
+
+@for_each(dampening=(0.0, 0.5))
+@pytest.mark.ranks(1)
+def test_fused_sgd_begins_momentum_late_or_says_why_it_cannot(dampening):
+    """Torch's own stumbles over it, with a TypeError."""
+
+    def make(parameters, *, fused):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening, fused=fused)
+
+    reference, module = Parted().double(), Parted().double()
+    its, optimizer = make(reference.parameters(), fused=False), make(module.parameters(), fused=True)
+    shard(module, optimizer, stage=1, group=dist.group.WORLD)
+    steps = 6 if dampening == 0 else 4  # in the next one the last layer is used for the first time
+    train(reference, its, range(steps), [0])
+    train(module, optimizer, range(steps), [0])
+    if dampening:
+        with pytest.raises(ValueError, match=r"'layers\.3\..*first gradient after others.*give SGD fused=False"):
+            train(module, optimizer, range(4, 5), [0])
+    assert_near(whole(module), copies(reference), rtol=1e-12, atol=1e-13)  # kernels that round otherwise

@@ -350,9 +350,7 @@ class Apart:
     @torch.no_grad()
     def enter(self) -> None:
         """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
-        if not self._spans:
-            return
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._spans else ():
             held: list[torch.Tensor] = []
             for tensor in group["params"]:
                 state = self._optimizer.state.get(tensor, {})
@@ -367,8 +365,37 @@ class Apart:
                         self._optimizer.state[part.tensor] = part.state
             self._lists.append((group, group["params"]))
             group["params"] = held
-        parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
-        self._forget = on_settle(parts, self.leave).remove
+        if self._taken:
+            parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
+            self._forget = on_settle(parts, self.leave).remove
+        if isinstance(self._optimizer, torch.optim.SGD):
+            self._begin_momentum()
+
+    def _begin_momentum(self) -> None:
+        """Gives momentum to what torch's fused SGD steps for the first time beside tensors that have some.
+
+        It takes such tensors in one call with the others, and stumbles where these have nothing. To begin with zeros
+        comes to the same, unless gradients are dampened, which the first one is not.
+
+        Raises:
+            ValueError: They are dampened.
+        """
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            if not (group.get("fused") and group["momentum"]):
+                continue
+            stepped = [tensor for tensor in group["params"] if tensor.grad is not None]
+            new = [tensor for tensor in stepped if state.get(tensor, {}).get("momentum_buffer") is None]
+            if not new or len(new) == len(stepped):
+                continue
+            if group["dampening"]:
+                names = [name for tensor in new for name in segments_of(tensor).names]
+                self.leave()
+                raise ValueError(
+                    f"{names[0]!r} has its first gradient after others had theirs, and fused=True with dampening="
+                    f"{group['dampening']} cannot begin its momentum; give SGD fused=False, or no dampening"
+                )
+            state.update({tensor: {"momentum_buffer": torch.zeros_like(tensor)} for tensor in new})
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
