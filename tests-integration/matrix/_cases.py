@@ -28,6 +28,8 @@ SEQUENCE: dict[str, dict[str, Any]] = {
 EXPERT: dict[str, Any] = {"EP2": 2, "EP2 folded": {"size": 2, "tensor": 1}, "EP4 folded": {"size": 4, "tensor": 1}}
 MICROBATCHES = 4
 BUCKET = 20_000  # bytes: some chunks on each rank
+BUDGET = {"device": "4MB", "host": "100kB", "disk": "20MB", "path": "/var/tmp"}
+"""Of each rank: the host is full soon, so that most state lies on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ def case(
     model: str = "GPT",
     muon: bool = False,
     recompute: str | None = None,
+    memory: bool = False,
 ) -> Case:
     """One configuration.
 
@@ -82,12 +85,13 @@ def case(
         model: What is trained.
         muon: Whether matrices are stepped as wholes.
         recompute: What is computed again in backward.
+        memory: Whether there is a budget, within which state lies on the host and on a disk, and layers run again.
     """
     mode, ranks = TENSOR.get(tensor or "", {}), 1 if pipeline is None else 2
     cut = SEQUENCE.get(sequence or "", {})
     axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", sequence or "", expert or "", tensor or ""]
     further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else "", "Muon" if muon else ""]
-    further += [f"{recompute} again" if recompute else ""]
+    further += [f"{recompute} again" if recompute else "", "memory" if memory else ""]
     options: dict[str, Any] = {
         "parallel": {
             "data": data,
@@ -99,6 +103,7 @@ def case(
         "zero": {"stage": zero, "bucket": BUCKET, **({"atomic": is_of_matrices} if muon else {})},
         "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
         "recompute": recompute,
+        "memory": BUDGET if memory else None,
     }
     first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
     name = ", ".join(filter(None, [*first, *further]))
@@ -157,6 +162,10 @@ def every_cell() -> list[Cell]:
     mixtures += [case(tensor="SP2", expert=name, zero=1, model="Mixture") for name in ("EP2", "EP4 folded")]
     mixtures += [case(sequence="Ring2", expert="EP2 folded", model="Mixture")]
     mixtures += [case(2, "zb_v", "TP2", expert="EP2 folded", zero=2, model="Mixture")]
+    mixtures += [case(expert="EP2", zero=stage, model="Mixture", memory=True) for stage in range(4)]
+    mixtures += [case(2, expert="EP2", zero=3, model="Mixture", memory=True)]
+    mixtures += [case(tensor="TP2", expert="EP2 folded", zero=1, model="Mixture", memory=True)]
+    mixtures += [case(pipeline="1f1b", expert="EP2", zero=2, model="Mixture", memory=True)]
     return [
         *_in(plain, PRECISIONS),
         *_in(zero, ("fp32", "bf16", "fp16")),
@@ -181,7 +190,10 @@ def cover() -> list[Cell]:
     fp32 += [case(pipeline=name) for name in ("zb_h2", "looped_bfs")]
     fp32 += [case(sequence="Ring2"), case(tensor="SP2", sequence="Gather2", zero=1)]
     fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama"), case(2, sequence="Gather2", zero=2, model="Packed")]
-    fp32 += [case(expert="EP2", zero=1, model="Mixture"), case(tensor="TP2", expert="EP2 folded", model="Mixture")]
+    fp32 += [
+        case(expert="EP2", zero=3, model="Mixture", memory=True),
+        case(tensor="TP2", expert="EP2 folded", model="Mixture"),
+    ]
     return [
         *_in(fp32, ("fp32",)),
         (case(2, zero=2), "bf16"),

@@ -219,14 +219,6 @@ def test_the_topology_deals_out_experts_that_no_model_has():
 
 
 @pytest.mark.ranks(2)
-def test_a_budget_of_memory_is_not_for_experts():
-    with Strategy(parallel={"expert": 2}, zero=1, memory={"device": "1GB", "host": "1GB"}) as strategy:
-        model = blocks(strategy.layers)
-        with pytest.raises(ValueError, match=r"memory is a budget for what all data ranks share alike"):
-            strategy.initialize(model, adamw(model))
-
-
-@pytest.mark.ranks(2)
 def test_scores_that_are_nan_name_rank_and_layer_on_every_rank():
     with Strategy(parallel={"expert": 2}) as strategy:
         model = blocks(strategy.layers)

@@ -100,6 +100,18 @@ class Replicas:
     reduced: int
     waiting: int = 0
 
+    @property
+    def received(self) -> float:
+        """The part of a piece that its reduction receives into a buffer: that of gloo receives all of it.
+
+        Between two ranks that share nothing one sum in place is enough.
+        """
+        if self.ranks == 1:
+            return 0.0
+        if self.gloo:
+            return 1.0 if self.zero or self.ranks > 2 else 0.0
+        return 1 / self.ranks if self.zero else 0.0
+
 
 def replicas_of(
     count: Count, numbers: Numbers, *, zero: int, ranks: int, accumulates: bool = False, gloo: bool = False
@@ -155,11 +167,11 @@ def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
     """
     if len(replicas) == 1:
         return tuple(replicas)
-    reduce = [each for each in replicas if each.ranks > 1]
     if replicas[0].zero >= 2:
         return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0, waiting=0) for each in replicas)
-    lent = max((each.chunk for each in reduce), default=0) * min(2, sum(each.chunks for each in reduce))
-    lends = min(reduce, key=lambda each: each.ranks, default=None)  # has the least to share with
+    receive = [each for each in replicas if each.received]
+    lent = max((each.chunk for each in receive), default=0) * min(2, sum(each.chunks for each in receive))
+    lends = max(receive, key=lambda each: each.received, default=None)  # has the least to share with
     return tuple(replace(each, reduced=lent if each is lends else 0) for each in replicas)
 
 
@@ -173,16 +185,17 @@ def added(memories: Sequence[Memory]) -> Memory:
     return Memory(**{**sums, "arriving": max(each.arriving for each in memories)})
 
 
-def sources_of(replicas: Sequence[Replicas], numbers: Numbers) -> tuple[Source, ...]:
-    """What of all parts of a model may leave the device.
+def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -> tuple[Source, ...]:
+    """What of all parts of a model may leave the device, first the optimizer's state.
 
     Args:
         replicas: The replicas of each part.
         numbers: Widths of numbers.
+        slots: Tensors of state for each parameter.
     """
     found: dict[str, list[Source]] = {}
     for each in replicas:
-        for source in (optimizer_away(each, numbers), parameters_away(each, numbers)):
+        for source in (optimizer_away(each, numbers, slots), parameters_away(each, numbers)):
             if source is not None:
                 found.setdefault(source.name, []).append(source)
     return tuple(
@@ -216,11 +229,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
         slots=slots,
     )
     reduced = replicas.reduced
-    received: float = 0
-    if replicas.gloo and ranks > 1 and (zero or ranks > 2):
-        received = reduced
-    elif not replicas.gloo and ranks > 1 and zero:
-        received = reduced / ranks
+    received = reduced * replicas.received
     whole_gradients = gathered = 0
     if zero >= 2:
         whole_gradients = elements if replicas.accumulates else reduced + replicas.waiting

@@ -16,7 +16,7 @@ from .._units import format_bytes
 from ..memory.budget import Budget, Spent, choose
 from .experts.spread import spread_of
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, added, optimizer_away, parameters_away, shared_apart, state_memory
+from .memory import Memory, Replicas, added, shared_apart, sources_of, state_memory
 from .model import PlannedModel
 from .predict import predict
 from .shape import averaged_ranks
@@ -37,7 +37,9 @@ class Sizes:
             complete later. Ranks learn the order in which that is in the first steps.
         tensors: For each tensor that the optimizer comes to have, the number of its param group.
         beside: Bytes of what is in no chunk, such as buffers of the model.
-        experts: The same of experts that other ranks share than all else; None: there are none.
+        experts: The same of experts that other ranks share than all else, whose part of `root` and `units` is there;
+            None: there are none.
+        chunks: Where there are such experts, all chunks in the order in which they are reduced, whoever shares them.
     """
 
     trained: tuple[int, ...]
@@ -49,6 +51,12 @@ class Sizes:
     tensors: tuple[int, ...] = ()
     beside: int = 0
     experts: "Sizes | None" = None
+    chunks: tuple[ChunkSize, ...] = ()
+
+    @property
+    def parts(self) -> tuple["Sizes", ...]:
+        """What is shared by all data ranks, and what is not."""
+        return (self,) if self.experts is None else (self, self.experts)
 
     @property
     def parameters(self) -> int:
@@ -124,15 +132,24 @@ def sizes_of(
     options = options or ShardOptions()
     shares = [experts] if experts[0] else []
     every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, others=shares)
-    apart = _sizes([chunk for chunk in every if chunk.share], stage, options) if shares else None
     sizes = _sizes([chunk for chunk in every if not chunk.share], stage, options)
+    if shares:
+        apart, whole = _sizes([chunk for chunk in every if chunk.share], stage, options), _sizes(every, stage, options)
+        sizes = replace(
+            sizes,
+            root=whole.root,
+            units=whole.units,
+            inflight=options.inflight or (2 if stage == 3 else len(whole.trained)),
+            experts=replace(apart, root=0, units=()),
+            chunks=tuple(sorted(every, key=lambda chunk: stage == 3 and chunk.unit == 0)),
+        )
     frozen = sizes.frozen
     if stage < 3:  # where they lie in no chunk
         groups = [] if optimizer is None else optimizer.param_groups
         stepped = {id(each) for group in groups for each in group["params"]}
         others = (each for each in model.parameters() if id(each) not in stepped)
         frozen += sum(each.numel() for each in others if groups or not each.requires_grad)
-    return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()), experts=apart)
+    return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()))
 
 
 def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Sizes:
@@ -215,14 +232,16 @@ def plan_of(
     )
 
 
-def spent_on(sizes: Sizes, budget: Budget, *, slots: int, ranks: int, job: Job, gloo: bool, measures: bool) -> Spent:
+def spent_on(
+    sizes: Sizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: Job, gloo: bool, measures: bool
+) -> Spent:
     """What a budget is spent on, of a model of which its parameters alone are known.
 
     Args:
         sizes: What this rank has of it.
         budget: Bytes of each tier.
         slots: Tensors of the optimizer's state for each parameter.
-        ranks: Number of ranks that share.
+        ranks: Number of ranks that share each of its parts.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether it computes on a CPU.
         measures: Whether the first step will be measured.
@@ -230,25 +249,56 @@ def spent_on(sizes: Sizes, budget: Budget, *, slots: int, ranks: int, job: Job, 
     Raises:
         TooSmallError: A tier is too small.
     """
-    weight = job.numbers.weight
-    replicas = replicas_of_sizes(sizes, sum(sizes.trained), ranks=ranks, job=job, gloo=gloo)
-    memory = state_memory(replicas, job.numbers, slots)
-    shares = memory.parameters + sizes.frozen * weight / (ranks if job.zero == 3 else 1)
+    weight, parts, sharded = job.numbers.weight, sizes.parts, job.zero == 3
+    each = [
+        replicas_of_sizes(part, sum(part.trained), ranks=count, job=job, gloo=gloo)
+        for part, count in zip(parts, ranks, strict=True)
+    ]
+    if sizes.experts is not None:
+        each = _reduced_in_turn(sizes, each)
+    memory = added([state_memory(one, job.numbers, slots) for one in each])
+    frozen = sum(part.frozen / (one.ranks if sharded else 1) for part, one in zip(parts, each, strict=True))
+    shares = memory.parameters + frozen * weight
     kinds = {"parameters": shares + sizes.beside}
     buffers = memory.buffers + memory.arriving
-    if job.zero == 3 and replicas.accumulates:
-        buffers -= replicas.elements * weight
-        kinds["gathered"] = sizes.parameters * weight
-    elif job.zero == 3:
-        buffers -= replicas.gathered * weight
+    if sharded and each[0].accumulates:
+        buffers -= sum(one.elements for one in each) * weight
+        kinds["gathered"] = sum(part.parameters for part in parts) * weight
+    elif sharded:
+        buffers -= sum(one.gathered for one in each) * weight
         kinds["the root's unit"] = sizes.root * weight
         kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
-    sources = [optimizer_away(replicas, job.numbers, slots)]
-    if (units := parameters_away(replicas, job.numbers)) is not None:  # with those that are frozen
-        takes = dict.fromkeys(units.takes, shares)
-        sources.append(replace(units, frees=shares, takes=takes, grain=sizes.largest * weight / ranks))
+    state, *units = sources_of(each, job.numbers, slots)
+    largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
+    grain = (largest or sizes.largest / each[0].ranks) * weight
+    sources = [state]  # and parameters, with those that are frozen
+    sources += [replace(one, frees=shares, takes=dict.fromkeys(one.takes, shares), grain=grain) for one in units]
     return choose(kinds, sources, budget, measures=measures)
+
+
+def _reduced_in_turn(sizes: Sizes, replicas: Sequence[Replicas]) -> list[Replicas]:
+    """The replicas of all else and of experts, whose chunks are reduced in one order, in the same buffers.
+
+    At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. Below, as many are
+    under way as may be.
+
+    Args:
+        sizes: The sizes of all chunks.
+        replicas: Those of each part, if it were alone.
+    """
+    trained, zero = [chunk for chunk in sizes.chunks if chunk.trained], replicas[0].zero
+    waiting = 0
+    if zero == 3:
+        of_units = Counter(chunk.unit for chunk in trained)
+        waiting = of_units.pop(0, 0) + max(of_units.values(), default=1) - 1
+    received = elements_lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
+    whole = elements_lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
+    lends = max(replicas, key=lambda one: one.received)  # has the least to share with
+    return [
+        replace(one, reduced=received, waiting=whole - received) if one is lends else replace(one, reduced=0, waiting=0)
+        for one in replicas
+    ]
 
 
 def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:

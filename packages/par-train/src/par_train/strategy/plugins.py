@@ -24,7 +24,7 @@ from ..plan.inputs import Job
 from ..plan.pipeline import pipe
 from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
-from .mixture.share import share_of_experts
+from .mixture.share import EXPERT_COPIES, share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough, cut_state_
 from .plugin import Plugin
 from .setup import Setup
@@ -155,11 +155,6 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     Raises:
         ValueError: A tier is too small, or the budget was spent on another model.
     """
-    if strategy.deals_experts:
-        raise ValueError(
-            "memory is a budget for what all data ranks share alike, and the topology deals experts out, whose shares "
-            "are larger; leave memory out, and use zero=3 or recompute"
-        )
     if strategy.spent is not None:
         raise ValueError(
             "memory is one budget, and was spent on another optimizer; give each a Strategy of its own, or say what "
@@ -174,13 +169,14 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
         if group["params"]
     ]
     sizes = strategy.sizes_of(model, optimizer)
-    counts = sum(count_bytes_of_steps(*groups[number], torch.float32) for number in sizes.tensors)
+    tensors = (number for part in sizes.parts for number in part.tensors)
+    counts = sum(count_bytes_of_steps(*groups[number], torch.float32) for number in tensors)
     most = 1 + bool(budget.host) + bool(budget.disk)  # tensors that one is cut into, of a tier each
     return spent_on(
         replace(sizes, beside=sizes.beside + counts * most),
         budget,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
-        ranks=strategy.groups.size(strategy.averaged_over),
+        ranks=[strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]],
         job=Job(
             batch=1,
             zero=options.stage,
@@ -277,13 +273,15 @@ class Zero(Plugin):
         group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
         keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
         if strategy.spent is not None and optimizer is not None:
-            keywords["inflight"] = keywords.get("inflight") or 2  # as many as were counted
             parts, path = strategy.spent.shares.parts, strategy.spent.budget.path
             if any(parts.values()):
                 optimizer_parts, parameter_parts = (parts.get(name, 0.0) for name in ("optimizer", "parameters"))
                 keywords["offload"] = Offload(optimizer=optimizer_parts, parameters=parameter_parts, path=path)
-        if others := share_of_experts(model, strategy.groups):
+        others = share_of_experts(model, strategy.groups)
+        if others:
             keywords = {"others": others, **keywords}
+        if strategy.spent is not None and optimizer is not None and (options.stage == 3 or not others):
+            keywords["inflight"] = keywords.get("inflight") or 2  # as many as were counted
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         if keywords.get("atomic") and strategy.groups.size("tensor") > 1:

@@ -10,6 +10,9 @@ from par_zero import Share
 
 from ...data.shares import EXPERTS, averaged_over
 
+EXPERT_COPIES = ("data", "expert_data")
+"""The axes over which ranks have copies of the same experts, where these are not all data ranks."""
+
 
 def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
     """Who shares the weights of experts in the place of all data ranks: those that have copies of the same ones.
@@ -21,7 +24,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
     Returns:
         One share, whose gradients are divided by what all others are; none where all data ranks have the same experts.
     """
-    topology, axes, averaged = groups.topology, ("data", "expert_data"), averaged_over(groups.topology)
+    topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_over(groups.topology)
     if EXPERTS not in topology.views or topology.blocks(axes) == topology.blocks(averaged):
         return []
     near = set(groups.ranks(axes))
