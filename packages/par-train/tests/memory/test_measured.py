@@ -20,9 +20,14 @@ PIECES = (4, 4, 3, 4)
 KINDS = {"parameters": 20.0, "gradients": 20.0, "optimizer": 0.0}
 
 
-def rest(room, *, rate=2.0, calls=1, held=1.0, pieces=PIECES):
+def rest(room, *, rate=2.0, calls=1, held=1.0, pieces=PIECES, step=0.0):
     spent = Spent(
-        budget=Budget(device=40.0 + room), shares=Shares(), kinds=KINDS, reasons=("device", "activations"), is_open=True
+        budget=Budget(device=40.0 + room),
+        shares=Shares(),
+        kinds=KINDS,
+        reasons=("device", "activations"),
+        step=step,
+        is_open=True,
     )
     model = Choices(layers=("0", "1", "2"), frontiers=FRONTIERS, forwards=calls)
     return spend_rest(spent, Measured(models=(model,), held=held, disk=OnDisk(pieces=pieces, read=rate, write=rate)))
@@ -53,6 +58,14 @@ def test_no_choice_of_layers_and_state_together_is_better_by_more_than_one_item(
         assert best - 1e-9 <= lost(found, rate, calls, held) <= best + item, room
         assert found.spent.recalled == found.recall
         assert not found.spent.is_open
+
+
+def test_state_that_comes_back_leaves_room_for_what_is_cast_while_the_optimizer_steps():
+    room = MOST + sum(PIECES)
+    assert rest(room, step=MOST - 1.0).recall == sum(PIECES)
+    assert rest(room, step=MOST + 4.0).recall == sum(PIECES) - 4
+    found = rest(room, step=float(room))
+    assert (found.recall, found.budgets[0] >= MOST) == (0, True), "which activations may have"
 
 
 def test_where_everything_fits_everything_is_kept_and_comes_back():

@@ -224,6 +224,18 @@ def test_on_two_ranks():
 
 
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
+def test_a_budget_counts_the_state_that_a_plan_predicts():
+    for zero in range(4):
+        with Strategy(parallel={"expert": 2}, zero=zero, memory={"device": "1GB"}) as strategy:
+            model = with_experts(strategy.layers)
+            strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+            job = Job(batch=BATCH, zero=zero)
+            memory = predict(SHAPE, strategy.groups.topology, job, Machine(gloo=True)).ranks[0].memory
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert strategy.spent.kinds[kind] == pytest.approx(getattr(memory, kind), rel=0.01), (zero, kind)
+
+
+@pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_rows_of_two_ranks():
     assert_rows_as_routed({"expert": 2})
 

@@ -3,7 +3,16 @@
 import pytest
 
 from par_train.plan.inputs import NUMBERS, Job
-from par_train.plan.memory import Memory, Replicas, parameters_away, replicas_of, state_memory, with_away
+from par_train.plan.memory import (
+    Memory,
+    Replicas,
+    added,
+    parameters_away,
+    replicas_of,
+    shared_apart,
+    state_memory,
+    with_away,
+)
 from par_train.plan.shape import Cut, Part, Shape, count
 
 
@@ -31,6 +40,14 @@ def test_fp32_gradients_take_room_when_activations_are_gone():
     assert memory.total == memory.state + memory.step
     full = Memory(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
     assert full.total == 3 + 7
+
+
+def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():
+    for dense, experts, received in ((4, 2, 200), (2, 1, 0), (4, 1, 200), (4, 4, 200), (2, 2, 0)):
+        apart = shared_apart([replicas(0, ranks, gloo=True) for ranks in (dense, experts)])
+        assert added([state_memory(each, NUMBERS["fp32"]) for each in apart]).buffers == 4 * received
+    on_device = shared_apart([replicas(1, ranks) for ranks in (4, 2)])
+    assert added([state_memory(each, NUMBERS["fp32"]) for each in on_device]).buffers == 4 * 200 / 2
 
 
 @pytest.mark.parametrize(

@@ -391,17 +391,17 @@ class Reducer:
             self._before_last()
             self.begin()
             self._finish(asks=asks)
-            for chunk in self._chunks:
-                chunk.bind_gradients()
         else:
             for number in self._order.numbers:
                 if self._arrived[number] and number not in self._taken:
                     self._take(self._chunks[number])
-        self._forget_pass()
         self._received.keep(self._kept)
         if self._gradients.keep(self._kept):
             for chunk in self._chunks:
                 chunk.forget_buffer()
+        for chunk in self._chunks if reduced else ():  # in what memory buffers have left
+            chunk.bind_gradients()
+        self._forget_pass()
         for call in self._at_end:
             call(reduced=reduced)
 

@@ -51,6 +51,8 @@ class Spent:
         kinds: Bytes of the device by what they are: what stays from step to step, and that in which gradients are
             reduced and units gathered.
         reasons: A sentence for each choice.
+        step: Bytes of the device beside `state` while the optimizer steps, when activations are free: gradients in its
+            dtype.
         is_open: Whether the rest is spent when the first step was measured.
         recalled: Bytes of state that have come back from the disk then.
     """
@@ -59,6 +61,7 @@ class Spent:
     shares: Shares
     kinds: Mapping[str, float]
     reasons: tuple[str, ...]
+    step: float = 0.0
     is_open: bool = False
     recalled: float = 0.0
 
@@ -119,7 +122,9 @@ def _size(name: str, value: object) -> float:
     return float(value)
 
 
-def choose(kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, *, measures: bool) -> Spent:
+def choose(
+    kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, *, measures: bool, step: float = 0.0
+) -> Spent:
     """What lies where, in closed form.
 
     Where the first step will be measured, all of the optimizer's state leaves the device that has room elsewhere; else
@@ -130,22 +135,28 @@ def choose(kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget
         sources: What may leave it, first the optimizer's state.
         budget: Bytes of each tier.
         measures: Whether the first step will be measured, so that state can come back.
+        step: Bytes on the device beside `kinds` while the optimizer steps, when activations are free.
 
     Raises:
         TooSmallError: A tier is too small; the message says which, and what the least is.
     """
     rooms = {"host": budget.host, "disk": budget.disk}
     missing = sum(kinds.values()) - budget.device
-    must = missing + (budget.activations or 0.0)
-    wanted = missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations)
+    must = missing + max(budget.activations or 0.0, step)
+    wanted = max(must, missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations))
     if measures:
         wanted = max(wanted, sources[0].frees)
     try:
         shares = share_out(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
     except TooSmallError as error:
-        raise _refusal(error, kinds, sources, budget) from None
+        raise _refusal(error, kinds, sources, budget, step) from None
     spent = Spent(
-        budget=budget, shares=shares, kinds=_staying(kinds, sources, shares.part), reasons=(), is_open=measures
+        budget=budget,
+        shares=shares,
+        kinds=_staying(kinds, sources, shares.part),
+        reasons=(),
+        step=step,
+        is_open=measures,
     )
     return replace(spent, reasons=_reasons(spent, kinds))
 
@@ -164,12 +175,15 @@ def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callab
 
 
 def _refusal(
-    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget
+    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, step: float
 ) -> TooSmallError:
     """Says what the least is of the tier that is short."""
     alone = not budget.host and not budget.disk
     if alone or error.tier == "device":
-        parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0) | {"activations": budget.activations or 0.0}
+        parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0)
+        needs = {"activations": budget.activations or 0.0, "gradients of the step": step}
+        most = max(needs, key=lambda kind: needs[kind])  # which are not there at the same time
+        parts[most] = needs[most]
         words = least_in_words("device", budget.device, parts)
         elsewhere = (
             f"raise it, or give bytes of a host or a disk, where {called(source.name for source in sources)} may lie"

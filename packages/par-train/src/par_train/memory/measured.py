@@ -66,7 +66,7 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
     most = held * sum(max(choice.bytes for choice in one) for one in every)
     layer = max((max(choice.bytes for choice in one) for one in every), default=0)
     on_disk = sum(measured.disk.pieces)
-    room = spent.budget.device - spent.state
+    everything = room = spent.budget.device - spent.state
     if most + on_disk > room:
         room -= layer
     if room < inputs:
@@ -82,6 +82,10 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
         for size, seconds in _increments(one)
     ]
     chosen = spend([*kept, *state], room - inputs)
+    in_step = max(0.0, everything - spent.step)  # for state, which is there then, too
+    if sum(item.bytes for item in chosen if item.name == "state") > in_step:
+        back = spend(state, in_step)
+        chosen = [*back, *spend(kept, room - inputs - sum(item.bytes for item in back))]
     taken = {name: sum(item.bytes for item in chosen if item.name == name) for name in {item.name for item in chosen}}
     recall = int(taken.get("state", 0.0))
     budgets = [int(sum(few) + taken.get(f"layers {number}", 0.0) / held) for number, few in enumerate(fewest)]
@@ -90,7 +94,7 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
         budgets[0] += max(0, int(left / held))
     keeps = min(most, held * sum(budgets))
     again = sum(item.seconds for item in kept) - sum(item.seconds for item in chosen if item.name != "state")
-    displaced = not recall and any(size <= room - inputs for size in measured.disk.pieces)
+    displaced = not recall and any(size <= min(room - inputs, in_step) for size in measured.disk.pieces)
     reasons = [*spent.reasons[:-1]]
     if on_disk:
         reasons.append(

@@ -16,7 +16,7 @@ from .._units import format_bytes
 from ..memory.budget import Budget, Spent, choose
 from .experts.spread import spread_of
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, added, shared_apart, sources_of, state_memory
+from .memory import Memory, Replicas, added, sources_of, state_memory
 from .model import PlannedModel
 from .predict import predict
 from .shape import averaged_ranks
@@ -33,6 +33,7 @@ class Sizes:
         root: At stage 3, elements that are whole from the beginning of forward to the end of backward.
         units: At stage 3, elements of each other unit.
         inflight: Number of chunks that are reduced at a time.
+        kept: Number of buffers of chunks that stay between backward passes.
         waiting: At stage 3, number of chunks whose turn may be after that of another one of their unit, which is
             complete later. Ranks learn the order in which that is in the first steps.
         tensors: For each tensor that the optimizer comes to have, the number of its param group.
@@ -47,6 +48,7 @@ class Sizes:
     root: int = 0
     units: tuple[int, ...] = ()
     inflight: int = 2
+    kept: int = 2
     waiting: int = 0
     tensors: tuple[int, ...] = ()
     beside: int = 0
@@ -67,6 +69,11 @@ class Sizes:
     def largest(self) -> int:
         """Elements of the largest part that lies in one tier: a chunk, or a unit."""
         return max((*self.trained, self.root, *self.units), default=0)
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of the largest chunk that is reduced."""
+        return max((size for part in self.parts for size in part.trained), default=0)
 
     @property
     def at_once(self) -> int:
@@ -139,7 +146,7 @@ def sizes_of(
             sizes,
             root=whole.root,
             units=whole.units,
-            inflight=options.inflight or (2 if stage == 3 else len(whole.trained)),
+            inflight=options.inflight or len(whole.trained),
             experts=replace(apart, root=0, units=()),
             chunks=tuple(sorted(every, key=lambda chunk: stage == 3 and chunk.unit == 0)),
         )
@@ -165,6 +172,7 @@ def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Si
         root=units.pop(0),
         units=tuple(units.values()),
         inflight=options.inflight or 2,
+        kept=options.inflight or 2,
         waiting=max(Counter(chunk.unit for chunk in chunks if chunk.trained).values(), default=1) - 1
         if stage == 3
         else 0,
@@ -218,7 +226,8 @@ def plan_of(
         if sizes.experts is not None:
             copies = topology.size("data") * spread.copies
             each.append(made(sizes.experts, sizes.experts.parameters, ranks=copies))
-        all_else, *experts = shared_apart(each)
+            each = _reduced_in_turn(sizes, each)
+        all_else, *experts = each
         memory.append(added([state_memory(one, job.numbers) for one in (all_else, *experts)]))
         moves += data_traffic(all_else, job.numbers)
         moves += [
@@ -269,31 +278,35 @@ def spent_on(
         kinds["the root's unit"] = sizes.root * weight
         kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
+    copies = (job.zero >= 2) + max(one.received for one in each)  # of a chunk that is reduced
+    kept = min(buffers - memory.arriving, copies * sizes.kept * sizes.largest_trained * job.numbers.gradient)
+    step = max(0.0, memory.step - (buffers - kept))  # the other buffers are free by then
     state, *units = sources_of(each, job.numbers, slots)
     largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
     grain = (largest or sizes.largest / each[0].ranks) * weight
     sources = [state]  # and parameters, with those that are frozen
     sources += [replace(one, frees=shares, takes=dict.fromkeys(one.takes, shares), grain=grain) for one in units]
-    return choose(kinds, sources, budget, measures=measures)
+    return choose(kinds, sources, budget, measures=measures, step=step)
 
 
 def _reduced_in_turn(sizes: Sizes, replicas: Sequence[Replicas]) -> list[Replicas]:
     """The replicas of all else and of experts, whose chunks are reduced in one order, in the same buffers.
 
-    At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. Below, as many are
-    under way as may be.
+    At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. At stage 2 any may
+    wait for its turn, until ranks have learned in which order they come.
 
     Args:
         sizes: The sizes of all chunks.
         replicas: Those of each part, if it were alone.
     """
     trained, zero = [chunk for chunk in sizes.chunks if chunk.trained], replicas[0].zero
-    waiting = 0
+    waiting = len(trained)
     if zero == 3:
         of_units = Counter(chunk.unit for chunk in trained)
         waiting = of_units.pop(0, 0) + max(of_units.values(), default=1) - 1
-    received = elements_lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
-    whole = elements_lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
+    lent = partial(elements_lent, kept=sizes.kept)
+    received = lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
+    whole = lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
     lends = max(replicas, key=lambda one: one.received)  # has the least to share with
     return [
         replace(one, reduced=received, waiting=whole - received) if one is lends else replace(one, reduced=0, waiting=0)

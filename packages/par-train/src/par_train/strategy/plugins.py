@@ -280,8 +280,7 @@ class Zero(Plugin):
         others = share_of_experts(model, strategy.groups)
         if others:
             keywords = {"others": others, **keywords}
-        if strategy.spent is not None and optimizer is not None and (options.stage == 3 or not others):
-            keywords["inflight"] = keywords.get("inflight") or 2  # as many as were counted
+        keywords["inflight"] = strategy.inflight_of(others)
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         if keywords.get("atomic") and strategy.groups.size("tensor") > 1:

@@ -1,6 +1,6 @@
 """What is decided before there is a model: options, this rank's place, groups, the schedule of a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
-from par_zero import ShardOptions
+from par_zero import ShardOptions, Share
 
 from ..data.shares import EXPERTS, averaged_over, cuts_sequence, data_axes
 from ..memory.budget import Spent
@@ -109,6 +109,18 @@ class Setup:
         self.groups.add(Channels(axes, count))
         return self.groups.channels(axes, count)[-1]
 
+    def inflight_of(self, others: Sequence[Share]) -> int | None:
+        """How many chunks may be reduced at a time: what `zero` says, or what a budget counts; None: any number.
+
+        At stages 0 to 2 a rank must not wait in backward where it also exchanges, so a budget counts all chunks there.
+
+        Args:
+            others: Who shares experts in the place of all data ranks.
+        """
+        given: int | None = self.options.zero_keywords.get("inflight")
+        bounds = self.options.memory is not None and (self.options.stage == 3 or not others)
+        return 2 if given is None and bounds else given
+
     def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> Sizes:
         """The sizes of what this rank has of a model, as its data ranks will share it.
 
@@ -124,6 +136,7 @@ class Setup:
             more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
             options = replace(options, bucket=options.bucket_of(ranks) * max(1, more))
         shares = share_of_experts(model, self.groups)
+        options = replace(options, inflight=self.inflight_of(shares))
         experts = [(share.parameters or (), dist.get_world_size(share.group)) for share in shares]
         return sizes_of(
             model,

@@ -7,19 +7,26 @@ import torch
 from .meter import BUFFERS, Meter
 
 
-def elements_lent(chunks: Sequence[int], inflight: int) -> int:
+def elements_lent(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
     """Elements of the buffers that chunks of some sizes come to be lent, at most, of as many as are lent at a time.
 
     Where no chunk is larger than one before it, each buffer stays as large as the chunk that it was made for. Else a
-    smaller chunk may have the largest buffer when the largest chunk needs one, and in the end all are as large.
+    smaller chunk may have the largest buffer when the largest chunk needs one, and in the end all are as large. But in
+    a pass a chunk makes one buffer at most, and none where it has one of those that were kept.
 
     Args:
         chunks: Elements of each chunk, in the order in which they are lent.
         inflight: Number of chunks that are lent a buffer at a time.
+        kept: Number of buffers that stay between passes, where chunks may come in any other order than this one; None:
+            they come in this order.
     """
-    if list(chunks) == sorted(chunks, reverse=True):
+    by_size = sorted(chunks, reverse=True)
+    if kept is None and list(chunks) == by_size:
         return sum(chunks[:inflight])
-    return max(chunks) * min(inflight, len(chunks))
+    lent = by_size[:1] * min(inflight, len(chunks))
+    if kept is None:
+        return sum(lent)
+    return min(sum(lent), sum(by_size[:1] * min(kept, len(chunks)) + by_size[: max(0, len(chunks) - kept)]))
 
 
 class Buffers:

@@ -122,18 +122,21 @@ class Tally:
         arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in stepped]
         passing = [self._sum_of(plan) for plan in stepped if laid.homes[plan].gradients == "disk"]
         lent = elements_lent(received, inflight)
-        if self._stage.shards_gradients:
-            lent += elements_lent(whole, inflight + self._waiting(stepped))
+        if self._stage.shards_gradients:  # those of a unit come in an order of their own
+            kept = inflight if len(self._receives) > 1 else None
+            lent += elements_lent(whole, inflight + self._waiting(stepped), kept=kept)
         return lent + _largest(passing, inflight) + max(arriving, default=0)
 
     def _waiting(self, stepped: Sequence[Plan]) -> int:
         """How many chunks more than are reduced at a time may have gradients that wait for their turn.
 
         Where not all ranks share all chunks, those of a unit wait until backward has left it, and those of the root
-        until it ends.
+        until it ends. At stage 2 any may wait, until ranks have learned in which order they come.
         """
-        if len(self._receives) == 1 or not self._stage.shards_parameters:
+        if len(self._receives) == 1:
             return 0
+        if not self._stage.shards_parameters:
+            return len(stepped) if self._options.inflight else 0
         chunks = Counter(plan.place.unit for plan in stepped)
         of_root = chunks.pop(0, 0)
         return of_root + max(chunks.values(), default=1) - 1
