@@ -109,7 +109,7 @@ def check_budgets(parallel, stage, folder, make=uneven, precision="fp32", *, eve
     if precision == "fp32":
         check_everything_on_the_device(found, stage)
     spent, kinds, held = found.spent, found.spent.kinds, found.held
-    most = most_of(int(1.4 * (held[-1][1] + held[0][1])) + 400)  # what routing makes of layers differs by step and rank
+    most = most_of(int(2 * (held[-1][1] + held[0][1])) + 400)  # what routing makes of layers differs by step and rank
     most = max(most, most_of(int(spent.step) + 1))
     least = most_of(spent.state - kinds["optimizer"]) + most + 4 * PADDING
     budgets = [(least, {"host": 2**20}), (least, {"host": 2_000, "disk": 2**20})]
