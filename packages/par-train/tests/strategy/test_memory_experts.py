@@ -129,7 +129,7 @@ def check_budgets(parallel, stage, folder, make=uneven, precision="fp32", *, eve
 
 
 @for_each(stage=(1, 3))
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_within_a_budget_experts_have_the_bytes_that_were_predicted_and_the_same_bits(stage, tmp_path):
     check_budgets({"expert": 2}, stage, tmp_path, every=False)
 
@@ -137,7 +137,7 @@ def test_within_a_budget_experts_have_the_bytes_that_were_predicted_and_the_same
 @pytest.mark.storm
 @for_each(stage=(0, 1, 2, 3))
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 def test_any_experts_over_two_ranks(stage, make, tmp_path):
     check_budgets({"expert": 2}, stage, tmp_path, make)
 
@@ -145,7 +145,7 @@ def test_any_experts_over_two_ranks(stage, make, tmp_path):
 @pytest.mark.storm
 @for_each(stage=(0, 1, 2, 3))
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.ranks(4)
 def test_copies_of_experts_on_fewer_ranks_than_all_else_are_counted_by_their_own_number(stage, make, tmp_path):
     check_budgets({"data": 2, "expert": 2}, stage, tmp_path, make)
 
@@ -153,7 +153,7 @@ def test_copies_of_experts_on_fewer_ranks_than_all_else_are_counted_by_their_own
 @pytest.mark.storm
 @for_each(stage=(0, 1, 2, 3))
 @pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.ranks(4)
 def test_gradients_that_are_cast_for_the_step_are_counted(stage, data, tmp_path):
     check_budgets(
         {"data": data, "expert": 4 // data}, stage, tmp_path, partial(Uneven, sizes=[(4, 8), (8, 24)]), "bf16"
@@ -162,14 +162,14 @@ def test_gradients_that_are_cast_for_the_step_are_counted(stage, data, tmp_path)
 
 @pytest.mark.storm
 @for_each(stage=(0, 1, 2, 3))
-@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.ranks(4)
 def test_experts_that_tensor_ranks_have_instead_of_parts(stage, tmp_path):
     tensor = {"size": 2, "mode": "1d"}
     check_budgets({"data": 2, "expert": {"size": 2, "tensor": 1}, "tensor": tensor}, stage, tmp_path)
 
 
 @for_each(zero=(storm(0), storm(1), 2, storm(3)))
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_experts_train_within_a_budget_as_on_one_device(zero, tmp_path):
     memory = {"device": "8MB", "host": 4_000, "disk": "8MB", "path": str(tmp_path)}
     check_trains_as_alone({"expert": 2}, zero=zero, memory=memory)

@@ -112,7 +112,7 @@ class Setup:
     def inflight_of(self, others: Sequence[Share]) -> int | None:
         """How many chunks may be reduced at a time: what `zero` says, or what a budget counts; None: any number.
 
-        At stages 0 to 2 a rank must not wait in backward where it also exchanges, so a budget counts all chunks there.
+        At stages 0 to 2 no rank waits in backward where it also exchanges, so that a budget counts all chunks there.
 
         Args:
             others: Who shares experts in the place of all data ranks.
