@@ -34,11 +34,11 @@ SAVED_AT, KILLED_AT, FULL_AT, STEPS = 2, 3, 4, 6
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder on a file system of 640 MiB of its own; where none can be mounted, on that of all tests."""
+    """A folder on a file system of 704 MiB of its own; where none can be mounted, on that of all tests."""
     folder, image = tmp_path / "disk", tmp_path / "image"
     folder.mkdir()
     with image.open("wb") as file:
-        file.truncate(640 * 2**20)
+        file.truncate(704 * 2**20)
     made = None
     for command in (["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
         with suppress(FileNotFoundError):  # no such command
