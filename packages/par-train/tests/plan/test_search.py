@@ -131,8 +131,9 @@ def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     shape = Shape(layers=128, width=25600, heads=160, context=4096)
     found = rank(shape, world, Job(batch=12_800, precision="bf16"), Machine(memory=80e9))
     assert bool(found.best) == (world >= 1024)
-    # One for the bound of each, and a few more; with all schedules, stages and modes there are 30 and more.
-    assert len(calls) <= 3 * found.frames
+    # One for the bound of each, and a few more, most where a model fits by what it computes again alone; with all
+    # schedules, stages and modes there are 30 and more.
+    assert len(calls) <= 5 * found.frames
     assert max(simulated) <= pipeline.EXACT
 
 
