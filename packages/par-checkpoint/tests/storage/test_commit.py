@@ -166,14 +166,13 @@ def test_an_error_of_a_remote_commit_leaves_the_old_or_the_new(tmp_path, step):
     save(opened("remote", tmp_path / "run"), "0")
     folder = opened("remote", tmp_path / "run", fail)
     if step == "nothing":  # the manifest arrives, its answer does not
-        put = folder.store.put
+        replace = folder.store.replace
 
-        def put_and_fail(path, data):
-            put(path, data)
-            if path.endswith("run/par_checkpoint.json"):
-                raise OSError("the network is gone")
+        def replace_and_fail(path, data, beside):
+            replace(path, data, beside)
+            raise OSError("the network is gone")
 
-        folder.store.put = put_and_fail
+        folder.store.replace = replace_and_fail
     with pytest.raises(OSError, match="the network is gone"):
         save(folder, "1", files=files)
     folder.stage("1").discard()
@@ -182,6 +181,17 @@ def test_an_error_of_a_remote_commit_leaves_the_old_or_the_new(tmp_path, step):
     after.sweep()
     assert content(after)["model.safetensors"] == b"1"
     assert entries(tmp_path) == ["run"]
+
+
+def test_a_remote_manifest_on_a_disk_is_never_empty_or_half_there(tmp_path):
+    """Who has opened the old one still reads that: the new one is not written over it."""
+    save(opened("remote", tmp_path / "run"), "0")
+    manifest = tmp_path / "run" / "par_checkpoint.json"
+    old = manifest.read_bytes()
+    with manifest.open("rb") as opened_before:
+        save(opened("remote", tmp_path / "run"), "1")
+        assert opened_before.read() == old != manifest.read_bytes()
+    assert len(list(tmp_path.rglob("par_checkpoint.json"))) == 1
 
 
 def test_an_error_before_a_remote_commit_leaves_the_old_alone(tmp_path):

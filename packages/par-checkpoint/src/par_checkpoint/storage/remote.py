@@ -365,7 +365,7 @@ class RemoteStaging:
         if is_first:  # the index before the others: it tells a sweep that they are of a save
             self._show(shown, list(shown)[-1:])
             self._show(shown, list(shown)[:-1])
-        store.put(f"{folder.path}/{MANIFEST}", self._manifest)
+        store.replace(f"{folder.path}/{MANIFEST}", self._manifest, self._path)
         folder.at("committed")
         if not is_first:
             self._show(shown, list(shown)[:-1])

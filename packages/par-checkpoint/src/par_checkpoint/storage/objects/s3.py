@@ -105,6 +105,11 @@ class S3Store:
         bucket, key = _split(path)
         self.call("put_object", Bucket=bucket, Key=key, Body=data)
 
+    def replace(self, path: str, data: bytes, beside: str) -> None:
+        """Writes an object in one request, as it appears whole."""
+        del beside
+        self.put(path, data)
+
     def delete(self, folder: str, names: Iterable[str]) -> None:
         """Removes objects, in this order as far as it takes several requests."""
         bucket, prefix = _split(f"{folder}/")

@@ -10,7 +10,10 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from ..._errors import CorruptError, StoreError
 from ..files import Source, Writer
@@ -59,6 +62,15 @@ class Store(Protocol):
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object in one request."""
+
+    def replace(self, path: str, data: bytes, beside: str) -> None:
+        """Writes an object that is there: whoever reads it meanwhile, or after a kill, has wholly the old or the new.
+
+        Args:
+            path: The object.
+            data: Its bytes.
+            beside: A folder that nobody else writes to, where it may lie until it is whole.
+        """
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
         """Removes objects below a folder, in this order; what is gone already does not matter."""
@@ -111,6 +123,15 @@ class FsspecStore:
         """Writes an object."""
         self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.fs.pipe_file(path, data)
+
+    def replace(self, path: str, data: bytes, beside: str) -> None:
+        """Writes an object; on a local disk, where it would be empty for a moment, beside it and renamed."""
+        if not isinstance(self.fs, LocalFileSystem):
+            self.put(path, data)
+            return
+        whole = f"{beside}/{path.rpartition('/')[2]}"
+        self.put(whole, data)
+        Path(whole).replace(path)
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
         """Removes objects, and folders that are left empty where there are such things."""
