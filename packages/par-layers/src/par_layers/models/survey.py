@@ -490,8 +490,9 @@ class _Surveyor:
         ids, features = parameter.shape
         if style.features:
             if any(child is not parameter for child in module.parameters()):
+                who = type(module).__name__
                 raise ValueError(
-                    "an embedding with a norm of its rows needs whole rows; use 'embedding_rowwise', or 'replicate'"
+                    f"a {who} has a norm of its rows, and needs whole ones; use 'embedding_rowwise', or 'replicate'"
                 )
             return part_along(parameter.shape, 1, self._runs(features, 1), self.grid)
         rows = Rows(length=ids, axes=self.axes, padded=padded(ids, self.grid.size(self.axes)))
