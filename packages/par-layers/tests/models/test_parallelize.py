@@ -232,6 +232,26 @@ def test_a_module_that_is_no_region_is_found_out():
         assert_gradients_equal(whole, cut, numbers(3, 8), groups)
 
 
+class Scaled(Residual):
+    """A parameter of no linear, such as sinks of heads, with one number for each feature between Columns and Row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 16))
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x) * self.scale)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_of_no_linear_is_cut_with_the_features_around_it():
+    plan = {"up": "colwise", "gate": "colwise", "scale": "colwise", "down": "rowwise"}
+    with live() as groups:
+        whole, cut = both(groups, plan, kind=Scaled)
+        assert cut.scale.shape == (8,)
+        assert_gradients_equal(whole, cut, numbers(3, 8), groups)
+
+
 class Open(nn.Module):
     """A layer whose linears and norm lie in one module: an open region."""
 

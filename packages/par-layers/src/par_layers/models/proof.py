@@ -77,8 +77,8 @@ class Proof:
         used = {id(node.variable) for node in inside if hasattr(node, "variable")}
         for path, child in module.named_modules(prefix=self.name):
             for name, parameter in child.named_parameters(path, recurse=False):
-                boxes = sharding_of(parameter).boxes
-                is_partial = any(box.size != tuple(parameter.shape) or box.sum_over for box in boxes)
+                record = sharding_of(parameter)
+                is_partial = any(box.size != record.shape or box.sum_over for box in record.boxes)
                 if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
                     raise ValueError(
                         f"parameter {name!r} is used between the Columns and the Row of {self.name!r} and has no rule, "
