@@ -237,6 +237,14 @@ def test_what_cannot_be_equal_is_refused():
     routed = transformers.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
     with pytest.raises(ValueError, match=r"adds a loss of its routers, .*; set config\.output_router_logits = False"):
         context.transformers_(transformers.MixtralForCausalLM(routed))
+    capped = {**SIZES, "attn_logit_softcapping": 30.0}
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.0\.self_attn caps .* attn_logit_softcapping=30\.0.*sequence.* to"
+    ):
+        context.transformers_(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**capped)))
+    context.check_transformers(
+        transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**capped))  # which ignores it
+    )
     model = context.transformers_(made("Llama"))
     mine, tokens = context.cut(batch)
     with pytest.raises(ValueError, match=r"call model\(\*\*batch, par_tokens=tokens\)"):

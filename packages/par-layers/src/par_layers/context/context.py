@@ -346,10 +346,10 @@ class Context:
             The model.
 
         Raises:
-            ValueError: It is no such model, its attention cannot be replaced, it adds a loss of its routers, or a layer
-                carries state along the sequence, as state-space layers and convolutions do. What only a call shows is
-                refused then: masks that depend on data, softcap, tokens in a cache, dropout, and tensors that attention
-                would lose.
+            ValueError: It is no such model, its attention cannot be replaced or caps its scores (Gemma 2), it adds a
+                loss of its routers, or a layer carries state along the sequence, as state-space layers and convolutions
+                do. What only a call shows is refused then: masks that depend on data, tokens in a cache, dropout, and
+                tensors that attention would lose.
         """
         prepare(model, self, self._highest)
         return model

@@ -7,7 +7,7 @@ mask function about tokens far from any data, so that the window or chunk that a
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -53,7 +53,8 @@ def check_decoder(model: nn.Module) -> None:
 
     Raises:
         ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens
-            are, a layer carries state along the sequence, or its loss has a part that is no sum over tokens.
+            are, a layer carries state along the sequence, or caps the scores of its attention, or its loss has a part
+            that is no sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -73,6 +74,12 @@ def check_decoder(model: nn.Module) -> None:
                 f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
                 "cannot be cut"
             )
+        for key, cap in _soft_caps(module).items():
+            raise ValueError(
+                f"{name or kind} caps the scores of its attention, with {key}={cap}, which attention over ranks cannot "
+                f"do; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
+                "weights shall be trained without it"
+            )
     can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_be_set is not None and not can_be_set():
         raise _fixed(model)
@@ -81,6 +88,15 @@ def check_decoder(model: nn.Module) -> None:
             f"{type(model).__name__} takes no position_ids: on each rank it would count its tokens from the first one "
             "there; call context.attention and context.positions in its code"
         )
+
+
+def _soft_caps(module: nn.Module) -> dict[str, float]:
+    """By attribute, the soft cap that a module hands to its attention; others, as Gemma 3, have one and ignore it."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    constants = () if code is None else code.co_consts  # names of keywords are constants, or tuples of them
+    if not any(entry == "softcap" or (isinstance(entry, tuple) and "softcap" in entry) for entry in constants):
+        return {}
+    return {key: value for key, value in vars(module).items() if "softcap" in key and isinstance(value, int | float)}
 
 
 def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
