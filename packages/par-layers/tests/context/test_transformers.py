@@ -237,6 +237,9 @@ def test_what_cannot_be_equal_is_refused():
     routed = transformers.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
     with pytest.raises(ValueError, match=r"adds a loss of its routers, .*; set config\.output_router_logits = False"):
         context.transformers_(transformers.MixtralForCausalLM(routed))
+    roberta = transformers.RobertaConfig(**SIZES, is_decoder=True)
+    with pytest.raises(ValueError, match=r"roberta\.embeddings has a position of padding .* to data"):
+        context.transformers_(transformers.RobertaForCausalLM(roberta))
     capped = {**SIZES, "attn_logit_softcapping": 30.0}
     with pytest.raises(
         ValueError, match=r"model\.layers\.0\.self_attn caps .* attn_logit_softcapping=30\.0.*sequence.* to"

@@ -52,9 +52,9 @@ def check_decoder(model: nn.Module) -> None:
         model: A decoder of transformers.
 
     Raises:
-        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens
-            are, a layer carries state along the sequence, or caps the scores of its attention, or its loss has a part
-            that is no sum over tokens.
+        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens are
+            or counts them from another number than 0, a layer carries state along the sequence or caps the scores of
+            its attention, or its loss has a part that is no sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -73,6 +73,11 @@ def check_decoder(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
                 "cannot be cut"
+            )
+        if getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None:
+            raise ValueError(
+                f"{name or kind} has a position of padding and counts from behind it, as RoBERTa does, and cut tokens "
+                "have positions from 0; give the ranks of 'sequence' to data, tensor or pipeline"
             )
         for key, cap in _soft_caps(module).items():
             raise ValueError(
