@@ -240,6 +240,10 @@ def test_what_cannot_be_equal_is_refused():
     roberta = transformers.RobertaConfig(**SIZES, is_decoder=True)
     with pytest.raises(ValueError, match=r"roberta\.embeddings has a position of padding .* to data"):
         context.transformers_(transformers.RobertaForCausalLM(roberta))
+    with pytest.raises(
+        ValueError, match=r"layers\.0 is StableLmDecoderLayer, .* no keywords .* to data, tensor or pipe"
+    ):
+        context.transformers_(transformers.StableLmForCausalLM(transformers.StableLmConfig(**SIZES)))
     capped = {**SIZES, "attn_logit_softcapping": 30.0}
     with pytest.raises(
         ValueError, match=r"model\.layers\.0\.self_attn caps .* attn_logit_softcapping=30\.0.*sequence.* to"

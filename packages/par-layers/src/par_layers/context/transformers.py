@@ -5,10 +5,12 @@ here: the second gives a `Mask` instead of a tensor, which the model hands throu
 mask function about tokens far from any data, so that the window or chunk that a layer really uses is read, not guessed.
 """
 
+import dis
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature, unwrap
+from inspect import CO_VARKEYWORDS, getargs, signature, unwrap
 from itertools import pairwise
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -53,8 +55,8 @@ def check_decoder(model: nn.Module) -> None:
 
     Raises:
         ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens are
-            or counts them from another number than 0, a layer carries state along the sequence or caps the scores of
-            its attention, or its loss has a part that is no sum over tokens.
+            or counts them from another number than 0, a layer carries state along the sequence, caps the scores of
+            its attention or hands it no keywords, or its loss has a part that is no sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -85,6 +87,15 @@ def check_decoder(model: nn.Module) -> None:
                 f"do; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
                 "weights shall be trained without it"
             )
+    of_text = set(model.get_decoder().modules())
+    for name, module in model.named_modules():
+        child = next((child for child in module.children() if _attends(child)), None)
+        if child is not None and module in of_text and not isinstance(module, nn.ModuleList) and _is_deaf(module):
+            raise ValueError(
+                f"{name or type(model).__name__} is {type(module).__name__}, whose code hands no keywords on to its "
+                f"{type(child).__name__}, which is then not told how its tokens are cut; hand **kwargs on, or give the "
+                "ranks of 'sequence' to data, tensor or pipeline"
+            )
     can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_be_set is not None and not can_be_set():
         raise _fixed(model)
@@ -97,11 +108,35 @@ def check_decoder(model: nn.Module) -> None:
 
 def _soft_caps(module: nn.Module) -> dict[str, float]:
     """By attribute, the soft cap that a module hands to its attention; others, as Gemma 3, have one and ignore it."""
-    code = getattr(unwrap(type(module).forward), "__code__", None)
+    code = _code(module)
     constants = () if code is None else code.co_consts  # names of keywords are constants, or tuples of them
     if not any(entry == "softcap" or (isinstance(entry, tuple) and "softcap" in entry) for entry in constants):
         return {}
     return {key: value for key, value in vars(module).items() if "softcap" in key and isinstance(value, int | float)}
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module calls the attention that transformers dispatches by name."""
+    code = _code(module)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_deaf(module: nn.Module) -> bool:
+    """Whether the code of a module never reads the keywords that it does not name."""
+    code = _code(module)
+    if code is None:
+        return False
+    if not code.co_flags & CO_VARKEYWORDS:
+        return True
+    keywords = getargs(code).varkw
+    read = (step.argval for step in dis.get_instructions(code))
+    return not any(value == keywords or (isinstance(value, tuple) and keywords in value) for value in read)
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    """The code of a module's forward, without what wraps it; None where it is not Python's."""
+    code: CodeType | None = getattr(unwrap(type(module).forward), "__code__", None)
+    return code
 
 
 def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
