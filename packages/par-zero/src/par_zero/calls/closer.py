@@ -46,6 +46,7 @@ class Closer:
         # The root is never left behind, and so stays last of all orders.
         self._order, self._came = LearnedOrder(reversed(range(len(modules)))), list[int]()
         self._arranged_by: list[int] = []
+        self._place: dict[int, int] = {}  # of each section in the order
         self._places: list[tuple[int, Chunk]] = []  # of the last of its sections in the order, for each chunk in turn
         self._in_backward = False
         self._left: set[int] = set()  # the sections that the pass under way has left behind
@@ -81,8 +82,7 @@ class Closer:
         left = [number for number in self._calls.left_behind(call) if number]
         self._left.update(left)
         if self._order.is_agreed:
-            place = {number: place for place, number in enumerate(self._order.numbers)}
-            left = sorted([*left, *self._pass_uncalled()], key=place.__getitem__)
+            left = sorted([*left, *self._pass_uncalled()], key=self._place.__getitem__)
             self._close()
         self._came += left
 
@@ -113,8 +113,8 @@ class Closer:
         """Puts the chunks in the order in which all their sections are left behind."""
         if self._arranged_by is not self._order.numbers:
             self._arranged_by = self._order.numbers
-            place = {number: place for place, number in enumerate(self._order.numbers)}
-            last = [max(place[number] for number in owners) for owners in self._owners]
+            self._place = {number: place for place, number in enumerate(self._order.numbers)}
+            last = [max(self._place[number] for number in owners) for owners in self._owners]
             self._places = sorted(zip(last, self._chunks, strict=True), key=lambda each: (each[0], -each[1].number))
             self._reducer.arrange([chunk.number for _, chunk in self._places])
 
