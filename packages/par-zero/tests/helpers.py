@@ -211,3 +211,15 @@ def matrices_and_rest(module):
 
 
 WHOLE = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "NormScaled": NormScaled}
+
+
+class Stumbling(torch.optim.AdamW):
+    """Fails once when it is told to, in the main thread, before it has stepped anything."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if type(self).fails:
+            type(self).fails = False
+            raise ArithmeticError("a step stumbles")
+        return super().step(closure)

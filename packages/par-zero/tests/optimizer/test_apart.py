@@ -13,7 +13,7 @@ from par_groups import settle_
 from par_testing import for_each, storm
 from par_zero import Offload, shard
 
-from ..helpers import STAGES, assert_near, assert_same, copies, whole
+from ..helpers import STAGES, Stumbling, assert_near, assert_same, copies, whole
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, eps=1e-3),
@@ -165,18 +165,6 @@ def test_torch_s_own_state_dict_has_all_counts(how):
                 optimizer.step()
         results.append(whole(module))
     assert_same(*results)
-
-
-class Stumbling(torch.optim.AdamW):
-    """Fails when it is told to, before it has stepped anything."""
-
-    fails = False
-
-    def step(self, closure=None):
-        if type(self).fails:
-            type(self).fails = False
-            raise ArithmeticError("a step stumbles")
-        return super().step(closure)
 
 
 @for_each(then=("again", "look", "save", "zero_grad"))

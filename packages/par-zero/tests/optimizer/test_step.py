@@ -12,6 +12,7 @@ from par_zero import shard
 from ..helpers import (
     STAGES,
     WHOLE,
+    Stumbling,
     adamw,
     assert_near,
     assert_same,
@@ -171,18 +172,6 @@ def test_a_step_that_calls_its_parent_s_is_one_step_though_torch_calls_hooks_for
                 closure()
                 each.step()
     assert_near(whole(module), copies(reference))
-
-
-class Stumbling(torch.optim.AdamW):
-    """Fails once before it has stepped anything, in the main thread."""
-
-    fails = False
-
-    def step(self, closure=None):
-        if type(self).fails:
-            type(self).fails = False
-            raise ArithmeticError("a step stumbles")
-        return super().step(closure)
 
 
 def stumble(*_):
