@@ -1,9 +1,12 @@
 """Casts and settings around forward."""
 
+import collections
 import copy
+import dataclasses
 import inspect
 import io
 import threading
+import types
 
 import pytest
 import torch
@@ -212,3 +215,68 @@ def test_a_module_compiles_to_one_graph_with_its_policy(precision, in_place):
     for _ in range(2):
         torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)  # of the same dtype, too
     assert not torch.is_autocast_enabled("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A record that cannot be written to."""
+
+    value: torch.Tensor
+    count: int = 3
+
+
+class Slotted:
+    """A record without a dict, which refers to itself."""
+
+    __slots__ = ("me", "value")
+
+    def __init__(self, value):
+        self.value, self.me = value, self
+
+
+class Cache:
+    """An object that a forward writes to, for its owner to find."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def update(self, value):
+        self.value = value
+
+
+RECORDS = {
+    "dataclass": Frozen,
+    "slots": Slotted,
+    "namespace": lambda value: types.SimpleNamespace(value=value),
+    "mapping": lambda value: collections.UserDict(value=value),
+    "record in a record": lambda value: types.SimpleNamespace(value=value, inner=[Frozen(value)]),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_tensors_in_records_are_cast_in_copies(kind):
+    def value_of(record):
+        return record["value"] if kind == "mapping" else record.value
+
+    given = RECORDS[kind](torch.ones(2))
+    (taken,), _ = (module := within(Echo(), "bf16", None))(given)
+    assert type(taken) is type(given)
+    assert (value_of(given).dtype, value_of(taken).dtype) == (torch.float32, torch.bfloat16)
+    (back,), _ = within(Echo(), "bf16", torch.float32)(taken)
+    assert value_of(back).dtype == torch.float32
+    if kind == "record in a record":
+        assert (taken.inner[0].value.dtype, taken.inner[0].count) == (torch.bfloat16, 3)
+    if kind != "slots":  # a copy of a record that refers to itself refers to the first one
+        assert module(taken)[0][0] is taken  # nothing is cast
+
+
+def test_a_distribution_that_is_returned_has_fp32_parameters():
+    (found,), _ = within(Echo(), "bf16", torch.float32)(torch.distributions.Normal(torch.zeros(2), torch.ones(2)))
+    assert found.log_prob(torch.zeros(2)).dtype == torch.float32
+
+
+def test_an_object_with_methods_stays_the_callers_own():
+    cache = Cache(torch.ones(2))
+    (taken,), _ = within(Echo(), "bf16", torch.float32)(cache)
+    assert taken is cache
+    assert cache.value.dtype == torch.float32

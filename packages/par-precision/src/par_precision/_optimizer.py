@@ -10,6 +10,7 @@ step   gradients -> sum of squares of what this rank counts, in fp64, and beside
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,7 @@ class MixedOptimizer(Optimizer):
         self._weights, self._clip, self._policy, self._group, self._device = weights, clip, policy, group, device
         self._reads_freely = device.type == "cpu"  # the host need not wait
         self._have_momentum: set[int] = set()  # ids of the tensors that SGD has momentum for
+        self._schedules: WeakSet[Schedule] = WeakSet()
         self.__setstate__({})  # makes room for hooks; Optimizer's constructor would make param groups of its own
         inner.__dict__[AROUND] = self
 
@@ -191,7 +193,9 @@ class MixedOptimizer(Optimizer):
         else:
             self._weights.forget()
         self.last = step
-        self.scaling.update(step.skipped)
+        self.scaling.update(step.skipped, self.scaling.loss_weights.empty)
+        for schedule in self._schedules:
+            schedule.note(step.skipped)
         return step if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -205,12 +209,17 @@ class MixedOptimizer(Optimizer):
         self.scaling.loss_weights.forget()
 
     def schedule(self, scheduler: LRScheduler) -> Schedule:
-        """An lr scheduler that stands still where a step was skipped, at the cost of one host read in each step.
+        """An lr scheduler that stands still if every step since its last call was skipped.
+
+        So it follows the weights, whether it is called after each step or after each epoch. Each call of its `step`
+        reads one number from the device.
 
         Args:
             scheduler: A scheduler of this optimizer or of the user's.
         """
-        return Schedule(scheduler, lambda: self.last is not None and bool(self.last.skipped))
+        schedule = Schedule(scheduler)
+        self._schedules.add(schedule)
+        return schedule
 
     @property
     def clip_norm(self) -> float | None:

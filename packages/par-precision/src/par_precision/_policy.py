@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._precisions import Precision
+from ._records import is_record, parts_of_record, with_parts
 from ._torch_private import inside_ddp, tree_flatten, tree_unflatten
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -104,19 +105,25 @@ def called(module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(part for child in module.children() for part in called(child)))
 
 
-def _cast(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
+def _cast(
+    value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None, inside: frozenset[int] = frozenset()
+) -> Any:
     """An argument with its floating-point tensors in another dtype.
 
     An argument in which nothing is cast stays the object that it is: forward may write into a caller's dict or list.
+    Of a record in which something is cast there is a copy.
 
     Args:
-        value: Tensors, nested in tuples, lists, dicts and the like.
+        value: Tensors, nested in tuples, lists, dicts and the like, and in records.
         dtype: What they become.
         only: The dtypes that are cast. None: all floating-point ones.
+        inside: The records around it, by their `id`: one that refers to itself is looked into once.
     """
 
     def cast(leaf: Any) -> Any:
-        fits = isinstance(leaf, Tensor) and leaf.is_floating_point() and (only is None or leaf.dtype in only)
+        if not isinstance(leaf, Tensor):
+            return _cast_record(leaf, dtype, only, inside) if id(leaf) not in inside and is_record(leaf) else leaf
+        fits = leaf.is_floating_point() and (only is None or leaf.dtype in only)
         return leaf.to(dtype) if fits else leaf
 
     leaves, structure = tree_flatten(value)
@@ -124,6 +131,17 @@ def _cast(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None =
     if all(after is before for after, before in zip(changed, leaves, strict=True)):
         return value
     return tree_unflatten(changed, structure)
+
+
+def _cast_record(record: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, inside: frozenset[int]) -> Any:
+    """A record with its floating-point tensors in another dtype: a copy of it, or the record if nothing is cast."""
+    before = parts_of_record(record)
+    changed = {
+        name: after
+        for name, value in before.items()
+        if (after := _cast(value, dtype, only, inside | {id(record)})) is not value
+    }
+    return with_parts(record, changed) if changed else record
 
 
 @contextmanager

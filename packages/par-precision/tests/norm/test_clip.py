@@ -115,3 +115,21 @@ def test_gradients_are_multiplied_to_the_bits_of_torchs_product(dtype):
         for each, wanted in zip(multiplied, expected, strict=True):
             assert each.dtype == dtype
             torch.testing.assert_close(each, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_gradients_are_clipped_by_absolute_value(dtype):
+    """The norm is a sum in fp64; the product is rounded to the gradient's own digits."""
+    digits = 1e-6 if dtype == torch.complex64 else 1e-14
+    given = torch.complex(torch.tensor([1.0, 0.0, -2.0]), torch.tensor([3.0, 100.0, 0.5])).to(dtype)
+    for order in (1.0, 2.0, 3.5, math.inf):
+        for conjugate in (False, True):
+            one = parameter(torch.zeros(3, dtype=dtype))
+            one.grad = given.clone().conj() if conjugate else given.clone()
+            wanted = torch.linalg.vector_norm(given.to(torch.complex128), order)
+            assert clip_grad_norm_(one, 1.0, None, norm_type=order).item() == pytest.approx(wanted.item(), rel=1e-12)
+            assert torch.linalg.vector_norm(one.grad, order).item() == pytest.approx(1.0, rel=digits)
+    one = parameter(torch.zeros(3, dtype=dtype))
+    one.grad = given.clone()
+    clip_grad_value_(one, 2.0)
+    assert one.grad.tolist() == [1 + 2j, 2j, -2 + 0.5j]

@@ -329,3 +329,23 @@ def test_what_is_typical_is_saved():
     optimizer.load_state_dict(state)
     optimizer.backward(loss_of(module, 2), weight=2_000_000)
     assert optimizer.step().grad_norm == expected
+
+
+def test_steps_without_items_leave_the_scale_and_its_counters():
+    module, optimizer = mixed(module := model(), adamw(module), "fp16", scale=DynamicScale(init=2.0**10), max_skipped=3)
+    for weight in (4, *(0 for _ in range(5)), 4):
+        optimizer.backward(loss_of(module, 0) * bool(weight), weight=weight)
+        before, scale = copy.deepcopy(module.state_dict()), optimizer.scaling.scale.state_dict()
+        assert bool(optimizer.step().skipped) is (weight == 0)
+        optimizer.zero_grad()
+        stays = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert stays is (weight == 0)
+        assert (optimizer.scaling.scale.state_dict() == scale) is (weight == 0)  # a finite step counts as one
+    assert optimizer.scaling.skipped == 5
+
+
+def test_a_nan_among_losses_that_weigh_nothing_halves_the_scale():
+    module, optimizer = mixed(module := model(), adamw(module), "fp16", scale=DynamicScale(init=2.0**10))
+    optimizer.backward(loss_of(module, 0) * math.nan, weight=0)
+    assert optimizer.step().skipped
+    assert optimizer.scaling.scale.value == 2.0**9

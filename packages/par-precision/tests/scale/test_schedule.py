@@ -60,3 +60,20 @@ def test_whoever_asks_is_told_that_it_is_an_lr_scheduler(kind):
     assert schedule.get_last_lr() == [1.0]
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = schedule.nothing_such
+
+
+def test_a_schedule_of_epochs_advances_where_the_last_step_was_skipped():
+    module = nn.Linear(3, 1)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=1.0), "fp16", scale=4.0)
+    schedule = optimizer.schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    rates = []
+    for epoch in ((False, True), (True, True), (True, False)):
+        for found in epoch:
+            optimizer.backward(module(torch.ones(1, 3)).sum() * (math.inf if found else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.5, 0.25]
+    schedule.step()  # no step came since
+    assert optimizer.param_groups[0]["lr"] == 0.125

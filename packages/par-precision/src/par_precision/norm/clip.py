@@ -16,7 +16,7 @@ from .._torch_private import (
     foreach_unscale_,
     grouped_by_device_and_dtype,
 )
-from .norm import check_order, counted_gradients, device_of, total_norm
+from .norm import as_real, check_order, counted_gradients, device_of, total_norm
 from .ownership import Ownership, Parameters, tensors_in
 
 
@@ -70,7 +70,8 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
 
     Args:
         params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
-        clip_value: Largest absolute value that an element keeps, above 0.
+        clip_value: Largest absolute value that an element keeps, above 0. Of a complex number the real and the
+            imaginary part are clipped, each by itself.
 
     Raises:
         ValueError: A clip_value that is not above 0.
@@ -91,7 +92,7 @@ def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies gradients of any devices and dtypes, in place, with a scalar tensor."""
     if factor.is_cpu and factor == 1:  # on a GPU this look would wait
         return
-    groups = grouped_by_device_and_dtype([list(gradients)]) if gradients else {}
+    groups = grouped_by_device_and_dtype([[as_real(gradient) for gradient in gradients]]) if gradients else {}
     for (device, dtype), ((alike,), _) in groups.items():
         by = factor.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
         if device.type == "cpu" and dtype in _SINGLE:  # the quicker of the two there, with the same bits
@@ -103,8 +104,9 @@ def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
 def clamp_(gradients: Sequence[Tensor], limit: float) -> None:
     """Clips each element of gradients to -limit .. limit, in place."""
     if gradients:
-        foreach_clamp_min_(list(gradients), -limit)
-        foreach_clamp_max_(list(gradients), limit)
+        parts = [as_real(gradient) for gradient in gradients]
+        foreach_clamp_min_(parts, -limit)
+        foreach_clamp_max_(parts, limit)
 
 
 def check_limit(value: float, name: str) -> None:

@@ -73,7 +73,7 @@ def total_norm(
         TypeError: A sparse gradient; on which ranks, `grad_norm` says.
     """
     sparse = next((gradient for _, gradient in gradients if gradient.is_sparse), None)
-    parts = counted_parts(gradients) if sparse is None else []
+    parts = counted_parts(gradients, order) if sparse is None else []
     if order == math.inf:
         total, operation = largest(parts, device), dist.ReduceOp.MAX
     else:
@@ -89,15 +89,31 @@ def total_norm(
     return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
 
 
-def counted_parts(gradients: CountedGradients) -> list[Tensor]:
-    """What this rank counts of its gradients, as tensors to be summed."""
+def counted_parts(gradients: CountedGradients, order: float = 2.0) -> list[Tensor]:
+    """What this rank counts of its gradients, as real tensors to be summed.
+
+    Args:
+        gradients: This rank's gradients.
+        order: Order of the norm. The sums of squares of real and imaginary parts are those of absolute values; in any
+            other order, the absolute values of complex numbers themselves are summed.
+    """
     parts: list[Tensor] = []
     for counted, gradient in gradients:
-        if counted is EVERYTHING:
-            parts.append(gradient)
-        else:
-            parts.extend(counted.of(gradient))
+        own = [gradient] if counted is EVERYTHING else counted.of(gradient)
+        if gradient.is_complex():
+            own = [as_real(part) if order == 2 else part.to(torch.complex128).abs() for part in own]
+        parts += own
     return parts
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, in the same memory; any other tensor as it is.
+
+    Of a conjugate, which is a view of other numbers, the imaginary parts are those of the numbers in memory.
+    """
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def check_order(order: float) -> None:

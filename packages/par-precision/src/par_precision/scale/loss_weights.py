@@ -20,12 +20,15 @@ class LossWeights:
     Attributes:
         typical: A power of two near the ranks' mean weight in the last step that had one, the same on all of them: an
             fp64 scalar. Losses are multiplied with weight / typical, so that gradients stay within fp16.
+        empty: Whether the weights of all losses of the last step were 0, though its gradients were finite: a bool
+            scalar. None: its losses had no weights, which the host knows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._no, self._yes = (torch.full((), value, dtype=torch.float64, device=device) for value in (0.0, 1.0))
         self.typical = self._yes
         self._differed = torch.zeros((), dtype=torch.bool, device=device)
+        self.empty: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -81,6 +84,7 @@ class LossWeights:
         """
         some_without = self._some_without
         self.forget()
+        self.empty = None
         if some_without and totals.is_cpu and not totals[2]:  # the usual step; a look at it is free there
             return None
         squares, weight, ranks_with, ranks_without = totals.unbind()
@@ -92,6 +96,7 @@ class LossWeights:
         mean = torch.where(ranks_with > 0, weight / ranks_with, self.typical)
         divisor = mean / self.typical
         usable = (mean > 0) & (mean < math.inf) & ~differ
+        self.empty = (mean == 0) & squares.isfinite()
         self.typical = torch.where(usable, mean.log2().round().exp2(), self.typical)
         return divisor
 

@@ -66,17 +66,20 @@ class DynamicScale:
         self._finite, self._patience = self._finite.to(device), self._patience.to(device)
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, empty: Tensor | None = None) -> None:
         """Takes in a step, without making the host wait.
 
         Args:
             found_inf: A scalar, False or 0 if all gradients were finite; the same on all ranks.
+            empty: A scalar, True if all losses of the step weighed nothing. Such a step says nothing about the scale,
+                which stays as it is with its counters. None: there was a loss that counts.
         """
         if found_inf.device != self.value.device:
             self.to_(found_inf.device)
         if found_inf.is_cpu and not found_inf and int(self._finite) + 1 < self.interval:
             self._finite += 1  # all that happens in most steps; a look at it is free there
             return
+        before = self.value, self._finite, self._patience
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
         grows = finite >= self.interval  # above it if the saved run had a longer interval
@@ -86,6 +89,10 @@ class DynamicScale:
         value = torch.where(grows, value * self.growth, value)
         self.value = value.clamp(self.min, self.max)  # a new tensor: graphs of earlier losses keep the old one
         self._finite, self._patience = finite.masked_fill(grows, 0), patience
+        if empty is not None:
+            after = self.value, self._finite, self._patience
+            kept = [torch.where(empty, old, new) for old, new in zip(before, after, strict=True)]
+            self.value, self._finite, self._patience = kept
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, its counters and its settings, as numbers."""

@@ -54,11 +54,13 @@ class Scaling:
             scaled = scaled * share.to(scaled.dtype)
         return scaled if self.scale is None else scaled * self.scale.value
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, skipped: Tensor, empty: Tensor | None = None) -> None:
         """Takes in a step.
 
         Args:
-            found_inf: Whether the step was skipped, a bool scalar; the same on all ranks.
+            skipped: Whether the step was skipped, a bool scalar; the same on all ranks.
+            empty: Whether it was skipped because all losses weighed nothing, a bool scalar. Nothing has overflowed
+                then, so the scale and the count of skipped steps in a row stay. None: some loss counted.
 
         Raises:
             ValueError: Some ranks gave losses a weight, and others did not; on all ranks.
@@ -67,13 +69,14 @@ class Scaling:
         """
         self.steps += 1
         if self.scale is not None:
-            self.scale.update(found_inf)
-        if found_inf.is_cpu and not found_inf:  # on a GPU this look would wait
+            self.scale.update(skipped, empty)
+        if skipped.is_cpu and not skipped:  # on a GPU this look would wait
             self._in_a_row.zero_()
             return
-        self._skipped += found_inf
-        self._in_a_row = (self._in_a_row + 1) * found_inf
-        if found_inf.is_cpu or self.steps % self._max_skipped == 0:
+        self._skipped += skipped
+        longer = (self._in_a_row + 1) * skipped
+        self._in_a_row = longer if empty is None else torch.where(empty, self._in_a_row, longer)
+        if skipped.is_cpu or self.steps % self._max_skipped == 0:
             self.loss_weights.check()
             in_a_row = int(self._in_a_row)
             if in_a_row >= self._max_skipped:

@@ -1,26 +1,27 @@
 """An lr scheduler that knows of skipped steps."""
 
-from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 
 class Schedule(LRScheduler):
-    """An lr scheduler that stands still where the optimizer's last step was skipped.
+    """An lr scheduler that stands still if the optimizer has skipped every step since the schedule's last call.
 
     It is an LRScheduler for whoever asks, such as a trainer, and has the attributes of the scheduler inside.
 
     Args:
         scheduler: A scheduler of the mixed optimizer or of the one inside.
-        skipped: Says whether the last step was skipped; it may wait for the device.
 
     Attributes:
         scheduler: The scheduler inside.
     """
 
-    def __init__(self, scheduler: LRScheduler, skipped: Callable[[], bool]) -> None:
-        self.scheduler, self._skipped = scheduler, skipped  # LRScheduler's own constructor would take a first step
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler  # LRScheduler's own constructor would take a first step
+        self._skipped: Tensor | None = None  # whether all steps since the last call were skipped; None: there were none
+        self._stands_still = False  # what the last call has decided
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # while a copy is being made
@@ -28,14 +29,24 @@ class Schedule(LRScheduler):
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Advances the scheduler, unless the last step was skipped. Reading that waits for the device.
+        """Advances the scheduler, unless all steps since the last call were skipped. Reading that waits for the device.
 
         Args:
             *args: What the scheduler's own `step` takes, such as the metric of ReduceLROnPlateau.
             **keywords: What the scheduler's own `step` takes.
         """
-        if not self._skipped():
+        if self._skipped is not None:
+            self._stands_still, self._skipped = bool(self._skipped), None
+        if not self._stands_still:
             self.scheduler.step(*args, **keywords)
+
+    def note(self, skipped: Tensor) -> None:
+        """Takes in a step of the optimizer, without waiting for the device.
+
+        Args:
+            skipped: Whether it was skipped, a bool scalar.
+        """
+        self._skipped = skipped if self._skipped is None else self._skipped & skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheduler inside."""

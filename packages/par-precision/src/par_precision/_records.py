@@ -1,0 +1,59 @@
+"""Records: objects that a module takes or returns for the values in them, such as those of a dataclass."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, MutableMapping
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is there for the values in it, so that a copy of it with other values serves as well.
+
+    Objects with methods of their own, such as a cache of keys and values, are not: a forward may change them, and
+    their owner looks for the change in the object that it has.
+    """
+    kind = type(value)
+    if isinstance(value, type | nn.Module) or kind.__module__ == "builtins":
+        return False
+    if dataclasses.is_dataclass(value) or isinstance(value, MutableMapping | SimpleNamespace):
+        return True
+    if hasattr(kind, "__attrs_attrs__") or isinstance(value, torch.distributions.Distribution):
+        return True
+    own = [each for each in kind.__mro__ if each.__module__ != "builtins"]
+    return bool(own) and not any(
+        isinstance(member, FunctionType | property | classmethod | staticmethod) and not name.startswith("__")
+        for each in own
+        for name, member in vars(each).items()
+    )
+
+
+def parts_of_record(record: Any) -> dict[str, Any]:
+    """The values in a record, by key or by name of the attribute."""
+    if isinstance(record, MutableMapping):
+        return dict(record)
+    found = dict(getattr(record, "__dict__", {}))
+    return found | {name: getattr(record, name) for name in _slots_of(type(record)) if hasattr(record, name)}
+
+
+def with_parts(record: Any, parts: dict[str, Any]) -> Any:
+    """A copy of a record with some other values; a frozen dataclass can be copied so, too."""
+    changed = copy.copy(record)
+    for name, value in parts.items():
+        if isinstance(changed, MutableMapping):
+            changed[name] = value
+        else:
+            object.__setattr__(changed, name, value)
+    return changed
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """The names of attributes that a class, and those that it is made from, keep in slots."""
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name
