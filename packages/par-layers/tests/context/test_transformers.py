@@ -269,6 +269,41 @@ def test_what_cannot_be_equal_is_refused():
         model(**mine, par_tokens=tokens)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.ranks(2)
+def test_model_without_places_computes_as_with_them(name):
+    """Positions jump on the first rank of a zigzag cut alone, and transformers takes jumps for documents."""
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "cut": "zigzag"}}, 2)) as groups:
+        context = Context(groups, block=4)
+        model = context.transformers_(made(name))
+        mine, tokens = context.cut(batch_of())
+        jumps = bool((mine["position_ids"].diff() != 1).any())
+        assert jumps == (groups.rank("sequence") == 0)
+        expected = model(**mine, par_tokens=tokens).loss
+        for left_out in [{"attention_mask"}, {"position_ids"}, {"attention_mask", "position_ids"}]:
+            given = {key: value for key, value in mine.items() if key not in left_out}
+            assert torch.equal(model(**given, par_tokens=tokens).loss, expected)
+        labels = {key: mine[key] for key in ("labels", "shift_labels", "num_items_in_batch")}
+        by_place = model(mine["input_ids"], None, mine["position_ids"], par_tokens=tokens, **labels)
+        assert torch.equal(by_place.loss, expected)
+        embedded = model.get_input_embeddings()(mine["input_ids"])
+        assert torch.equal(model(inputs_embeds=embedded, par_tokens=tokens, **labels).loss, expected)
+
+
+@pytest.mark.ranks(2)
+def test_padding_on_one_rank_raises_on_all():
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2}}, 2)) as groups:
+        context = Context(groups)
+        model = context.transformers_(made("Llama"))
+        mine, tokens = context.cut(batch_of())
+        mine["attention_mask"] = torch.ones_like(mine["input_ids"])  # by another hand
+        model(**mine, par_tokens=tokens)
+        if groups.rank("sequence") == 1:
+            mine["attention_mask"][:, -2:] = 0
+        with pytest.raises(RuntimeError, match="attention_mask has padding"):
+            model(**mine, par_tokens=tokens)
+
+
 @pytest.mark.ranks(2)
 def test_what_a_mode_cannot_share_is_refused_before_anything_is_changed():
     with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": "ulysses"}}, 2)) as groups:

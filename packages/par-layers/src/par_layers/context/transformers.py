@@ -17,12 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._torch_private import assert_async
+from .._torch_private import apart, assert_async
 from .mask import Mask
 from .tokens import Documents, Tokens
 
 NAME = "par_context"
 """What the attention is called in transformers' registries, and the attribute of modules that has their context."""
+
+ONES = "par_ones"
+"""An attribute of masks that hide no padding, by which the ranks need not compare them."""
+
+PADDING = "attention_mask has padding; documents say it: context.cut makes them of it"
 
 FAR = 10_000_000
 """A token farther from the first than any data of a model reach, around which mask functions are asked."""
@@ -163,9 +168,72 @@ def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tenso
         setattr(module, NAME, context)
         if hasattr(type(module), "generate"):
             module.__dict__["generate"] = NoGeneration()
+        if isinstance(module, transformers.PreTrainedModel) and _takes_places(module):
+            module.register_forward_pre_hook(partial(_with_places, context, highest), with_kwargs=True)
         if _rotates_by_length(module):
             module.register_forward_pre_hook(partial(_with_last_position, highest), with_kwargs=True)
             module.register_forward_hook(_without_last_position)
+
+
+def _takes_places(module: nn.Module) -> bool:
+    """Return whether a model takes the positions of its tokens, and a mask of padding, by these names."""
+    return {"position_ids", "attention_mask"} <= set(signature(type(module).forward).parameters)
+
+
+def _with_places(
+    context: Any,
+    highest: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a model the positions and the mask that follow from how its tokens are cut, where the caller gives none.
+
+    Without a mask, transformers looks whether positions jump, and takes each jump for the begin of a document. Without
+    positions, it counts from 0 on each rank. Positions jump on some ranks alone, so ranks would go different ways.
+    """
+    tokens = keywords.get("par_tokens")
+    mask = keywords.get("attention_mask") if len(arguments) < 2 else arguments[1]
+    is_checked = mask is not None and (getattr(mask, ONES, False) or not _is_of_padding(mask))
+    is_complete = is_checked and (keywords.get("position_ids") is not None or len(arguments) > 2)
+    if is_complete or not isinstance(tokens, Tokens):
+        return None
+    return apart(_completed, context, highest, module, arguments, keywords)
+
+
+def _completed(
+    context: Any,
+    highest: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model, all by name, with positions and a mask."""
+    names = list(signature(type(module).forward).parameters)[1:]
+    given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **keywords}
+    here = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+    if here is None:
+        return arguments, keywords
+    mask = given.get("attention_mask")
+    if mask is None or _is_of_padding(mask):
+        if mask is not None:  # a batch that another hand has cut: padding may be on one rank alone
+            assert_async(highest((mask == 0).any().int()) == 0, PADDING)
+        given["attention_mask"] = _ones(here)
+    if given.get("position_ids") is None:
+        given["position_ids"] = context.positions(given["par_tokens"]).to(here.device).expand(here.shape[:2])
+    return (), given
+
+
+def _is_of_padding(mask: object) -> bool:
+    """Return whether a mask says which tokens are padding, on a CPU: a device would wait for the ranks to compare."""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_cpu
+
+
+def _ones(tokens: Tensor) -> Tensor:
+    """Return the mask of tokens [B, s, ...] without padding."""
+    ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    setattr(ones, ONES, True)
+    return ones
 
 
 def _rotates_by_length(module: nn.Module) -> bool:
@@ -245,13 +313,13 @@ def whole_batch(
 def local_batch(cut: Mapping[str, Any], positions: Tensor) -> dict[str, Any]:
     """What a model is given besides its tokens: their positions, and a mask without padding.
 
-    Without that mask transformers takes positions that begin anew for documents of its own.
+    A model that is called without them adds both itself, see `_with_places`.
 
     Args:
         cut: The batch's tokens of this rank.
         positions: Their places in their documents, int64 [B or 1, s].
     """
-    ones = torch.ones_like(cut["input_ids"])
+    ones = _ones(cut["input_ids"])
     return {**cut, "position_ids": positions.to(ones.device).expand_as(ones), "attention_mask": ones}
 
 
@@ -366,8 +434,7 @@ def _mask(
             "call context.attention in its code"
         )
     if attention_mask is not None:
-        text = "attention_mask has padding; documents say it: context.cut makes them of it"
-        assert_async(attention_mask.all(), text)
+        assert_async(attention_mask.all(), PADDING)
     return read(mask_function)
 
 
