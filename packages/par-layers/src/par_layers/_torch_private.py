@@ -23,6 +23,15 @@ subclass of Tensor, which costs every operation after them.
 number_of_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes are active, such as that of selective activation checkpointing. In torch 2.11 to 2.13."""
 
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that runs in this thread, such as grad; None outside of any.
+
+In torch 2.11 to 2.13.
+"""
+
+is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform of torch.func, and ends with it. In torch 2.11 to 2.13."""
+
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """Whether torch.autocast is on for some kind of device. In torch 2.11 to 2.13.
 

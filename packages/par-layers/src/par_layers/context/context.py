@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from par_groups import Axes, ProcessGroups, agree, check_alike
 
+from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .balance import CAUSAL, CUTS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
@@ -110,7 +111,7 @@ class Context:
         self._plan = lru_cache(PLANS)(self._make_plan)
         self._shares = lru_cache(PLANS)(self._make_shares)
         self._outer_rank = 0 if groups is None else groups.rank(self._outer)
-        self._tensor = lru_cache(PLANS)(self._make_tensor)
+        self._tensor = TensorCache(self._make_tensor, PLANS)
 
     # Cutting a batch
 

@@ -32,9 +32,13 @@ class Room:
             yield like.new_empty(elements)
             return
         size = elements * like.element_size()
-        memory = self._free.pop() if self._free else None
+        try:
+            memory = self._free.pop()
+        except IndexError:  # another thread has it, or there is none yet
+            memory = None
         if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.uint8)
+            with torch.inference_mode(mode=False):  # a training step may write to it after an evaluation
+                memory = torch.empty(size, dtype=torch.uint8)
         yield memory[:size].view(like.dtype)
         self._free[:] = [memory]
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._tensor_cache import kept_in
 from .columns import empty_like
 from .kernels import Documents, Kernels, Visible, wide_dtype
 from .merge import Spans, Sum, runs, spans_in_order
@@ -108,22 +109,26 @@ class Masks:
         if bounds is None:
             bounds = np.stack([np.arange(queries), np.full(queries, keys)])
         key = (like.device, like.dtype, queries, keys, bounds.tobytes())
-        if key not in self.made:
+
+        def make() -> Tensor:
             low, high = torch.from_numpy(bounds).to(like.device).unsqueeze(-1)
             places = torch.arange(keys, device=like.device)
             mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)
-            self.made[key] = mask.masked_fill_((places < low) | (places >= high), -torch.inf)
-        return self.made[key]
+            return mask.masked_fill_((places < low) | (places >= high), -torch.inf)
+
+        return kept_in(self.made, key, make)
 
     def _documents(self, lengths: Lengths, like: Tensor) -> Documents:
         """Documents of each row of a batch, whose rows follow one another."""
         key = (like.device, len(like), lengths)
-        if key not in self.documents:
+
+        def make() -> Documents:
             numbers = np.tile(np.array(lengths, np.int32), (len(like), 1))
             ends = np.concatenate([np.zeros((1, 2), np.int32), np.cumsum(numbers, 0, dtype=np.int32)])
             queries, keys = (torch.from_numpy(np.ascontiguousarray(x)).to(like.device) for x in ends.T)
-            self.documents[key] = Documents(queries, keys, *(int(most) for most in numbers.max(0)))
-        return self.documents[key]
+            return Documents(queries, keys, *(int(most) for most in numbers.max(0)))
+
+        return kept_in(self.documents, key, make)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from par_groups import Box, Sharding, set_sharding
 
+from .._tensor_cache import tensor_cache
 from ..modes.grid import Axes, Grid
 
 Init = Callable[[Tensor, torch.Generator], object]
@@ -199,7 +199,7 @@ _FIRST_BIN = 127 << (23 - _BIN_SHIFT)
 """The bin of 1.0."""
 
 
-@lru_cache(maxsize=1)
+@tensor_cache(maxsize=1)
 def half_normal() -> tuple[Tensor, Tensor]:
     """The absolute value of a normal number by its probability: offset and slope of a straight line in every bin.
 

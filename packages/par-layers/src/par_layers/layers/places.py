@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from .._tensor_cache import tensor_cache
 from .._torch_private import disable_dynamo
 from ..context.tokens import Tokens
 from ..modes.grid import Grid
@@ -123,12 +123,12 @@ def check_tokens(tokens: Tokens, ranks: int, length: int, who: str) -> None:
         )
 
 
-@lru_cache(maxsize=64)  # a batch's first layer computes it, and copies it to the device; the others find it
+@tensor_cache(maxsize=64)  # a batch's first layer computes it, and copies it to the device; the others find it
 def _in_row(tokens: Tokens, rank: int, here: tuple[int, int], device: torch.device) -> Tensor:
     return torch.from_numpy(tokens.index(rank)[slice(*here)]).to(device)
 
 
-@lru_cache(maxsize=64)
+@tensor_cache(maxsize=64)
 def _in_document(
     tokens: Tokens, rank: int, rows: tuple[int, int], here: tuple[int, int], device: torch.device
 ) -> Tensor:

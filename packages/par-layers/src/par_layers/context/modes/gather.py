@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..._collectives import finish
+from ..._tensor_cache import kept_in
 from ..._torch_private import functional_collectives
 from ..cost import fetch_parts
 from ..fetch import Fetch, transfers
@@ -48,10 +49,7 @@ class GatherPlan:
 
     def exchange(self, batch: int, device: torch.device) -> "Exchange":
         """The exchange for a batch of so many rows."""
-        key = (batch, device)
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange.of(self.fetch, batch, device)
-        return self._exchanges[key]
+        return kept_in(self._exchanges, (batch, device), lambda: Exchange.of(self.fetch, batch, device))
 
 
 def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> GatherPlan:

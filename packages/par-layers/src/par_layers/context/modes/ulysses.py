@@ -8,7 +8,7 @@ all of its ranks take part (ulysses), or over a longer one that is cut over grou
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..._collectives import finish, may_overwrite
+from ..._tensor_cache import tensor_cache
 from ..._torch_private import functional_collectives, group_of_name
 from ..columns import columns, joined
 from ..room import Room
@@ -97,7 +98,7 @@ def to_tokens(out: Tensor, shares: HeadShares) -> Tensor:
     return result
 
 
-@lru_cache(maxsize=64)  # copied to the device once, not in every attention
+@tensor_cache(maxsize=64)  # copied to the device once, not in every attention
 def _index(copies: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(copies, device=device)
 
