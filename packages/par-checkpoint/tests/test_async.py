@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_checkpoint import CheckpointError, load, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint.transfer import write as writing
-from par_checkpoint.transfer.ranks import session_of
+from par_checkpoint.transfer.sessions import session_of
 
 
 def saved(path):
@@ -46,8 +46,8 @@ def test_several_in_a_row_use_one_buffer(tmp_path):
     buffers = set()
     for number in range(5):
         model["w"].fill_(number)
-        save(tmp_path / f"{number}", model=model, async_=True)
-        buffers.add(session_of(None, 1800.0).memory.memory[0].data_ptr())
+        save(tmp_path / f"{number}", model=model, async_=True).wait()
+        buffers.add(session_of(None)._memory.memory[0].data_ptr())
     save(tmp_path / "last", model=model).wait()
     assert len(buffers) == 1
     assert [float(saved(tmp_path / f"{number}")[0]) for number in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -16,11 +16,18 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.ranks(2, backend="gloo")
 def test_communicators_of_gloo():
     rank = dist.get_rank()
-    assert isinstance(private.gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
     gloo = private.gloo_among("a name of its own", rank, 2, TIMEOUT)
     every = torch.zeros(4, dtype=torch.uint8)
     private.all_gather_into(gloo, every, torch.full((2,), rank + 1, dtype=torch.uint8), TIMEOUT)
     assert every.tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_store_of_the_world_is_seen_by_all_ranks():
+    rank, store = dist.get_rank(), private.store_of_world("a prefix")
+    store.set(f"{rank}", "there")
+    store.wait([f"{1 - rank}"], TIMEOUT)
+    assert not store.check(["2"])
 
 
 @pytest.mark.ranks(2, backend="gloo")

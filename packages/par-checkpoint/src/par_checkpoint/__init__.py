@@ -1,6 +1,6 @@
 """Sharded Hugging Face checkpoints from any topology into any topology, every byte checked."""
 
-from ._checkpoints import Checkpoints
+from ._checkpoints import Checkpoints, latest
 from ._errors import CheckpointError, CorruptError, ReplacedError, StoreError
 from ._handle import Save
 from ._load import Report, load
@@ -8,13 +8,13 @@ from ._options import LoadOptions, SaveOptions
 from ._save import save
 from .state.conversion import Convert, Part
 from .state.expert_layout import expert_layout
-from .storage.steps import latest, prune
+from .storage.steps import prune
 from .storage.verify import Faults
 from .tiers.gathered import HostPart
 from .tools.inspect import Contents, inspect
 from .tools.read import read
 from .tools.verify import verify
-from .transfer.ranks import release
+from .transfer.sessions import release
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
@@ -19,11 +20,32 @@ from ._save import save
 from .state.conversion import Convert
 from .state.model import Model, Names
 from .storage.folder import in_tiers
-from .storage.steps import Pruned, latest, newest, step_name, step_of
+from .storage.steps import Pruned, newest, step_name, step_of
 from .tiers.nearest import newest_step
 from .tiers.probe import check_tiers
 from .tiers.retention import clear_tier, prune_tier
-from .transfer.ranks import Ranks, session_of
+from .transfer.ranks import Ranks
+from .transfer.sessions import Session, session_of
+
+
+def latest(root: str | PathLike[str], *, group: dist.ProcessGroup | None = None, timeout: float = 1800.0) -> str | None:
+    """The path of the highest step below `root` that is whole, or None. Collective over the group.
+
+    The first rank of the group looks and tells the others: all resume from the same step, whatever each of them would
+    see.
+
+    Args:
+        root: The directory that holds the step directories, or its URL; it need not exist.
+        group: The ranks that call. None: all ranks, or this process alone where torch.distributed is not initialised.
+        timeout: Seconds to wait for a rank that does not call it.
+
+    Raises:
+        ValueError: This process is not in the group.
+        CheckpointError: A step was written by a newer version, or a rank does not come; on every rank.
+        OSError: The root cannot be read; on every rank.
+    """
+    with session_of(group).calling(f"latest({str(root)!r:.80})", usable_timeout(timeout)) as session:
+        return session.ranks.on_first(lambda: newest(root))
 
 
 class Checkpoints:
@@ -112,7 +134,8 @@ class Checkpoints:
         """
         if self.tiers is None:
             return latest(self.root, group=self._group)
-        return newest_step(self._roots, session_of(self._group, LoadOptions.timeout).ranks)[1]
+        with self._calling("latest", LoadOptions.timeout) as session:
+            return newest_step(self._roots, session.ranks)[1]
 
     def check(self, *, timeout: float = 1800.0) -> None:
         """Tries whether steps can be saved to the root, or to each tier, before a run begins. Collective.
@@ -128,8 +151,8 @@ class Checkpoints:
             TypeError, ValueError: What was given, the rule, and what to give; on every rank.
             StoreError: An object store refuses to be written; on every rank.
         """
-        ranks = session_of(self._group, usable_timeout(timeout)).ranks
-        check_tiers(self._roots, self.tiers, self.copies, ranks)
+        with self._calling("check", timeout) as session:
+            check_tiers(self._roots, self.tiers, self.copies, session.ranks)
 
     def clear(self, *, timeout: float = 1800.0) -> None:
         """Removes all checkpoints of the run from all tiers, and warns of what is not ours and stays. Collective.
@@ -137,12 +160,12 @@ class Checkpoints:
         Args:
             timeout: Seconds to wait for a rank that does not answer.
         """
-        session = session_of(self._group, usable_timeout(timeout))
-        session.settle("wait")
-        for number, root in enumerate(self._roots):
-            pruned = clear_tier(root, session.ranks, local=self.tiers is not None and number == 0)
-            if session.ranks.rank == 0:
-                self._tell(pruned)
+        with self._calling("clear", timeout) as session:
+            session.settle("wait")
+            for number, root in enumerate(self._roots):
+                pruned = clear_tier(root, session.ranks, local=self.tiers is not None and number == 0)
+                if session.ranks.rank == 0:
+                    self._tell(pruned)
         self._newest = None
 
     @takes_options(SaveOptions)
@@ -217,9 +240,9 @@ class Checkpoints:
         """
         if not force and not self.due(step):
             return None
-        session = session_of(self._group, usable_timeout(timeout))
-        self._check_alike(session.ranks)
-        self._check_newest(step, session.ranks)
+        with self._calling("save", timeout) as session:
+            self._check_alike(session.ranks)
+            self._check_newest(step, session.ranks)
         handle = save(
             self.name(step),
             model=model,
@@ -250,14 +273,19 @@ class Checkpoints:
             copies=self.copies,
             options=options,
         )
-        if handle._tiers_thread() is not None:
-            self._newest = step
-            handle._at_last(partial(self._prune, step, session.beside))
-        elif any(count is not None for count in self._keep_last):
-            # A save in the background removes old steps there, too: the trainer waits for neither.
-            among = session.background if session.pending is handle else session.ranks
-            handle._at_end(partial(self._prune, step, among))
+        with self._calling("save", timeout) as session:
+            if handle._tiers_thread() is not None:
+                self._newest = step
+                handle._at_last(partial(self._prune, step, session.beside))
+            elif any(count is not None for count in self._keep_last):
+                # A save in the background removes old steps there, too: the trainer waits for neither.
+                among = session.background if session.runs(handle) else session.ranks
+                handle._at_end(partial(self._prune, step, among))
         return handle
+
+    def _calling(self, method: str, timeout: float) -> AbstractContextManager[Session]:
+        """A call of all ranks, to one of the collective methods."""
+        return session_of(self._group).calling(f"Checkpoints({self.root!r:.80}).{method}()", usable_timeout(timeout))
 
     def _prune(self, step: int, ranks: Ranks) -> None:
         """Removes old steps from each tier; warns once of each that stays although it should go. Collective.
@@ -362,14 +390,15 @@ class Checkpoints:
         Returns:
             The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
         """
-        session = session_of(self._group, usable_timeout(timeout))
-        self._check_alike(session.ranks)
-        session.settle("wait")  # the step of a save under way counts
-        if self.tiers is None:
-            path = self.latest()
-        else:
-            step, _, passed = newest_step(self._roots, session.ranks)
-            path = None if step is None else self.name(step)
+        with self._calling("load", timeout) as session:
+            self._check_alike(session.ranks)
+            session.settle("wait")  # the step of a save under way counts
+            passed: Sequence[str] = ()
+            if self.tiers is None:
+                path = session.ranks.on_first(lambda: newest(self.root))
+            else:
+                step, _, passed = newest_step(self._roots, session.ranks)
+                path = None if step is None else self.name(step)
             if passed and session.ranks.rank == 0:
                 taken = "nothing is" if path is None else f"{path!r} is"
                 warnings.warn(f"{'; '.join(passed)}. So {taken} gone on from", stacklevel=2)

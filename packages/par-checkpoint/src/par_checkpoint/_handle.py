@@ -52,6 +52,7 @@ class Save:
         self.path = path
         self.timeout = timeout
         self.blocked_seconds = 0.0
+        self._caller = threading.current_thread()
         self._thread: threading.Thread | None = None
         self._copied: threading.Event | None = None
         self._hook: RemovableHandle | None = None
@@ -98,6 +99,10 @@ class Save:
         error, _ = self._hear_of_tiers()
         if error is not None:
             raise error
+
+    def _is_for(self, thread: threading.Thread) -> bool:
+        """Whether a thread is to hear what goes wrong: it has called `save`, or the one that has is gone."""
+        return thread is self._caller or not self._caller.is_alive()
 
     def _join(self) -> None:
         """Waits for the end, and raises nothing."""

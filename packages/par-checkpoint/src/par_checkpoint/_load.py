@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from par_groups import Sharding, settle_, written_
 
 from ._errors import UNDEFINED, CheckpointError, CorruptError, ReplacedError
-from ._options import Alike, LoadOptions, check_options, kinds_of, parse_size, takes_options, usable_timeout
+from ._options import Alike, LoadOptions, check_options, kinds_of, parse_size, place_of, takes_options, usable_timeout
 from .format.index import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
@@ -40,7 +40,8 @@ from .storage.verify import check_blocks, check_same
 from .tiers.kept import KeptFolder
 from .tiers.nearest import nearest
 from .transfer.fill import Filling, fill_
-from .transfer.ranks import Ranks, Session, session_of
+from .transfer.ranks import Ranks
+from .transfer.sessions import Session, session_of
 
 Path = str | PathLike[str]
 
@@ -148,58 +149,59 @@ def load(
         CorruptError: Bytes are not what was written. If the message does not say otherwise, nothing has changed.
         ReplacedError: It was replaced while it was read, again and again; what was being loaded is undefined.
     """
-    session = session_of(group, usable_timeout(timeout))
-    ranks = session.ranks
-    session.settle("wait")
+    with session_of(group).calling(f"load({str(path)!r:.80})", usable_timeout(timeout)) as session:
+        ranks = session.ranks
+        session.settle("wait")
 
-    def opened() -> tuple[tuple[LoadOptions, list[Folder], Alike], list[int]]:
-        check_options(options, LoadOptions)
-        chosen = LoadOptions(
-            layout=layout,
-            names=names,
-            convert=convert,
-            dtype=dtype,
-            verify=verify,
-            variant=variant,
-            stem=stem,
-            device=device,
-            budget=budget,
-            threads=threads,
-            timeout=timeout,
-            progress=progress,
-        )
-        folders = [open_folder(each) for each in in_tiers(path, tiers)]
-        kinds = kinds_of([each.url for each in folders])
-        alike = Alike(
-            {
-                "tiers": None if tiers is None else kinds,
-                "path": kinds[:1],
-                "strict": strict,
-                "verify": verify,
-                "variant": variant,
-                "stem": stem,
-                "budget": parse_size(budget),
-            }
-        )
-        return (chosen, folders, alike), alike.words()
-
-    (chosen, folders, alike), sums = ranks.tell(opened, 8)
-    alike.check(sums, ranks)
-    into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
-    if tiers is None:
-        report, folder = _load_sound(into, folders[0], session, chosen), folders[0]
-    else:
-        report, folder = _load_nearest(into, folders, session, chosen)
-    of_ranks = report.extra_of_ranks
-    if of_ranks is not None:
-        if len(of_ranks) != ranks.size:
-            warnings.warn(
-                f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} load "
-                f"it: report.extra is that of rank {ranks.rank % len(of_ranks)} here, report.extra_of_ranks has all",
-                stacklevel=3,
+        def opened() -> tuple[tuple[LoadOptions, list[Folder], Alike], list[int]]:
+            check_options(options, LoadOptions)
+            chosen = LoadOptions(
+                layout=layout,
+                names=names,
+                convert=convert,
+                dtype=dtype,
+                verify=verify,
+                variant=variant,
+                stem=stem,
+                device=device,
+                budget=budget,
+                threads=threads,
+                timeout=timeout,
+                progress=progress,
             )
-        report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
-    return report
+            folders = [open_folder(each) for each in in_tiers(path, tiers)]
+            kinds = kinds_of([each.url for each in folders])
+            alike = Alike(
+                {
+                    "tiers": None if tiers is None else kinds,
+                    "path": place_of(folders[0].url),
+                    "strict": strict,
+                    "verify": verify,
+                    "variant": variant,
+                    "stem": stem,
+                    "budget": parse_size(budget),
+                }
+            )
+            return (chosen, folders, alike), alike.words()
+
+        (chosen, folders, alike), sums = ranks.tell(opened, 8)
+        alike.check(sums, ranks)
+        into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
+        if tiers is None:
+            report, folder = _load_sound(into, folders[0], session, chosen), folders[0]
+        else:
+            report, folder = _load_nearest(into, folders, session, chosen)
+        of_ranks = report.extra_of_ranks
+        if of_ranks is not None:
+            if len(of_ranks) != ranks.size:
+                warnings.warn(
+                    f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} "
+                    f"load it: report.extra is that of rank {ranks.rank % len(of_ranks)} here, report.extra_of_ranks "
+                    "has all",
+                    stacklevel=3,
+                )
+            report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
+        return report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from ._progress import check_progress
 from .state.conversion import Convert
 from .state.model import Names
 from .transfer.ranks import Ranks, words
+from .transfer.roll import named_ranks
 
 STYLES = ("huggingface", "torch")
 _WRITERS = ("auto", "pwrite", "owner")
@@ -35,7 +36,6 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_SHOWN = 8  # ranks in an error
 
 _STEM = re.compile("[0-9A-Za-z_]+")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
@@ -196,21 +196,22 @@ class Alike:
             for holders, values in of_ranks:
                 given.setdefault(repr(values[name]), []).extend(holders)
             if len(given) > 1:
-                each = [f"{value} on {_named(holders)}" for value, holders in given.items()]
+                each = [f"{value} on {named_ranks(holders)}" for value, holders in given.items()]
                 raise ValueError(f"{name} is {', and '.join(each)}; give the same on all ranks")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Some ranks in words."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"ranks {', '.join(map(str, sorted(ranks)[:_SHOWN]))}{more}"
 
 
 def kinds_of(urls: Sequence[str]) -> list[str]:
     """What kind of place each folder or URL is; on ranks that save or load together the same, whatever their paths."""
     return [f"{url.partition('://')[0]}://..." if "://" in url else "a local folder" for url in urls]
+
+
+def place_of(url: str) -> str:
+    """What ranks compare of the folder that they save to or load: its kind and its name.
+
+    Where it lies may differ between machines. A different name is a different checkpoint, as of two threads that save
+    at once, and whose saves ranks have begun in a different order.
+    """
+    return f"{kinds_of([url])[0]} named {url.rstrip('/').rpartition('/')[2]!r}"
 
 
 def takes_options(kind: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:

@@ -27,6 +27,7 @@ from ._options import (
     check_style,
     kinds_of,
     parse_size,
+    place_of,
     takes_options,
     usable_timeout,
 )
@@ -62,7 +63,8 @@ from .tiers.copies import copy_on
 from .tiers.saving import PartFolder, PartStaging, Saved, check_copies, commit_parts, part_folder
 from .transfer.claims import claims_of_all, words_of
 from .transfer.memory import Local
-from .transfer.ranks import Ranks, Session, session_of, words
+from .transfer.ranks import Ranks, words
+from .transfer.sessions import Session, session_of
 from .transfer.snapshot import Snapshot
 from .transfer.workers import Workers
 from .transfer.write import Work, write_blocks
@@ -163,133 +165,132 @@ def save(
         CheckpointError, OSError: It could not be written; what was there before is still there. On every rank.
     """
     begin = time.perf_counter()
-    session = session_of(group, usable_timeout(timeout))
-    ranks = session.ranks
+    with session_of(group).calling(f"save({str(path)!r:.80})", usable_timeout(timeout)) as session:
+        ranks = session.ranks
 
-    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], Claims, _Compared, Alike], list[int]]:
-        check_style(style)
-        check_options(options, SaveOptions)
-        check_config(config)
-        chosen = SaveOptions(
-            max_shard_size=max_shard_size,
-            async_=async_,
-            copy=copy,
-            pending=pending,
-            writer=writer,
-            layout=layout,
-            names=names,
-            convert=convert,
-            dtype=dtype,
-            config=config,
-            assets=assets,
-            stem=stem,
-            budget=budget,
-            threads=threads,
-            timeout=timeout,
-            progress=progress,
-            step=step,
-        )
-        content = collect(
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            extra=extra,
-            layout=layout,
-            names=names,
-            convert=convert,
-            dtype=dtype,
-            stem=stem,
-        )
-        if ranks.rank == 0:
-            beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
-            content = replace(content, beside=beside)
-        claims = Claims.of(content.entries)
-        folders = [open_folder(each) for each in in_tiers(path, tiers)]
-        folder = folders[0]
-        if copies is not None:
-            check_copies(copies, tiers, folder, style)
-        if writer == "pwrite" and not folder.positional:
-            raise ValueError(
-                f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
-                "'owner' or 'auto'"
+        def look() -> tuple[tuple[SaveOptions, Content, list[Folder], Claims, _Compared, Alike], list[int]]:
+            check_style(style)
+            check_options(options, SaveOptions)
+            check_config(config)
+            chosen = SaveOptions(
+                max_shard_size=max_shard_size,
+                async_=async_,
+                copy=copy,
+                pending=pending,
+                writer=writer,
+                layout=layout,
+                names=names,
+                convert=convert,
+                dtype=dtype,
+                config=config,
+                assets=assets,
+                stem=stem,
+                budget=budget,
+                threads=threads,
+                timeout=timeout,
+                progress=progress,
+                step=step,
             )
-        compared = _Compared(
-            layout=layout_names(layout, model),
-            samples=content.samples,
-            state=summary_of(content.state),
-            tied=sorted(content.tied.items()),
-        )
-        kinds = kinds_of([each.url for each in folders])
-        alike = Alike(
-            {
-                "tiers": None if tiers is None else kinds,
-                "path": kinds[:1],
-                "copies": copies,
-                "style": style,
-                "overwrite": overwrite,
-                "async_": async_,
-                "pending": pending,
-                "writer": writer,
-                "stem": stem,
-                "dtype": dtype,
-                "step": step,
-                "max_shard_size": parse_size(max_shard_size),
-                "budget": parse_size(budget),
-            }
-        )
-        nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
-        told = [
-            nonce,
-            *(folder.sharing == kind for kind in Sharing),
-            *words_of(claims, ranks.rank),
-            *compared.words(),
-            *alike.words(),
-        ]
-        return (chosen, content, folders, claims, compared, alike), told
+            content = collect(
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                extra=extra,
+                layout=layout,
+                names=names,
+                convert=convert,
+                dtype=dtype,
+                stem=stem,
+            )
+            if ranks.rank == 0:
+                beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
+                content = replace(content, beside=beside)
+            claims = Claims.of(content.entries)
+            folders = [open_folder(each) for each in in_tiers(path, tiers)]
+            folder = folders[0]
+            if copies is not None:
+                check_copies(copies, tiers, folder, style)
+            if writer == "pwrite" and not folder.positional:
+                raise ValueError(
+                    f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
+                    "'owner' or 'auto'"
+                )
+            compared = _Compared(
+                layout=layout_names(layout, model),
+                samples=content.samples,
+                state=summary_of(content.state),
+                tied=sorted(content.tied.items()),
+            )
+            kinds = kinds_of([each.url for each in folders])
+            alike = Alike(
+                {
+                    "tiers": None if tiers is None else kinds,
+                    "path": place_of(folders[0].url),
+                    "copies": copies,
+                    "style": style,
+                    "overwrite": overwrite,
+                    "async_": async_,
+                    "pending": pending,
+                    "writer": writer,
+                    "stem": stem,
+                    "dtype": dtype,
+                    "step": step,
+                    "max_shard_size": parse_size(max_shard_size),
+                    "budget": parse_size(budget),
+                }
+            )
+            nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
+            told = [
+                nonce,
+                *(folder.sharing == kind for kind in Sharing),
+                *words_of(claims, ranks.rank),
+                *compared.words(),
+                *alike.words(),
+            ]
+            return (chosen, content, folders, claims, compared, alike), told
 
-    (chosen, content, folders, claims, compared, alike), sums = ranks.tell(look, 1 + len(Sharing) + 6 * 8)
-    alike.check(sums[-8:], ranks)
-    folder, *further = folders
-    session.settle(chosen.pending)
-    if copies is not None and isinstance(folder, LocalFolder):
-        folder = part_folder(folder, copies, ranks)
-    nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[4:12])
-    sharing = max(kind for kind, count in zip(Sharing, sums[1:4], strict=True) if count)
-    layout_differs, samples_differ, state_differs, ties_differ = compared.differences(sums[12:-8], ranks.size)
-    check_layout([names for _, names in ranks.distinct(compared.layout)] if layout_differs else [compared.layout])
-    prepared = _prepare(session, claims, digest_of_all, chosen, folder, sharing=sharing, style=style)
-    if samples_differ:
-        check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
-    if state_differs:
-        content = replace(content, state=_united(content.state, compared.state, ranks))
-    if ties_differ:
-        stored = {tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model"}
-        content = replace(content, tied=united_ties(ranks.distinct(compared.tied), stored))
+        (chosen, content, folders, claims, compared, alike), sums = ranks.tell(look, 1 + len(Sharing) + 6 * 8)
+        alike.check(sums[-8:], ranks)
+        folder, *further = folders
+        session.settle(chosen.pending)
+        if copies is not None and isinstance(folder, LocalFolder):
+            folder = part_folder(folder, copies, ranks)
+        nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[4:12])
+        sharing = max(kind for kind, count in zip(Sharing, sums[1:4], strict=True) if count)
+        layout_differs, samples_differ, state_differs, ties_differ = compared.differences(sums[12:-8], ranks.size)
+        check_layout([names for _, names in ranks.distinct(compared.layout)] if layout_differs else [compared.layout])
+        prepared = _prepare(session, claims, digest_of_all, chosen, folder, sharing=sharing, style=style)
+        if samples_differ:
+            check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
+        if state_differs:
+            content = replace(content, state=_united(content.state, compared.state, ranks))
+        if ties_differ:
+            stored = {tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model"}
+            content = replace(content, tied=united_ties(ranks.distinct(compared.tied), stored))
 
-    if isinstance(folder, PartFolder):
-        staging: Staging = folder.stage_part(nonce, prepared, copies=copies or 1, overwrite=overwrite)
-    else:
-        staging = folder.stage(nonce, by_owner=prepared.owners is not None)
-    job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
-    job.stage(ranks)
-    handle = Save(folder.url, session.timeout)
-    if chosen.async_:
-        snapshot = job.snapshot(session)
-        session.memory, session.pending = snapshot.memory, handle
-        later = partial(job.copy_and_write, session.background, snapshot, job.workers())
-        handle._start(later, copied=chosen.copy == "blocking")
-    else:
-        with job.workers() as workers:
-            job.write(ranks, None, workers)
-    if further or isinstance(folder, PartFolder):
-        handle._missing = tuple(each.url for each in further)
-        copy_further = _copies(
-            session.beside, [folder, *further], nonce, chosen, overwrite=overwrite, saved=job.saved, handle=handle
-        )
-        handle._copy_on(copy_further, session.copied[-1]._tiers_thread() if session.copied else None)
-        session.copied.append(handle)
-    handle.blocked_seconds += time.perf_counter() - begin
-    return handle
+        if isinstance(folder, PartFolder):
+            staging: Staging = folder.stage_part(nonce, prepared, copies=copies or 1, overwrite=overwrite)
+        else:
+            staging = folder.stage(nonce, by_owner=prepared.owners is not None)
+        job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
+        job.stage(ranks)
+        handle = Save(folder.url, session.timeout)
+        if chosen.async_:
+            snapshot = job.snapshot(session)
+            session.begin(handle)
+            later = partial(job.copy_and_write, session, session.background, snapshot, job.workers())
+            handle._start(later, copied=chosen.copy == "blocking")
+        else:
+            with job.workers() as workers:
+                job.write(ranks, None, workers)
+        if further or isinstance(folder, PartFolder):
+            handle._missing = tuple(each.url for each in further)
+            copy_further = _copies(
+                session.beside, [folder, *further], nonce, chosen, overwrite=overwrite, saved=job.saved, handle=handle
+            )
+            session.copies(handle, partial(handle._copy_on, copy_further))
+        handle.blocked_seconds += time.perf_counter() - begin
+        return handle
 
 
 def _copies(
@@ -484,16 +485,19 @@ class _Job:
             self.prepared.plan,
             self.local,
             rank,
-            session.memory,
+            session.take_memory(),
             late=late,
             threads=self.options.threads,
         )
         return self._or_discard(session.ranks, lambda: session.ranks.agree(make))
 
-    def copy_and_write(self, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event) -> None:
+    def copy_and_write(
+        self, session: Session, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event
+    ) -> None:
         """What goes on in the background.
 
         Args:
+            session: Gets the memory of the copy back when it is written: until then no other save may use it.
             ranks: A communicator that the trainer does not use.
             snapshot: The copy.
             workers: The threads that write.
@@ -506,9 +510,12 @@ class _Job:
             finally:
                 copied.set()  # before others are asked: whoever waits for this waits for this rank alone
 
-        with workers:
-            self._or_discard(ranks, lambda: ranks.agree(copy))
-            self.write(ranks, snapshot, workers)
+        try:
+            with workers:
+                self._or_discard(ranks, lambda: ranks.agree(copy))
+                self.write(ranks, snapshot, workers)
+        finally:
+            session.keep_memory(snapshot.memory)
 
     def write(self, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
         """Writes this rank's blocks and commits.

@@ -43,15 +43,12 @@ def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
     gloo._set_default_timeout(timeout)
 
 
-def gloo_of(group: dist.ProcessGroup) -> Any:
-    """The gloo communicator that a group has for the CPU, or None.
+def store_of_world(prefix: str) -> Any:
+    """The store through which the ranks of the world have found each other, for keys that begin with a prefix.
 
-    Since torch 2.0. No public call tells the backends of a group, and `dist.send` would take a group's usual one.
+    Since torch 1.8. What is public makes a store of one's own, for which the ranks would have to agree on an address.
     """
-    if "cpu" not in {str(device) for device in group._device_types}:
-        return None
-    backend = group._get_backend(torch.device("cpu"))
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+    return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def all_gather_into(gloo: Any, every: torch.Tensor, mine: torch.Tensor, timeout: timedelta) -> None:

@@ -8,7 +8,7 @@ import torch
 from par_checkpoint import release, save
 from par_checkpoint.transfer import chunks
 from par_checkpoint.transfer.chunks import CHUNK, Chunks, chunk_sizes
-from par_checkpoint.transfer.ranks import session_of
+from par_checkpoint.transfer.sessions import session_of
 
 
 def pinned(sizes):
@@ -50,13 +50,14 @@ def test_a_part_that_is_larger_than_a_chunk_has_one_for_itself():
 
 def test_what_was_copied_into_is_released_and_made_anew(tmp_path):
     model = {"w": torch.ones(3 << 20)}
-    handle = save(tmp_path / "a", model=model, async_=True)
-    kept = session_of(None, 1800.0).memory
+    save(tmp_path / "a", model=model, async_=True).wait()
+    kept = session_of(None)._memory
     assert sum(chunk.numel() for chunk in kept.memory) >= 12 << 20
+    handle = save(tmp_path / "again", model=model, async_=True)
     release()
     assert handle.done()  # it is waited for
     assert kept.memory == []
-    assert session_of(None, 1800.0).memory is None
+    assert session_of(None)._memory is None
     release()  # again is harmless
     save(tmp_path / "b", model=model, async_=True).wait()
 

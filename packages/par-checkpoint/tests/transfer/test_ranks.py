@@ -86,7 +86,7 @@ def test_ranks_that_never_met_wait_as_long_as_the_present_call_says(monkeypatch)
     monkeypatch.setattr(Ranks, "_meet", lambda ranks: ranks._met.clear())
     rank, byte = dist.get_rank(), torch.zeros(1, dtype=torch.uint8)
     for late in (0, 1):  # gloo waits on one side alone, for five times what it was made with
-        ranks = Ranks(dist.group.WORLD, timeout=0.1, private=True)
+        ranks = Ranks(dist.group.WORLD, timeout=0.1)
         ranks.set_timeout(60.0)
         dist.barrier()
         if rank == late:
@@ -95,7 +95,7 @@ def test_ranks_that_never_met_wait_as_long_as_the_present_call_says(monkeypatch)
         left = [thread.name for thread in threading.enumerate() if "connect" in thread.name]
         assert left == [], "which let go of what gloo gave them, and abort the process if it ends meanwhile"
     for late in (0, 1):
-        ranks = Ranks(dist.group.WORLD, timeout=60.0, private=True)
+        ranks = Ranks(dist.group.WORLD, timeout=60.0)
         ranks.set_timeout(0.2)
         if rank != late:
             with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
@@ -112,7 +112,7 @@ def test_collectives_connect_no_other_ranks():
         return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
 
     before, size = sockets(), dist.get_world_size()
-    ranks = Ranks(dist.group.WORLD, timeout=60, private=True)
+    ranks = Ranks(dist.group.WORLD, timeout=60)
     dist.barrier()
     met = sockets()
     assert met - before <= 6 + 1  # and one that listens

@@ -38,16 +38,18 @@ class Cut:
 
     def within(self, start: int, stop: int) -> "Stretch":
         """The boxes that reach into the row-major elements start .. stop - 1."""
-        if (start, stop) not in self._recent:
+        found = self._recent.get((start, stop))
+        if found is None:
             low, high = 0, 1
             if not self.is_one_box:  # outside of low .. high - 1 no box reaches into them
                 low = bisect_left(self._reached, start)
                 high = max(low, bisect_left(self._first, stop))
-            if len(self._recent) == _RECENT:
+            if len(self._recent) >= _RECENT:
                 self._recent.clear()
             rectangles = tuple(_rectangles(self.shape, start, stop))
-            self._recent[start, stop] = Stretch(cut=self, low=low, high=high, count=stop - start, rectangles=rectangles)
-        return self._recent[start, stop]
+            found = Stretch(cut=self, low=low, high=high, count=stop - start, rectangles=rectangles)
+            self._recent[start, stop] = found  # which another thread of the same plan may clear at any moment
+        return found
 
     @cached_property
     def are_runs(self) -> bool:

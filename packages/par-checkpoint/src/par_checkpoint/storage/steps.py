@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-import torch.distributed as dist
-
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import MANIFEST, Manifest, decode_manifest
 from .consistent import read_consistently
@@ -30,40 +28,6 @@ def step_of(name: str) -> int | None:
     """The step whose directory has this name; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,})", name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
-
-
-def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
-    """The path of the highest step below `root` that is whole, or None. Collective over the group.
-
-    The first rank of the group looks and tells the others: all resume from the same step, whatever each of them would
-    see.
-
-    Args:
-        root: The directory that holds the step directories, or its URL; it need not exist.
-        group: The ranks that call. None: all ranks, or this process alone where torch.distributed is not initialised.
-
-    Raises:
-        ValueError: This process is not in the group.
-        CheckpointError: A step was written by a newer version; on the other ranks also any failure of the first.
-        OSError: The root cannot be read.
-    """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return newest(root)
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is not in the group: call `latest` on the group's ranks only")
-    # One broadcast over the group: the first rank's path, and what it failed with.
-    outcome: list[tuple[str | None, str | None]] = [(None, None)]
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            outcome = [(newest(root), None)]
-        except Exception as error:  # raised below, when all ranks know
-            outcome, failure = [(None, f"the group's first rank: {type(error).__name__}: {error}")], error
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    path, text = outcome[0]
-    if text is not None:
-        raise failure or CheckpointError(text)
-    return path
 
 
 class Pruned(list[str]):

@@ -21,8 +21,9 @@ from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
 from .claims import claims_of_all, words_of
 from .memory import Local
-from .ranks import Session, attempt
+from .ranks import attempt
 from .read import Reading, read_blocks, window_of, wrong_join
+from .sessions import Session
 
 
 @dataclass(frozen=True, kw_only=True)

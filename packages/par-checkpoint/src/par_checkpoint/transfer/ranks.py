@@ -1,4 +1,4 @@
-"""The ranks that save or load together: their communicator, how they agree on errors, and what they keep between calls.
+"""The ranks that save or load together: their communicator, and how they agree on errors.
 
 All of it is bytes of the CPU over gloo, whatever the backend of the group: a save in the background must never wait for
 the trainer's collectives.
@@ -8,38 +8,36 @@ once by each kind of rank; of what every rank tells, as many integers travel as 
 """
 
 import hashlib
+import logging
 import pickle
 import socket
 import struct
-import threading
-import uuid
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
 from .._errors import CheckpointError
-from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
+from .._torch_private import all_gather_into, gloo_among, set_timeout_of
 from ..format.bytes import bytes_of
+from .roll import Roll, named_ranks
 from .workers import Workers
 
-if TYPE_CHECKING:
-    from .chunks import Chunks
-
 Value = TypeVar("Value")
+
+_logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a message that go with its head
 _FEW = 16  # ranks that tell something one after the other; more do so at once
-_PLANS = 4  # a trainer saves one or two kinds of checkpoints
 _PATIENCE = timedelta(days=1)  # of gloo, while two ranks connect: how long that may take, `Ranks` decides
+_NOTICE = timedelta(seconds=60)  # after which a warning names ranks that have not come to a call
 
 
 class Transfer:
@@ -48,61 +46,128 @@ class Transfer:
     Args:
         work: The handle that torch gave for them.
         timeout: How long to wait at most.
+        lost: Makes the error for a rank that does not answer of torch's error.
     """
 
-    def __init__(self, work: Any, timeout: timedelta) -> None:
-        self._work, self._timeout = work, timeout
+    def __init__(self, work: Any, timeout: timedelta, lost: Callable[[Exception], CheckpointError]) -> None:
+        self._work, self._timeout, self._lost = work, timeout, lost
 
     def wait(self) -> None:
         """Returns when the buffer may be used again.
 
         Raises:
-            RuntimeError: The other rank is gone, or does not answer.
+            CheckpointError: The other rank is gone, or does not answer.
         """
-        self._work.wait(self._timeout)
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
 
 class Ranks:
     """The ranks of a group, or this process alone, and bytes of the CPU between them, whatever their backend.
 
+    They have a communicator of their own. On the group's, a save would meet whatever collective the trainer calls on
+    another rank or in another thread at that moment, and gloo ends the process where two kinds meet.
+
     Args:
         group: The ranks that take part; None: this process alone.
         timeout: Seconds after which a transfer with a rank that does not answer raises.
-        private: Whether to have a communicator of its own, which never meets the trainer's collectives. Without it, the
-            group's is used where that is gloo.
+        roll: What notes which ranks have come to the present call. None: a new one.
+        in_background: Whether ranks meet here beside the calls, so that nobody has to come to one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, private: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        *,
+        roll: Roll | None = None,
+        in_background: bool = False,
+    ) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout)
         self._machines: list[tuple[Sequence[int], str]] | None = None  # by number: its ranks, and its name
         self._met = set(range(self.size))  # the ranks that this one is connected with
         self._gloo: Any = None
-        self._is_own = False
+        self._name = ""
+        self._in_background = in_background
         if group is not None and self.size > 1:
-            self._gloo = None if private else gloo_of(group)
-            if self._gloo is None:
-                self._gloo, self._is_own = self._make(group), True
-                self._meet()
+            self._roll = roll or Roll(group)
+            self._make()
 
     def set_timeout(self, timeout: float) -> None:
-        """Has all calls from now on wait so many seconds for a rank that does not answer.
-
-        On the group's own communicator a collective never waits longer than that was made for, as ever.
-        """
+        """Has all calls from now on wait so many seconds for a rank that does not answer."""
         if self._timeout != timedelta(seconds=timeout):
             self._timeout = timedelta(seconds=timeout)
-            if self._is_own:
+            if self._gloo is not None:
                 set_timeout_of(self._gloo, self._timeout)
 
-    def _make(self, group: dist.ProcessGroup) -> Any:
-        """A communicator of the group's ranks alone; torch's `new_group` would have to be called by all others, too."""
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, group=group, group_src=0)
-        gloo = gloo_among(f"par_checkpoint/{nonce[0]}", self.rank, self.size, _PATIENCE)
-        set_timeout_of(gloo, self._timeout)
-        return gloo
+    def _make(self) -> None:
+        """Makes a communicator of these ranks alone; torch's `new_group` would have to be called by all others, too."""
+        self._name = self._roll.next_name()
+        try:
+            self._gloo = gloo_among(self._name, self.rank, self.size, _PATIENCE)
+            set_timeout_of(self._gloo, self._timeout)
+            self._roll.publish(self._name)
+            self._meet()
+        except BaseException:
+            self._roll.give_back()
+            raise
+
+    def _lost(self, error: Exception | str) -> CheckpointError:
+        """The error for a rank that does not answer; it names those that have not come to the call.
+
+        Args:
+            error: What torch says, or what has not happened, in words.
+        """
+        if isinstance(error, CheckpointError):
+            return error
+        seconds = f"{self._timeout.total_seconds():g}"
+        absent = [] if self._in_background else self._roll.absent()
+        if absent:
+            has = "has" if len(absent) == 1 else "have"
+            return CheckpointError(
+                f"timeout={seconds}: {self._roll.call} waits for all {self.size} ranks of its group, and "
+                f"{named_ranks(absent)} {has} not called it; remove the `if rank == 0` around it, or what keeps a rank "
+                "from it, or pass a group of the ranks that call it"
+            )
+        where = "a save in the background" if self._in_background else f"{self._roll.call}, to which all ranks came"
+        return CheckpointError(
+            f"timeout={seconds}: in {where}, a rank of {self.size} does not answer ({error!s:.200}); look at the "
+            "logs of the other ranks and start the run anew, or pass a larger timeout"
+        )
+
+    def _wait(self, work: Any) -> None:
+        """Waits for a collective.
+
+        A warning names ranks that have not come after a while, long before the timeout of half an hour.
+        """
+        left = self._timeout
+        try:
+            if left > _NOTICE and not self._in_background:
+                with suppress(RuntimeError):
+                    work.wait(_NOTICE)
+                    return
+                if not work.is_completed():  # else it has failed, and says so below
+                    self._warn()
+                left -= _NOTICE
+            work.wait(left)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _warn(self) -> None:
+        """Warns of ranks that have not come to the call, on the first rank that has."""
+        absent = self._roll.absent()
+        if absent and self._roll.is_first_of_others(absent):
+            _logger.warning(  # a warning could be made an error, which the other ranks would wait for
+                "%s has waited %g s for %s, which %s not called it; call it on every rank of its group",
+                self._roll.call,
+                _NOTICE.total_seconds(),
+                named_ranks(absent),
+                "has" if len(absent) == 1 else "have",
+            )
 
     def _meet(self) -> None:
         """Connects with the ranks that this one meets in collectives: those 1, 2, 4, ... away, on either side.
@@ -125,7 +190,7 @@ class Ranks:
         if self._gloo is None:
             return list(values)
         sums = torch.tensor([1, *values], dtype=torch.int64, device="cpu")
-        self._gloo.allreduce([sums]).wait(self._timeout)
+        self._wait(self._gloo.allreduce([sums]))
         count, *totals = sums.tolist()
         if count != self.size:
             raise RuntimeError(
@@ -185,7 +250,7 @@ class Ranks:
             return [(range(1), mine)]
         own = torch.tensor([*_halves(mine), len(mine)], device="cpu")
         told = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
-        all_gather_into(self._gloo, told, own[None], self._timeout)
+        self._gather(told, own[None])
         alike: dict[tuple[int, int, int], list[int]] = {}
         for rank, (high, low, size) in enumerate(told.tolist()):
             alike.setdefault((high, low, size), []).append(rank)
@@ -198,7 +263,7 @@ class Ranks:
         if short := {rank: size for rank, size in firsts.items() if rank not in long}:
             room = max(short.values())
             memory = torch.empty(self.size * room, dtype=torch.uint8, device="cpu")
-            all_gather_into(self._gloo, memory, _padded(mine if self.rank in short else b"", room), self._timeout)
+            self._gather(memory, _padded(mine if self.rank in short else b"", room))
             every = bytes_of(memory)
             found.update({rank: bytes(every[rank * room : rank * room + size]) for rank, size in short.items()})
         for (high, low, _), ranks in alike.items():
@@ -252,7 +317,7 @@ class Ranks:
         """The bytes of rank `root`, on every rank."""
         memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
         if size:
-            self._gloo.broadcast(memory, root).wait(self._timeout)
+            self._wait(self._gloo.broadcast(memory, root))
         return bytes_of(memory)
 
     def broadcast(self, value: Value | None) -> Value:
@@ -289,23 +354,44 @@ class Ranks:
         """A transfer that has begun, after two ranks have connected if it is their first one.
 
         Raises:
-            RuntimeError: They have not connected in time. The thread goes on waiting, as gloo cannot be told to stop.
+            CheckpointError: They have not connected in time. The thread goes on waiting, as gloo cannot be told to
+                stop.
         """
         if peer in self._met:
-            return Transfer(begin(), self._timeout)
+            return Transfer(begin(), self._timeout, self._lost)
+        if not self._is_there(peer):
+            raise self._lost(f"rank {peer} has not made its side of a connection")
         seconds = self._timeout.total_seconds()
         connecting = Workers(1, "par-checkpoint-connect")
         begun = connecting.submit(begin)
         if not wait([begun], seconds).done:
             connecting.leave()
-            raise RuntimeError(
-                f"timed out after {seconds:g} seconds: rank {peer} has not come to where rank {self.rank} waits for "
-                "it; see what it does, or pass a larger timeout"
-            )
+            raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")
         connecting.close()  # torch aborts a thread that lets go of a work while the interpreter ends
-        transfer = Transfer(begun.result(), self._timeout)
+        transfer = Transfer(begun.result(), self._timeout, self._lost)
         self._met.add(peer)
         return transfer
+
+    def _is_there(self, peer: int) -> bool:
+        """Whether a rank has made its side of the communicator, within the timeout.
+
+        gloo would wait for that in the store, where it keeps all other threads of the process waiting, too.
+        """
+        notice = min(self._timeout, _NOTICE)
+        if self._roll.wait_for(peer, self._name, notice):
+            return True
+        if notice == self._timeout:
+            return False
+        if not self._in_background:
+            self._warn()
+        return self._roll.wait_for(peer, self._name, self._timeout - notice)
+
+    def _gather(self, every: torch.Tensor, mine: torch.Tensor) -> None:
+        """Gathers equal numbers of bytes of all ranks into one tensor."""
+        try:
+            all_gather_into(self._gloo, every, mine, self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
@@ -379,192 +465,3 @@ def _portable(error: BaseException) -> _Portable:
         return _Portable(type(error), str(error), number)
     kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
     return _Portable(kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}", number)
-
-
-class Pending(Protocol):
-    """A save in the background."""
-
-    def _written(self) -> bool:
-        """Whether it has ended, but for copies to further tiers."""
-
-    def _join(self) -> None:
-        """Waits for its end, and raises nothing."""
-
-    def _hear(self) -> tuple[BaseException | None, bool]:
-        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank before."""
-
-    def _tiers_thread(self) -> threading.Thread | None:
-        """The thread of its copies to further tiers."""
-
-    def _tiers_failed(self) -> bool | None:
-        """Whether its copies to further tiers have failed, unheard of on this rank; None while they are made."""
-
-    def _hear_of_tiers(self) -> tuple[BaseException | None, bool]:
-        """What `_hear` gives, of these copies."""
-
-
-class Session:
-    """What a group keeps between calls: communicators, plans, and a save that still runs in the background.
-
-    Args:
-        group: The ranks; None: this process alone.
-        timeout: Seconds that the first call waits for a rank that does not answer.
-
-    Attributes:
-        timeout: Seconds that the present call waits.
-        ranks: The communicator of saves and loads.
-        pending: The save that runs in the background, or the last one that did, until somebody has asked for its error.
-        copied: Saves whose copies to further tiers are under way, or were when ranks last looked, in order.
-        memory: What the last copy of a save in the background lies in, used again for the next one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.timeout = timeout
-        self.ranks = Ranks(group, timeout)
-        self.pending: Pending | None = None
-        self.memory: Chunks | None = None
-        self.copied: list[Pending] = []
-        self._background: Ranks | None = None
-        self._beside: Ranks | None = None
-        self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-
-    @property
-    def background(self) -> Ranks:
-        """A second communicator, for what runs beside the trainer. Collective the first time.
-
-        It waits as long as the call that asks for it; nothing else uses it then.
-        """
-        if self._background is None:
-            self._background = Ranks(self._group(), self.timeout, private=True)
-        self._background.set_timeout(self.timeout)
-        return self._background
-
-    @property
-    def beside(self) -> Ranks:
-        """A third communicator, for copies to further tiers, which no save waits for. Collective the first time.
-
-        It waits as long as the call that first asked for it: an earlier copy may still be using it.
-        """
-        if self._beside is None:
-            self._beside = Ranks(self._group(), self.timeout, private=True)
-        return self._beside
-
-    def settle(self, how: str) -> None:
-        """Deals with a save that still runs: waits for it, or raises. What went wrong in it is raised now.
-
-        Whether it still runs is decided together, for ranks finish at different moments. So is whether to raise what
-        went wrong: some ranks may have waited for it by themselves, and know, while others do not.
-
-        Args:
-            how: "wait" or "raise".
-        """
-        self._hear_of_tiers()
-        if self.pending is None:
-            return
-        if how == "raise" and self.ranks.total([int(not self.pending._written())])[0]:
-            raise CheckpointError(
-                "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
-                "pass pending='wait'"
-            )
-        pending, self.pending = self.pending, None
-        error, heard = pending._hear()
-        if self.ranks.total([int(not heard)])[0]:
-            self.ranks.raise_first(error)
-
-    def _hear_of_tiers(self) -> None:
-        """Raises on all ranks what went wrong in copies to further tiers, if all ranks have not heard of it yet.
-
-        Copies that are still being made are left alone. Ranks agree about which those are.
-        """
-        if not self.copied:
-            return
-        states = [copy._tiers_failed() for copy in self.copied]
-        sums = self.ranks.total([int(state is each) for each in (True, None) for state in states])
-        for number, failed in enumerate(sums[: len(states)]):
-            if failed:
-                error, _ = self.copied.pop(number)._hear_of_tiers()
-                self.ranks.raise_first(error)
-        self.copied = [copy for copy, made in zip(self.copied, sums[len(states) :], strict=True) if made]
-
-    def release(self) -> None:
-        """Frees the memory of the last copy, when it is written."""
-        if self.pending is not None:
-            self.pending._join()
-        memory, self.memory = self.memory, None
-        if memory is not None:
-            memory.release()
-
-    def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
-        if key not in self._plans:
-            self._plans[key] = make()
-            if len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return cast("Value", self._plans[key])
-
-
-_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
-_alone: dict[None, Session] = {}
-"""The session of this process where torch.distributed does not run."""
-
-
-def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
-    """The session of the ranks that take part. Collective over the group the first time.
-
-    It is kept by process group, weakly: with the group goes its session.
-
-    Args:
-        group: The ranks; None: the world, if torch.distributed runs, else this process alone.
-        timeout: Seconds that the call waits for a rank that does not answer. What is under way keeps its own.
-
-    Raises:
-        TypeError: Not a process group.
-        ValueError: This rank is not in the group.
-    """
-    group = _checked_group(group)
-    session = _known(group)
-    if session is None:
-        session = Session(group, timeout)
-        if group is None:
-            _alone[None] = session
-        else:
-            _sessions[group] = session
-    session.timeout = timeout
-    session.ranks.set_timeout(timeout)
-    return session
-
-
-def release(group: dist.ProcessGroup | None = None) -> None:
-    """Frees the memory that this rank keeps for the next save in the background, such as pinned memory.
-
-    It is as large as what the rank writes in a save. A save that is under way is waited for; what goes wrong in it is
-    still raised by its handle, or by the next save. Not collective. The next save with `async_` makes such memory anew.
-
-    Args:
-        group: The ranks that save; None: the world, if torch.distributed runs, else this process alone.
-
-    Raises:
-        TypeError: Not a process group.
-        ValueError: This rank is not in the group.
-    """
-    session = _known(_checked_group(group))
-    if session is not None:
-        session.release()
-
-
-def _known(group: dist.ProcessGroup | None) -> Session | None:
-    """The session of a group that `_checked_group` has given, if it has one."""
-    return _alone.get(None) if group is None else _sessions.get(group)
-
-
-def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, the world in the place of None where torch.distributed runs; raises what `session_of` says."""
-    if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    elif group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
-    return group

@@ -1,0 +1,306 @@
+"""What the ranks of a group keep between calls, for all threads of a process that save or load.
+
+Saves of one process alone may overlap: each has memory of its own, and what is kept is behind a lock. Where a group has
+several ranks, its calls take turns, for ranks find each other's messages by their order alone.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch.distributed as dist
+
+from .._errors import CheckpointError
+from .ranks import Ranks
+from .roll import Roll
+
+if TYPE_CHECKING:
+    from .chunks import Chunks
+
+Value = TypeVar("Value")
+
+_PLANS = 4  # a trainer saves one or two kinds of checkpoints
+
+
+class Pending(Protocol):
+    """A save in the background."""
+
+    def _is_for(self, thread: threading.Thread) -> bool:
+        """Whether a thread is to hear what goes wrong: it has called the save, or the one that has is gone."""
+
+    def _written(self) -> bool:
+        """Whether it has ended, but for copies to further tiers."""
+
+    def _join(self) -> None:
+        """Waits for its end, and raises nothing."""
+
+    def _hear(self) -> tuple[BaseException | None, bool]:
+        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank before."""
+
+    def _tiers_thread(self) -> threading.Thread | None:
+        """The thread of its copies to further tiers."""
+
+    def _tiers_failed(self) -> bool | None:
+        """Whether its copies to further tiers have failed, unheard of on this rank; None while they are made."""
+
+    def _hear_of_tiers(self) -> tuple[BaseException | None, bool]:
+        """What `_hear` gives, of these copies."""
+
+
+class Session:
+    """What a group keeps between calls: communicators, plans, memory, and saves that still run in the background.
+
+    Args:
+        group: The ranks; None: this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.timeout = 0.0
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
+        self._roll = None if group is None or self.size == 1 else Roll(group)
+        self._turn = threading.Lock()  # of the call under way, where there are several ranks
+        self._caller: threading.Thread | None = None  # which has it
+        self._lock = threading.Lock()  # of what follows, held for a moment
+        self._ranks: Ranks | None = None
+        self._background: Ranks | None = None
+        self._beside: Ranks | None = None
+        self._pending: list[Pending] = []
+        self._copied: list[Pending] = []
+        self._memory: Chunks | None = None
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @contextmanager
+    def calling(self, call: str, timeout: float) -> Iterator["Session"]:
+        """A call of all ranks, which waits for the calls of other threads. Its communicator is made the first time.
+
+        Args:
+            call: The call in words, for errors of ranks that wait for others.
+            timeout: Seconds that it waits for a rank that does not answer. What is under way keeps its own.
+
+        Raises:
+            CheckpointError: A call inside a call of the same thread.
+        """
+        if self._roll is None:
+            self.timeout = timeout
+            self._ranks = self._ranks or Ranks(self._group(), timeout)
+            yield self
+            return
+        if self._caller is threading.current_thread():
+            raise CheckpointError(
+                f"{call} was called while {self._roll.call} runs in this thread, as by a signal handler; set a flag in "
+                "the handler, and save after the step"
+            )
+        with self._turn:
+            self._caller, self.timeout = threading.current_thread(), timeout
+            try:
+                self._roll.come(call)
+                self._ranks = self._ranks or Ranks(self._group(), timeout, roll=self._roll)
+                self._ranks.set_timeout(timeout)
+                yield self
+            finally:
+                self._caller = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The communicator of saves and loads."""
+        return cast("Ranks", self._ranks)  # made by `calling`
+
+    @property
+    def background(self) -> Ranks:
+        """A second communicator, for what runs beside the trainer. Collective the first time.
+
+        It waits as long as the call that asks for it; nothing else uses it then.
+        """
+        if self._background is None:
+            self._background = Ranks(self._group(), self.timeout, roll=self._roll, in_background=True)
+        self._background.set_timeout(self.timeout)
+        return self._background
+
+    @property
+    def beside(self) -> Ranks:
+        """A third communicator, for copies to further tiers, which no save waits for. Collective the first time.
+
+        It waits as long as the call that first asked for it: an earlier copy may still be using it.
+        """
+        if self._beside is None:
+            self._beside = Ranks(self._group(), self.timeout, roll=self._roll, in_background=True)
+        return self._beside
+
+    def begin(self, save: Pending) -> None:
+        """Keeps a save that runs in the background from now on, until somebody has asked for its error."""
+        with self._lock:
+            self._pending.append(save)
+
+    def runs(self, save: Pending) -> bool:
+        """Whether a save was begun in the background, and nobody has settled it."""
+        with self._lock:
+            return save in self._pending
+
+    def copies(self, save: Pending, begin: Callable[[threading.Thread | None], None]) -> None:
+        """Has a save begin its copies to further tiers, after those of earlier saves.
+
+        Args:
+            save: The save.
+            begin: Begins them; takes the thread to wait for before.
+        """
+        with self._lock:
+            begin(self._copied[-1]._tiers_thread() if self._copied else None)
+            self._copied.append(save)
+
+    def settle(self, how: str) -> None:
+        """Deals with saves that still run: waits for them, or raises. What went wrong in them is raised now.
+
+        Whether they still run is decided together, for ranks finish at different moments. So is whether to raise what
+        went wrong: some ranks may have waited for it by themselves, and know, while others do not. A process alone
+        leaves what went wrong in a save to the thread that has called it, while there is that thread.
+
+        Args:
+            how: "wait" or "raise".
+        """
+        self._hear_of_tiers()
+        with self._lock:
+            running = list(self._pending)
+        if not running:
+            return
+        if how == "raise" and self.ranks.total([sum(not save._written() for save in running)])[0]:
+            raise CheckpointError(
+                "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
+                "pass pending='wait'"
+            )
+        for save in running:
+            save._join()
+        mine = [save for save in running if self._is_mine(save)]
+        with self._lock:
+            self._pending = [save for save in self._pending if save not in mine]
+        for save in mine:
+            error, heard = save._hear()
+            if self.ranks.total([int(not heard)])[0]:
+                self.ranks.raise_first(error)
+
+    def _is_mine(self, save: Pending) -> bool:
+        """Whether this call is to raise what went wrong in a save; all ranks of a group decide alike."""
+        return self.size > 1 or save._is_for(threading.current_thread())
+
+    def _hear_of_tiers(self) -> None:
+        """Raises on all ranks what went wrong in copies to further tiers, if all ranks have not heard of it yet.
+
+        Copies that are still being made are left alone. Ranks agree about which those are.
+        """
+        with self._lock:
+            copied = [save for save in self._copied if self._is_mine(save)]
+        if not copied:
+            return
+        states = [save._tiers_failed() for save in copied]
+        sums = self.ranks.total([int(state is each) for each in (True, None) for state in states])
+        failed = [save for save, count in zip(copied, sums[: len(states)], strict=True) if count]
+        ended = [save for save, count in zip(copied, sums[len(states) :], strict=True) if not count]
+        first = failed[:1]  # one error at a time: the next call raises the next one
+        with self._lock:
+            gone = first or ended
+            self._copied = [save for save in self._copied if save not in gone]
+        for save in first:
+            error, _ = save._hear_of_tiers()
+            self.ranks.raise_first(error)
+
+    def take_memory(self) -> "Chunks | None":
+        """The memory that the last copy lay in, for one save alone, until `keep_memory` gives it back."""
+        with self._lock:
+            memory, self._memory = self._memory, None
+        return memory
+
+    def keep_memory(self, memory: "Chunks") -> None:
+        """Keeps memory that nobody uses any longer for the next save in the background."""
+        with self._lock:
+            self._memory = memory
+
+    def release(self) -> None:
+        """Frees the memory of the last copy, when it is written."""
+        with self._lock:
+            running = list(self._pending)
+        for save in running:
+            save._join()
+        memory = self.take_memory()
+        if memory is not None:
+            memory.release()
+
+    def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
+        with self._lock:
+            found = self._plans.get(key)
+        plan = make() if found is None else found
+        with self._lock:
+            self._plans[key] = plan
+            self._plans.move_to_end(key)
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        return cast("Value", plan)
+
+
+_lock = threading.Lock()
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+_alone: dict[None, Session] = {}
+"""The session of this process where torch.distributed does not run."""
+
+
+def session_of(group: dist.ProcessGroup | None) -> Session:
+    """The session of the ranks that take part, the same for all threads.
+
+    It is kept by process group, weakly: with the group goes its session.
+
+    Args:
+        group: The ranks; None: the world, if torch.distributed runs, else this process alone.
+
+    Raises:
+        TypeError: Not a process group.
+        ValueError: This rank is not in the group.
+    """
+    group = _checked_group(group)
+    with _lock:
+        session = _known(group)
+        if session is None:
+            session = Session(group)
+            if group is None:
+                _alone[None] = session
+            else:
+                _sessions[group] = session
+    return session
+
+
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Frees the memory that this rank keeps for the next save in the background, such as pinned memory.
+
+    It is as large as what the rank writes in a save. A save that is under way is waited for; what goes wrong in it is
+    still raised by its handle, or by the next save. Not collective. The next save with `async_` makes such memory anew.
+
+    Args:
+        group: The ranks that save; None: the world, if torch.distributed runs, else this process alone.
+
+    Raises:
+        TypeError: Not a process group.
+        ValueError: This rank is not in the group.
+    """
+    group = _checked_group(group)
+    with _lock:
+        session = _known(group)
+    if session is not None:
+        session.release()
+
+
+def _known(group: dist.ProcessGroup | None) -> Session | None:
+    """The session of a group that `_checked_group` has given, if it has one."""
+    return _alone.get(None) if group is None else _sessions.get(group)
+
+
+def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, the world in the place of None where torch.distributed runs; raises what `session_of` says."""
+    if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
+    return group
