@@ -110,7 +110,8 @@ def test_what_all_ranks_must_give_alike_is_refused_with_both_values(tmp_path):
         with pytest.raises(ValueError, match=rf"^{name} is .* on rank 0, and .* on rank 1; give the same"):
             Checkpoints(tmp_path / "run", **{name: values[rank]}).save(2, model=model)
     with pytest.raises(
-        ValueError, match=r"^path is \['a local folder'\] on rank 0, and \['memory://\.\.\.'\] on rank 1"
+        ValueError,
+        match=r"^path is \"a local folder named 'd'\" on rank 0, and \"memory://\.\.\. named 'd'\" on rank 1",
     ):
         save((tmp_path / "d", "memory://d")[rank], model=model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
