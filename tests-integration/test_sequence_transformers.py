@@ -228,6 +228,10 @@ def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything
             (make_model("Mamba", state_size=4), "which reads other tokens than attention does"),
             (make_model("T5", "T5ForConditionalGeneration", d_model=8, d_kv=4, d_ff=8), "has an encoder"),
             (make_model(num_attention_heads=1, num_key_value_heads=1), "heads 1 do not divide by 2 ranks of ulysses"),
+            (
+                make_model("Llama", "LlamaForTokenClassification", classifier_dropout=0.0),
+                "sequence=2: batches that are cut have labels of the next token, and LlamaForTokenClassification",
+            ),
             (make_model(attention_dropout=0.1), r"has attention_dropout=0.1 in 'model\.layers\.0.*; set it to 0"),
         ):
             before = getattr(model.config, "_attn_implementation", None)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from par_layers import balance_over_
@@ -265,6 +266,95 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         routed = make_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
         with pytest.raises(ValueError, match="adds a loss of its routers, from all layers"):
             strategy.initialize(routed)
+
+
+class WithAuxiliary(transformers.LlamaForCausalLM):
+    """A model whose own loss is more than the causal one."""
+
+    def forward(self, *inputs, **keywords):
+        outputs = super().forward(*inputs, **keywords)
+        outputs.loss = outputs.logits.square().mean()
+        return outputs
+
+
+class Holder(nn.Module):
+    """A module that holds a causal model."""
+
+    def __init__(self, language):
+        super().__init__()
+        self.language = language
+
+    def forward(self, *inputs, **keywords):
+        return self.language(*inputs, **keywords)
+
+
+SMALL = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 5}
+OTHER_LOSSES = {
+    "LlamaForTokenClassification": "computes ForTokenClassification",
+    "LlamaForSequenceClassification": "computes ForSequenceClassificationLoss",
+    "BertForMaskedLM": "BertForMaskedLM computes its own",
+    "BertForMultipleChoice": "BertForMultipleChoice computes its own",
+    "LlamaModel": "LlamaModel computes its own",
+}
+
+
+def model_of(kind):
+    family = "Bert" if kind.startswith("Bert") else "Llama"
+    more = {"intermediate_size": 32, "pad_token_id": 0}
+    return getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**SMALL, **more))
+
+
+def test_loss_that_is_not_causal_is_refused():
+    batch = {"input_ids": torch.ones(4, 6, dtype=torch.int64), "labels": torch.ones(4, 6, dtype=torch.int64)}
+    language = make_model()
+    language.loss_function = lambda *_, **__: torch.zeros(())
+    models = {kind: model_of(kind) for kind in OTHER_LOSSES}
+    models |= {
+        "own loss_function": language,
+        "subclass": WithAuxiliary(make_model().config),
+        "Holder": Holder(make_model()),
+        "z-loss": transformers.BambaForCausalLM(
+            transformers.BambaConfig(
+                **SMALL, intermediate_size=32, num_key_value_heads=2, z_loss_coefficient=0.5, mamba_n_heads=4,
+                mamba_d_head=8, mamba_d_state=4, attn_layer_indices=[1],
+            )
+        ),
+    }  # fmt: skip
+    rules = {
+        **OTHER_LOSSES,
+        "own loss_function": "computes <lambda>",
+        "subclass": "WithAuxiliary computes its own",
+        "Holder": "a Holder holds a LlamaForCausalLM and may compute its own",
+        "z-loss": "adds 0.5 of a z-loss",
+    }
+    for name, model in models.items():
+        with Strategy(pipeline={"microbatches": 2}) as strategy:
+            given, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with pytest.raises(ValueError, match=f"criterion=None: .* {rules[name]}; pass a criterion"):
+                strategy.execute_pipeline(iter([batch]), given, None, optimizer)
+
+
+def test_criterion_trains_a_model_that_is_not_causal():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, WORDS, (6, 8), generator=generator)
+    batch = {"input_ids": ids, "labels": torch.where(ids % 3 == 0, -100, ids % 5)}
+
+    def criterion(outputs, target):
+        labels = target["labels"]
+        total = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum()
+
+    torch.manual_seed(0)
+    model = model_of("LlamaForTokenClassification").eval()  # without its dropout
+    expected = model(**batch).loss
+    right = torch.autograd.grad(expected, model.score.weight)[0]
+    before = model.score.weight.detach().clone()
+    with Strategy(pipeline={"microbatches": 3}) as strategy:
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        loss = strategy.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+        torch.testing.assert_close(before - model.score.weight.detach(), right, rtol=1e-4, atol=1e-6)
 
 
 def adapted():

@@ -138,6 +138,11 @@ def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
     assert accelerator.is_main_process == (dist.get_rank() == 0)
     assert accelerator.reduce(torch.ones(())) == 1  # each sample once, though two ranks have it
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            accelerator.set_trigger()
+        assert accelerator.check_trigger()  # also on the rank of the replica that has not set it
+        assert not accelerator.check_trigger()
     model, other = make_model(), make_model()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="is a parameter of no model here; initialize its model with it"):

@@ -103,6 +103,20 @@ def test_stage_3_over_data_ranks(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_reductions_count_a_replica_once():
+    """Fabric passes the group of all ranks where its user names none."""
+    fabric = fabric_of.Fabric(accelerator="cpu", devices=2, strategy=ParStrategy(**CUT))
+    fabric.launch()
+    assert fabric.all_reduce(torch.tensor(10.0), reduce_op="sum") == 10
+    assert fabric.all_reduce({"loss": torch.tensor(4.0)}) == {"loss": 4}
+    assert fabric.all_gather(torch.tensor([1.0])).shape == (1, 1)
+    tensor_ranks = dist.new_group([0, 1])  # a group of the user's own
+    assert fabric.all_reduce(torch.tensor(10.0), group=tensor_ranks, reduce_op="sum") == 20
+    assert len(fabric.all_gather(torch.tensor([1.0]), group=tensor_ranks)) == 2
+    fabric.strategy.strategy.close()
+
+
+@pytest.mark.ranks(2)
 def test_precisions_and_what_is_refused(tmp_path):
     fabric = fabric_of.Fabric(accelerator="cpu", devices=2, precision="bf16-true", strategy=ParStrategy(zero=1))
     fabric.launch()

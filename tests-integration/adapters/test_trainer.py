@@ -247,6 +247,10 @@ def test_what_has_no_counterpart_is_refused_on_every_rank(tmp_path):
         trainer.train()
         with pytest.raises(ValueError, match="has no folder `optimizer`"):
             trainer.train(resume_from_checkpoint=True)
+    token_labels = transformers.LlamaForTokenClassification(make_model().config)
+    for parallel, over in (({"sequence": 2}, "sequence=2"), ({"pipeline": 2}, "pipeline=2")):
+        with pytest.raises(ValueError, match=f"{over}: there the loss of a ParTrainer is that of the next token"):
+            make_trainer(tmp_path, {"parallel": parallel}, model=token_labels)
 
 
 def test_it_says_which_extra_is_missing(monkeypatch):

@@ -137,3 +137,39 @@ def test_rows_that_only_the_inputs_tell_count_beside_targets_without():
     feed = make_feed((x,), {}, Microbatches([torch.tensor(1), torch.tensor(2)]), 2, split_rows)
     assert feed.rows == [3, 2]
     assert shares(feed, None, None) == [0.6, 0.4]
+
+
+def test_target_in_a_dict_with_other_rows_is_refused():
+    with pytest.raises(ValueError, match="microbatch 0 has 2 rows of inputs, but 4 of the target"):
+        make_feed((torch.ones(4),), {}, {"boxes": torch.ones(8)}, 2, split_rows)
+    assert make_feed((torch.ones(4),), {}, {"scale": torch.tensor(2.0)}, 2, split_rows).rows == [2, 2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])  # 4: one for each microbatch
+def test_keyword_with_other_rows_is_refused_by_name(size):
+    powers = torch.ones(size)
+    rule = rf"powers=\({size},\): .* has 8 in microbatches of \[2, 2, 2, 2\]; pass Microbatches\(\[powers\] \* 4\)"
+    for inputs, target in [((torch.ones(8, 2),), None), ((), torch.ones(8))]:
+        with pytest.raises(ValueError, match=rule):
+            make_feed(inputs, {"powers": powers}, target, 4, split_rows)
+        with pytest.raises(ValueError, match=rule):
+            make_feed(inputs, {"mask": torch.ones(8), "powers": [{"of": powers}]}, target, 4, split_rows)
+        feed = make_feed(inputs, {"powers": Microbatches([powers] * 4)}, target, 4, split_rows)
+        assert all(each["powers"] is powers for each in feed.kwargs)
+
+
+def test_keyword_beside_given_microbatches_fits_each_of_them():
+    given = Microbatches([torch.ones(3), torch.ones(5)])
+    with pytest.raises(ValueError, match=r"mask=\(8,\): .* has 8 in microbatches of \[3, 5\]"):
+        make_feed((given,), {"mask": torch.ones(8)}, None, 2, split_rows)
+    feed = make_feed((given,), {"mask": given, "scale": torch.tensor(2.0)}, None, 2, split_rows)
+    assert [len(each["mask"]) for each in feed.kwargs] == [3, 5]
+
+
+def test_keyword_is_given_whole_by_a_split_of_the_callers():
+    def halves(batch, count):
+        return [batch] * count if isinstance(batch, dict) else split_rows(batch, count)
+
+    powers = torch.ones(3)
+    feed = make_feed((torch.ones(4),), {"powers": powers}, None, 2, halves)
+    assert all(each["powers"] is powers for each in feed.kwargs)

@@ -1,6 +1,6 @@
 """What the caller of a step brings on this rank, microbatch by microbatch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch_private import tree_leaves
 from .local_stage import as_arguments
 from .microbatches import Microbatches, Split, first_rows, rows_of, split, split_rows
 
@@ -53,13 +54,15 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
         args = [as_arguments(item) for item in split(inputs[0], microbatches, how)]
     elif inputs:
         args = split(inputs, microbatches, how)
-    keywords = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
     targets = [] if target is None else split(target, microbatches, how)
-    rows = [rows_of(part) for part in args or keywords]
     target_rows = [rows_of(part) for part in targets]
-    if args and isinstance(target, Tensor):
-        for number, (of_inputs, of_target) in enumerate(zip(rows, target_rows, strict=True)):
-            if of_inputs not in (None, of_target):
+    if isinstance(how, partial):  # a caller's own function may give keywords whole
+        check_keywords(kwargs, [rows_of(part) for part in args] or target_rows)
+    keywords = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
+    rows = [rows_of(part) for part in args or keywords]
+    if args and not isinstance(target, Microbatches):
+        for number, (of_inputs, of_target) in enumerate(zip(rows, target_rows, strict=bool(targets))):
+            if of_inputs not in (None, of_target) and (of_target is not None or isinstance(target, Tensor)):
                 raise ValueError(
                     f"microbatch {number} has {of_inputs} rows of inputs, but {of_target} of the target; give inputs "
                     "and target of one batch"
@@ -70,6 +73,34 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
             for of_inputs, of_target in zip(rows, target_rows, strict=True)
         ]
     return Feed(inputs=args, kwargs=keywords, targets=targets, rows=rows or target_rows)
+
+
+def check_keywords(kwargs: dict[str, Any], rows: Sequence[int | None]) -> None:
+    """Checks that the tensors of keywords have the rows of the batch, for each is split along dim 0.
+
+    Coefficients, for example, have no rows: a part of them in each microbatch would compute something else.
+
+    Args:
+        kwargs: The keyword arguments of a step. `Microbatches` in them say themselves what each microbatch gets.
+        rows: The rows of the inputs, or else of the target, by microbatch.
+
+    Raises:
+        ValueError: A tensor has another number of rows.
+    """
+    if not rows or None in rows:
+        return
+    count = sum(each or 0 for each in rows)
+    for name, value in kwargs.items():
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                continue
+            sizes = [len(leaf) // len(rows) + (number < len(leaf) % len(rows)) for number in range(len(rows))]
+            if sizes != list(rows):
+                raise ValueError(
+                    f"{name}={tuple(leaf.shape)}: a keyword is split among the microbatches by its rows, and the batch "
+                    f"has {count} in microbatches of {list(rows)}; pass Microbatches([{name}] * {len(rows)}) to give "
+                    "it whole to each, or a tensor of as many rows"
+                )
 
 
 def shares(

@@ -126,6 +126,7 @@ class OverDataRanks:
 
     strategy: Strategy
     gradient_state: Any
+    flag_tensor: Tensor | None  # Accelerate's own: what `set_trigger` sets
 
     @property
     def num_processes(self) -> int:
@@ -171,6 +172,16 @@ class OverDataRanks:
             return total / self.num_processes * scale if reduction == "mean" else total * scale
 
         return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger`; the same on all ranks, also on those of a replica. Collective."""
+        flag = torch.zeros((), dtype=torch.int64, device=self.strategy.device)
+        if self.flag_tensor is not None:
+            flag += self.flag_tensor
+        if self.strategy.environment.world_size > 1:
+            dist.all_reduce(flag)
+        self.flag_tensor = None
+        return bool(flag)
 
 
 class Refusing:

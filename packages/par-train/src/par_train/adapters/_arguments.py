@@ -4,6 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..strategy.existing import unlike_causal
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, said
 
@@ -92,3 +93,9 @@ def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
                 f"this {type(trainer).__name__} has a {name}, and over {over} no rank need have whole logits: the loss "
                 "is the model's own causal one; leave it out, or use zero= and data ranks alone"
             )
+    other = unlike_causal(trainer.model) if cut[0] != "tensor" else None
+    if other is not None:
+        raise ValueError(
+            f"{over}: there the loss of a {type(trainer).__name__} is that of the next token, and {other}; use zero= "
+            "and data or tensor ranks, or pass a criterion to Strategy.execute_pipeline in a loop of your own"
+        )

@@ -189,14 +189,20 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         """As Fabric's, over the data ranks unless a group is given; no gradients go through it."""
         if sync_grads:
             raise ValueError("fabric.all_gather was given sync_grads=True; gather what needs no gradient")
-        group = group or self.strategy.groups[self.strategy.data_axes]
+        group = self._meant(group)
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor.detach().contiguous(), group=group)
         return torch.stack(parts)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As Fabric's, over the data ranks unless a group is given."""
-        return super().all_reduce(tensor, group or self.strategy.groups[self.strategy.data_axes], reduce_op)
+        return super().all_reduce(tensor, self._meant(group), reduce_op)
+
+    def _meant(self, group: Any) -> dist.ProcessGroup:
+        """The data ranks for all ranks, which Fabric passes where its user names no group: those of a replica agree."""
+        if group is None or group is dist.group.WORLD:
+            return self.strategy.groups[self.strategy.data_axes]
+        return group  # type: ignore[no-any-return]  # a group of the user's own
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - as Fabric has it
         """As Fabric's, over all ranks."""

@@ -14,7 +14,7 @@ from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
 from ..data.shares import cuts_sequence
-from .existing import CausalModel, pretrained_of
+from .existing import CausalModel, pretrained_of, unlike_causal
 from .mixture.factor import LossFactor
 from .stages import Stages
 
@@ -46,6 +46,7 @@ class Execution:
         self._schedule, self._groups, self._factor = schedule, groups, factor
         self._kind = type(model).__name__
         self._causal = None if pretrained_of(model) is None else CausalModel(model)
+        self._other_loss = None if self._causal is None else unlike_causal(model)
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
         self._criterion: Criterion = _none
         self._weights: list[float] = []  # what each microbatch of the batch weighs
@@ -74,8 +75,14 @@ class Execution:
             return_outputs: Whether outputs are kept.
 
         Raises:
+            ValueError: There is no criterion, and the loss of the model of transformers is not the causal one.
             TypeError, PipelineError: There is no criterion, and no model of transformers, or no batch of one.
         """
+        if criterion is None and self._other_loss is not None:
+            raise ValueError(
+                f"criterion=None: it stands for the loss of the next token, and {self._other_loss}; pass a "
+                "criterion(outputs, batch) that gives the loss, a mean over rows, or a sum and its count"
+            )
         self._weights, self._sum, self._count = [], 0.0, 0.0
         causal = None if criterion is not None else self._causal
         self._criterion = criterion or (_none if causal is None else causal.loss)

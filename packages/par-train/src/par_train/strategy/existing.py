@@ -50,6 +50,39 @@ def pretrained_in(model: nn.Module) -> list[Any]:
     return found
 
 
+def unlike_causal(model: nn.Module) -> str | None:
+    """Why the loss of a model of transformers is not, or may not be, the causal one; None if it is.
+
+    The causal loss is that of the next token. A model computes it if its forward hands its logits as they are to
+    transformers' own function for it. The names of classes do not tell: `BartForCausalLM` shifts no labels.
+
+    Args:
+        model: A model of transformers, a module that holds one, or this rank's part of one.
+    """
+    pretrained: Any = pretrained_of(model)
+    if pretrained is None:
+        return f"a {type(model).__name__} is no model of transformers"
+    losses: Any = sys.modules.get("transformers.loss.loss_utils")
+    outside = getattr(model, "_orig_mod", model)  # as torch.compile has it
+    peft: Any = sys.modules.get("peft")
+    is_itself = outside is pretrained or isinstance(outside, Stages)
+    if not is_itself and (peft is None or not isinstance(outside, peft.PeftModel)):
+        return f"a {type(outside).__name__} holds a {type(pretrained).__name__} and may compute its own"
+    code = inspect.unwrap(type(pretrained).forward).__code__
+    kind = type(pretrained).__name__
+    if pretrained.config.is_encoder_decoder or "loss_function" not in code.co_names:
+        return f"{kind} computes its own"
+    if {"shift_logits", "shifted_logits"} & set(code.co_varnames):
+        return f"{kind} moves its logits before"
+    if getattr(pretrained.config, "z_loss_coefficient", None):
+        return f"{kind} adds {pretrained.config.z_loss_coefficient} of a z-loss"
+    own = pretrained.loss_function  # over tensor ranks, par-layers' own in its place, which says what it does
+    shifts: bool = own is losses.ForCausalLMLoss
+    if not getattr(own, "shifts", shifts):
+        return f"{kind} computes {getattr(own, '__name__', 'its own')}"
+    return None
+
+
 class CausalModel:
     """What a causal language model of transformers is called with, and its loss: a sum over the tokens that count.
 

@@ -1,5 +1,6 @@
 """Sequences that are cut over ranks: which models know of it, and how batches are cut."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from par_layers import Context, LayerSet
 
 from ..data.packing import IGNORED
-from .existing import TOKENS, next_labels, pretrained_in
+from .existing import TOKENS, next_labels, pretrained_in, unlike_causal
 from .stages import Stages
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -25,13 +26,21 @@ def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, t
         trained: Whether it has an optimizer.
 
     Raises:
-        ValueError: Its attention cannot be replaced, its heads cannot be shared out, or it drops activations.
+        ValueError: Its attention cannot be replaced, its heads cannot be shared out, it drops activations, or its own
+            loss is not the causal one.
     """
     for pretrained in pretrained_in(model) if context.ranks > 1 else ():
         context.check_transformers(pretrained)
         heads = getattr(pretrained.config.get_text_config(), "num_attention_heads", None)
         if isinstance(heads, int) and heads % tensor_ranks == 0:  # else cutting it over tensor ranks is refused
             context.check_heads(heads // tensor_ranks)
+        takes_labels = "labels" in inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
+        other = unlike_causal(pretrained) if takes_labels else None
+        if other is not None:  # its labels would be shifted where its rows are cut
+            raise ValueError(
+                f"sequence={context.ranks}: batches that are cut have labels of the next token, and {other}; set the "
+                "axis to 1, or use a causal model, or one without a head and a loss of your own"
+            )
         dropped = _first_dropout(pretrained) if trained else ""
         if dropped:
             raise ValueError(
