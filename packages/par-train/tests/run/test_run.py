@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_checkpoint import inspect
 from par_train import Run, Strategy
 from par_train.run import run as run_module
+from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
+from par_train.run.records import Records
 from par_train.run.stop import SIGNALS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -335,6 +337,49 @@ def test_lines_have_means_and_counts_of_all_data_ranks_and_go_to_trackers(tmp_pa
         assert said.getvalue().count("Tracker.log() failed at step 4 and gets no more lines") == 1
     else:
         assert (good.lines, bad.lines) == ([], [])
+
+
+class Failing:
+    """A tracker by name that cannot begin, as without a key."""
+
+    def __init__(self, beginning):
+        raise ConnectionError("no key")
+
+
+@pytest.mark.ranks(2)
+def test_run_tracker_that_cannot_begin_raises_on_every_rank(tmp_path, monkeypatch):
+    loop = Loop()
+    loop.train(tmp_path, until=1)
+    monkeypatch.setitem(trackers_module._KNOWN, "wandb", (("json",), Failing))
+    with pytest.raises((ConnectionError, ValueError), match="no key"):
+        Loop().train(tmp_path, until=2, overwrite=True, trackers=["wandb"])
+    dist.barrier()
+    assert steps_of(tmp_path) == [1]  # the run that was to be replaced is still there
+    assert len(lines_of(tmp_path)) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("step", [2, 4], ids=["between", "last"])
+def test_run_records_that_cannot_be_written_raise_on_every_rank(tmp_path, monkeypatch, step):
+    def write(records, line):
+        if line["step"] == step:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(Records, "write", write)
+    with pytest.raises((OSError, ValueError), match="no space left"):
+        Loop().train(tmp_path, until=4)
+
+
+@pytest.mark.ranks(2)
+def test_run_picture_that_cannot_be_drawn_raises_on_every_rank(tmp_path, monkeypatch):
+    def draw(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(run_module, "draw_load", draw)
+    with pytest.raises((OSError, ValueError), match="no space left"):
+        Loop().train(tmp_path, until=1)
+    dist.barrier()
+    assert steps_of(tmp_path) == [1]
 
 
 @pytest.mark.ranks(1)

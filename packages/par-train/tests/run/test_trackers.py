@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from par_train import Run, Strategy
+from par_train.run.files import RunFiles
 from par_train.run.trackers import check_trackers, make_trackers
 
 WANDB = """
@@ -49,8 +50,8 @@ def services(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def follow(trackers, folder, lines=((1, 2.5), (2, 2.0))):
-    made = make_trackers(trackers, folder, {"precision": "fp32"})
+def follow(trackers, folder, lines=((1, 2.5), (2, 2.0)), **keywords):
+    made = make_trackers(trackers, folder, {"precision": "fp32"}, **keywords)
     for step, loss in lines:
         for tracker in made:
             tracker.log({"loss": loss}, step)
@@ -71,6 +72,29 @@ def test_services_get_lines_under_one_id_also_when_a_run_goes_on(tmp_path):
     assert [call[1]["run_id"] for call in calls if call[0] == "start"] == [None, "xyz"]
     assert [call for call in calls if call[0] == "params"] == [("params", {"precision": "fp32"})]
     assert calls[-1] == ("end",)
+
+
+@pytest.mark.usefixtures("services")
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_services_of_a_replaced_run_begin_a_new_one(tmp_path, name):
+    follow([name], tmp_path)
+    follow([name], tmp_path, replaces=True)
+    begun = [call[1] for call in sys.modules[name].calls if call[0] in ("init", "start")]
+    assert [call.get("id", call.get("run_id")) for call in begun] == [None, None]
+    make_trackers([], tmp_path, {}, replaces=True)  # a run without trackers: a later one must not continue the old one
+    assert not list(tmp_path.glob("*-id.txt"))
+    follow([name], tmp_path)
+    RunFiles(tmp_path).clear()
+    assert not list(tmp_path.glob("*-id.txt"))
+
+
+@pytest.mark.usefixtures("services")
+def test_trackers_that_have_begun_are_closed_if_one_fails(tmp_path, monkeypatch):
+    sys.modules.pop("mlflow", None)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    with pytest.raises(AttributeError):
+        make_trackers(["wandb", "mlflow"], tmp_path, {})
+    assert sys.modules["wandb"].calls[-1] == ("finish",)
 
 
 class Writer:
@@ -121,6 +145,8 @@ def test_tensorboard_goes_on_where_the_lines_end_and_shows_texts(tmp_path, monke
         (["tensorbord"], "unknown tracker 'tensorbord'; known ones: tensorboard, wandb, mlflow"),
         (["wandb"], "the tracker 'wandb' needs the package wandb; install it"),
         ([7], "which has no log"),
+        ("wandb", r"trackers='wandb': it must be a list .*; pass trackers=\['wandb'\]"),
+        (SimpleNamespace(log=print), r"it must be a list of names and objects; pass trackers=\[tracker\]"),
     ],
 )
 def test_what_cannot_be_is_said_in_words(trackers, words, monkeypatch):
@@ -134,8 +160,9 @@ def test_every_rank_hears_of_an_unknown_tracker_before_anything_is_made(tmp_path
     strategy = Strategy()
     linear = torch.nn.Linear(2, 2)
     strategy.initialize(linear, torch.optim.SGD(linear.parameters()))
-    with pytest.raises(ValueError, match="unknown tracker 'x'"), Run(tmp_path / "run", strategy, trackers=["x"]):
-        pass
+    for trackers, words in ((["x"], "unknown tracker 'x'"), ("wandb", r"pass trackers=\['wandb'\]")):
+        with pytest.raises(ValueError, match=words), Run(tmp_path / "run", strategy, trackers=trackers):
+            pass
     dist.barrier()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

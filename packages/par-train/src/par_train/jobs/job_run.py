@@ -92,7 +92,7 @@ class JobRun(Run):
             options.files.folder,
             trainer.strategy,
             checkpoint_every=options.train.checkpoint_every or None,
-            log_every=1,
+            log_every=options.train.steps,  # `after_step` writes the lines
             trackers=options.trackers,
             profile=options.profile or None,
             diagnose=options.diagnose or None,

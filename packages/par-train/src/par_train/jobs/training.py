@@ -21,7 +21,7 @@ from par_precision import MixedOptimizer, Step
 from .._errors import TrainingError, UserError
 from ..data.shares import data_axes, share
 from ..run.metrics import load_of
-from ..run.stop import SIGNALS
+from ..run.stop import FAILED, SIGNALS
 from ..strategy.strategy import Strategy
 from .checkpoint import Origin, TrainingState
 from .options import Options, TrainOptions, learning_rate
@@ -246,11 +246,12 @@ class Training(ABC):
 
     def _agree(self, loss: Tensor, count: Tensor | float, outcome: Step, signal: int) -> StepResult:
         """The mean loss over all targets, and whether any rank was asked to leave."""
-        asked = [float(signal == each) for each in SIGNALS]
+        numbers = (FAILED, *SIGNALS)
+        asked = [float(signal == each) for each in numbers]
         sums = torch.tensor([0.0, 0.0, *asked], dtype=torch.float64, device=self.device)
         sums[1] = count
         sums[0] = torch.where(sums[1] > 0, loss * sums[1], 0.0)  # the mean over no target is not a number
-        dist.all_reduce(sums)  # sum over the world, shape (2 + signals,); the ranks of a replica have the same numbers
+        dist.all_reduce(sums)  # sum over the world, shape (2 + numbers,); the ranks of a replica have the same numbers
         total, targets, *asked = sums.tolist()
         mean = total / targets if targets else 0.0
         if not math.isfinite(mean):
@@ -258,7 +259,7 @@ class Training(ABC):
                 f"the loss became {mean} at step {self.step}{_on_ranks(loss)}; lower train.learning_rate "
                 f"{self.options.peak_learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
             )
-        agreed = next((number for number, count in zip(SIGNALS, asked, strict=True) if count), 0)
+        agreed = next((number for number, count in zip(numbers, asked, strict=True) if count), 0)
         norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
         routers = self.strategy.router_metrics(self.model) if self.has_routers else {}
         said = {name: float(value) for name, value in routers.items()}

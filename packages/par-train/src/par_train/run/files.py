@@ -75,6 +75,11 @@ class RunFiles:
         """The file whose lock keeps two runs apart. It belongs to no run, and stays."""
         return self.folder / ".par-train.lock"
 
+    @property
+    def identities(self) -> dict[str, Path]:
+        """By the name of a tracker, the file with the id under which its service continues this run."""
+        return {name: self.folder / f"{name}-id.txt" for name in ("wandb", "mlflow")}
+
     def present(self) -> list[Path]:
         """The files and folders that a run has left."""
         pictures = (self.curve, self.load, self.measured, self.predicted)
@@ -88,7 +93,13 @@ class RunFiles:
         return sorted(str(path.parent.relative_to(self.folder)) for path in found)
 
     def clear(self) -> None:
-        """Removes the run, and nothing else that lies in the folder."""
+        """Removes the run, the ids that its trackers have noted, and nothing else that lies in the folder."""
+        self.clear_records()
+        for note in self.identities.values():
+            note.unlink(missing_ok=True)
+
+    def clear_records(self) -> None:
+        """Removes the run, but not what trackers have noted, which may be a new run's already."""
         for path in self.present():
             if path.is_dir():
                 shutil.rmtree(path)

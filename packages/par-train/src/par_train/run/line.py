@@ -1,20 +1,40 @@
-"""What a loop logs between two lines of metrics, added up where it lies, so that no step waits for a number."""
+"""What a loop logs between two lines of metrics, added up on its device, so that no step waits for a number."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from par_groups import agree
+
 Value = Tensor | float | int
 """A number, or a tensor with one element, on any device."""
+
+
+@dataclass(kw_only=True)
+class _Sum:
+    """What was logged under one name: the sum, the number of values, and whether one of them was floating-point."""
+
+    total: Value = 0
+    times: int = 0
+    floating: bool = False
+
+    def add(self, number: Value, *, floating: bool) -> None:
+        # A sum is new memory: the caller may overwrite the given tensor, as a CUDA graph does.
+        if floating and not self.floating:
+            self.floating = True
+            self.total = self.total.double() if isinstance(self.total, Tensor) else float(self.total)
+        self.total = self.total + (number.double() if self.floating and isinstance(number, Tensor) else number)
+        self.times += 1
 
 
 class Gathered:
     """Sums of what was logged since the last line.
 
-    A floating-point value is averaged, an integer counts something and is added up: over steps and data ranks.
+    A floating-point value is averaged, an integer counts something and is added up: over steps and data ranks. Ranks
+    may log different names. They keep one table of all names, so that each name has the same place in their sums.
 
     Args:
         device: The device on which the ranks communicate.
@@ -23,11 +43,8 @@ class Gathered:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self._device, self._group = device, group
-        self._means: dict[str, tuple[Value, int]] = {}  # sum, and how often
-        self._counts: dict[str, Value] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._means or self._counts)
+        self._sums: dict[str, _Sum] = {}
+        self._is_mean: dict[str, bool] = {}  # the table: identical on all ranks of the group, as is its order
 
     def add(self, values: Mapping[str, Value]) -> None:
         """Adds the values of a step. Nothing is copied to the host.
@@ -44,37 +61,46 @@ class Gathered:
                     raise ValueError(f"log() was given {name} of shape {tuple(given.shape)}; give one number: its mean")
                 number = given.detach().reshape(())
                 number = number.double() if given.is_floating_point() else number.long()
-                self._add(name, number, floating=given.is_floating_point())
+                self._sums.setdefault(name, _Sum()).add(number, floating=given.is_floating_point())
             elif isinstance(given, int | float):
-                self._add(name, given, floating=isinstance(given, float))
+                self._sums.setdefault(name, _Sum()).add(given, floating=isinstance(given, float))
             else:
                 raise TypeError(f"log() was given {name} as a {type(given).__name__}; give a number or a tensor of one")
 
-    def _add(self, name: str, number: Value, *, floating: bool) -> None:
-        # A sum is new memory: what was given may be overwritten, as by a CUDA graph.
-        if floating:
-            total, times = self._means.get(name, (0.0, 0))
-            self._means[name] = total + number, times + 1
-        else:
-            self._counts[name] = self._counts.get(name, 0) + number
-
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Means and counts over the steps and the data ranks, and begins anew.
+        """Means and counts over the steps and the data ranks, and begins anew. Collective over the data group.
 
-        All-reduce of two numbers a mean and one a count over the data group, in fp64. It waits for the device.
+        All-reduce of two numbers a name, in fp64, in front of which a number says whether a rank has something new: a
+        name that is not in the table, or a floating-point value for a count. The ranks then agree on a new table, and
+        reduce again. It waits for the device.
         """
-        numbers: list[Value] = [number for total, times in self._means.values() for number in (total, times)]
-        numbers += self._counts.values()
-        sums: Any = [_on(number, self._device) for number in numbers]
-        sums = torch.stack(sums) if sums else torch.zeros(0, device=self._device)
-        if dist.get_world_size(self._group) > 1 and numbers:
-            dist.all_reduce(sums, group=self._group)
-        found = iter(sums.tolist())
-        means = {name: next(found) / next(found) for name in self._means}
-        counts = {name: round(next(found)) for name in self._counts}
-        self._means, self._counts = {}, {}
+        news = any(
+            name not in self._is_mean or each.floating > self._is_mean[name] for name, each in self._sums.items()
+        )
+        found = self._reduced(news)
+        if found[0]:
+            said = agree(None, {name: each.floating for name, each in self._sums.items()}, self._group)
+            for each in said.values():
+                for name, floating in each.items():
+                    self._is_mean[name] = self._is_mean.get(name, False) or floating
+            found = self._reduced(news)
+        means: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for (name, is_mean), total, times in zip(self._is_mean.items(), found[1::2], found[2::2], strict=True):
+            if times and is_mean:
+                means[name] = total / times
+            elif times:
+                counts[name] = round(total)
+        self._sums = {}
         return means, counts
 
-
-def _on(number: Value, device: torch.device) -> Tensor:
-    return torch.as_tensor(number, dtype=torch.float64, device=device)
+    def _reduced(self, news: bool) -> list[float]:
+        """Whether a rank has news, then sum and number of values for each name of the table, over the data ranks."""
+        none = _Sum()
+        sums = [self._sums.get(name, none) for name in self._is_mean]
+        numbers: list[Value] = [news, *(number for each in sums for number in (each.total, each.times))]
+        packed = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self._device) for each in numbers])
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(packed, group=self._group)
+        found: list[float] = packed.tolist()
+        return found

@@ -61,5 +61,8 @@ class Records:
         self._metrics.close()
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
-            if hasattr(tracker, "close"):
-                tracker.close()
+            try:
+                if hasattr(tracker, "close"):
+                    tracker.close()
+            except Exception as error:  # as in `write`: what follows is the last checkpoint
+                say(f"par-train: {type(tracker).__name__}.close() failed: {error!r}", sys.stderr)

@@ -27,7 +27,7 @@ from .output import say
 from .profile import Profile
 from .progress import make_progress
 from .records import Records, Tracker
-from .stop import LEAVE, Stop, StoppedEarly, exit_code, following_torchrun
+from .stop import FAILED, LEAVE, Stop, StoppedEarly, exit_code, following_torchrun
 from .trackers import check_trackers, make_trackers
 from .vote import Vote
 
@@ -132,7 +132,9 @@ class Run:
         self._tiers, self._copies = tiers, copies
         self._root = self.files.checkpoints if tiers is None else Path(self.files.checkpoints.name)
         self._checkpoint_every, self._keep_last, self._async = checkpoint_every, keep_last, async_
-        self._log_every, self._trackers, self._progress = log_every, trackers, progress
+        self._log_every, self._progress = log_every, progress
+        is_list = isinstance(trackers, Iterable) and not isinstance(trackers, str)
+        self._trackers = list(trackers) if is_list else trackers  # else `_check` raises, on every rank
         self._save_options = save_options
         self._stop = Stop()
         self._lock: Lock | None = None
@@ -306,22 +308,31 @@ class Run:
         return (own if root.absolute() == own.absolute() else root), found
 
     def _begin(self, until: int) -> None:
-        """What was in the folder, and does not belong to this run, goes; rank 0 opens the records."""
+        """What was in the folder, and does not belong to this run, goes; rank 0 opens the records. Collective.
+
+        Trackers begin first: if one cannot, all ranks raise, and the run that was to be replaced is still there.
+        """
         earlier: list[dict[str, float]] = []
+        trackers: list[Tracker] = []
+        with together("the trackers", None):
+            if self.strategy.is_master:
+                if not self._fresh:
+                    truncate_metrics(self.files.metrics, self.step)
+                facts = self._place.facts
+                trackers = make_trackers(self._trackers, self.files.folder, facts, replaces=self._fresh)
         if self._fresh and self._tiers is not None:
             self.strategy.clear_tiers(self._root, tiers=self._tiers)
-        if self.strategy.is_master:
-            self.files.forget_dumps()
-            if self._fresh:
-                self.files.clear()
-            else:
-                truncate_metrics(self.files.metrics, self.step)
-                earlier = read_metrics(self.files.metrics)
-            if self._lock is not None:
-                self._lock.note(note_of(BEGUN))
-            progress = make_progress(until, self.step) if self._progress else None
-            trackers = make_trackers(self._trackers, self.files.folder, self._place.facts)
-            self._records = Records(self.files, progress, trackers)
+        with together("the records", None):
+            if self.strategy.is_master:
+                self.files.forget_dumps()
+                if self._fresh:
+                    self.files.clear_records()
+                else:
+                    earlier = read_metrics(self.files.metrics)
+                if self._lock is not None:
+                    self._lock.note(note_of(BEGUN))
+                progress = make_progress(until, self.step) if self._progress else None
+                self._records = Records(self.files, progress, trackers)
         last = earlier[-1] if earlier else {}
         self._totals = {name: value for name, value in last.items() if isinstance(value, int)}
         self._began = self._written = time.monotonic() - last.get("seconds", 0.0)
@@ -348,7 +359,7 @@ class Run:
         if until < 1:
             raise UserError(f"until is {until}; give the number of steps at which training ends, 1 or more")
         if not self._asked:
-            self._asked = self._agree()
+            self._asked = self._agree_to_go_on()
         if not self._asked:
             self._begin(until)
         while self.step < until and not self._asked:
@@ -356,7 +367,7 @@ class Run:
             for batch in self._timed(batches):
                 yield batch
                 self.step += 1
-                self._asked = self._agree()
+                self._asked = self._agree_to_go_on()
                 if self.step >= until or self._asked:
                     break
                 if self._checkpoint_every and self.step % self._checkpoint_every == 0:
@@ -393,8 +404,16 @@ class Run:
             yield batch
 
     def _agree(self) -> int:
-        """The signal that any rank got, `LEAVE`, or 0: the same on every rank."""
+        """The signal that any rank got, `LEAVE`, `FAILED` or 0: the same on every rank."""
         return self._vote.cast(self._stop.signal)
+
+    def _agree_to_go_on(self) -> int:
+        """As `_agree`; raises on every rank if any rank has failed to write records."""
+        asked = self._agree()
+        if asked == FAILED:
+            problem, self._stop.problem = self._stop.problem, None
+            agree(problem, None, None)
+        return asked
 
     def leave(self) -> None:
         """Asks to leave after this step, saved, as a signal does. One rank suffices. For early stopping."""
@@ -408,16 +427,17 @@ class Run:
     # What is written
 
     def log(self, **values: Value) -> None:
-        """Adds numbers to the next line of metrics. Call it on all ranks, with the same names.
+        """Adds numbers to the next line of metrics. Ranks may log different names, in any order.
 
         Nothing waits for the device before a line is due. In the line stand the step, the values, the seconds so far,
         and for each count its number a second, such as `tokens_per_second`.
 
         Args:
-            **values: Numbers, or tensors of one element. A floating-point value is averaged over the steps of the line
-                and the data ranks. An integer, such as `tokens=inputs.numel()`, counts something: the line has what
-                all data ranks have counted since training began. Where a sequence is cut, `strategy.context.ranks`
-                times the number of this rank's tokens are counted.
+            **values: Numbers, or tensors of one element. The line has the mean of all floating-point values that rank
+                0's data ranks have logged under a name since the last line. An integer, such as
+                `tokens=inputs.numel()`, counts something: the line has what all data ranks have counted since training
+                began. A name that a rank gives an integer and a floating-point value is a mean. Where a sequence is
+                cut, `strategy.context.ranks` times the number of this rank's tokens are counted.
 
         Raises:
             ValueError, TypeError: A value that is not one number, or the name of something that every line has.
@@ -426,10 +446,10 @@ class Run:
         self._place.note(values)
 
     def _write_line(self) -> None:
-        if not self._gathered:
-            return
         self._clock.enter(self.step, "log")
-        means, counts = self._gathered.take()
+        means, counts = self._gathered.take()  # also where this rank has logged nothing: another one may have
+        if not means and not counts:
+            return
         now, before = time.monotonic(), self._written
         self._written = now
         for name, count in counts.items():
@@ -446,8 +466,12 @@ class Run:
             line: `step`, `seconds`, and other numbers by name; `expert_load` may be each expert's tokens by the mean, a
                 list for each router by name.
         """
-        if self._records is not None:
+        if self._records is None:
+            return
+        try:
             self._records.write(line)
+        except Exception as error:  # such as a full disk: all ranks raise it when the step has ended
+            self._stop.fail(error)
 
     def _remedy(self, resume: str) -> str:
         """What to do where a checkpoint cannot be written: an earlier one is still there, unless this is the first."""
@@ -499,10 +523,13 @@ class Run:
     def _end(self, until: int) -> None:
         """Leaves everything saved. Collective."""
         self._write_line()
+        with together("the records", None):
+            if self._stop.problem is not None:
+                raise self._stop.problem
+            if self._records is not None:
+                self._records.close()
         if self._profile is not None:
             self._profile.end()
-        if self._records is not None:
-            self._records.close()
         if self._saved != self.step:
             self._save()  # which waits for those before it, in the first tier
         if self._on_their_way and self._lock is not None:
@@ -510,9 +537,10 @@ class Run:
         self._arrive()
         if self._lock is not None:
             self._lock.note(note_of(SAVED))
-        if self._records is not None:
-            self._records = None
-            self._finish(until)
+        with together("the end of the run", None):
+            if self._records is not None:
+                self._records = None
+                self._finish(until)
 
     def _finish(self, until: int) -> None:
         """Draws the curve, and says why the run has ended early. On rank 0."""
@@ -539,5 +567,7 @@ class Run:
                 self._diagnosis.__exit__(*(None, None, None) if told else (kind, error, trace))
             if self._records is not None:
                 self._records.close()
+            if error is None and self._stop.problem is not None:  # the loop was left before the ranks agreed on it
+                raise self._stop.problem
         finally:
             self._held.close()  # signal handlers are put back, the lock is let go

@@ -23,6 +23,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LEAVE = 128
 """Stands, where a signal's number could, for a program that asks itself to leave."""
 
+FAILED = 129
+"""Stands there for a rank that cannot go on, and has an error that all ranks should raise."""
+
 _PATIENCE = 30.0
 
 
@@ -39,14 +42,24 @@ class StoppedEarly(Exception):  # noqa: N818 - nothing has failed
 
 
 class Stop:
-    """What this rank was asked for; `signal` is 0 until then. `training` says whether the loop has begun."""
+    """What this rank was asked for; `signal` is 0 until then. `training` says whether the loop has begun.
+
+    Attributes:
+        problem: What this rank has failed with, for all ranks to raise after the step; None if nothing has failed.
+    """
 
     signal: int = 0
     training: bool = False
+    problem: Exception | None = None
 
     def ask(self, number: int) -> None:
         """Asks to leave as that signal does. The first one counts."""
         self.signal = self.signal or number
+
+    def fail(self, problem: Exception) -> None:
+        """Asks to leave with an error on all ranks, whatever was asked for before. The first one counts."""
+        self.problem = self.problem or problem
+        self.signal = FAILED
 
     @contextmanager
     def caught(self) -> Iterator[None]:

@@ -3,31 +3,48 @@
 import importlib
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import UserError
+from .files import RunFiles
 from .metrics import read_metrics
 
 if TYPE_CHECKING:
     from .records import Tracker  # which imports torch: names are checked before
 
 
-class _TensorBoard:
-    """Writes event files that TensorBoard shows; a run that goes on hides what came after its checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class _Beginning:
+    """What a tracker begins with.
 
     Args:
-        folder: Their folder.
-        run: The name of the run; the folder has it already.
-        facts: What the run was told, by name.
+        files: The files of the run.
+        facts: The options of the run, by name.
+        replaces: Whether the run replaces the one whose records the folder has, instead of continuing it.
     """
 
-    def __init__(self, folder: Path, run: str, facts: Mapping[str, str]) -> None:
+    files: RunFiles
+    facts: Mapping[str, str]
+    replaces: bool
+
+    def known(self, tracker: str) -> str | None:
+        """The id under which that tracker's service continues the run; None for a new run."""
+        note = self.files.identities[tracker]
+        return note.read_text(encoding="utf-8").strip() if note.exists() and not self.replaces else None
+
+
+class _TensorBoard:
+    """Writes event files that TensorBoard shows; a run that goes on hides what came after its checkpoint."""
+
+    def __init__(self, beginning: _Beginning) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and may be missing
 
-        del run, facts
-        lines, events = read_metrics(folder / "metrics.jsonl"), folder / "tensorboard"
+        lines = [] if beginning.replaces else read_metrics(beginning.files.metrics)
+        events = beginning.files.folder / "tensorboard"
         if not lines:
             shutil.rmtree(events, ignore_errors=True)  # of a run that was replaced
         self._writer = SummaryWriter(events, purge_step=lines[-1]["step"] + 1 if lines else None)
@@ -48,19 +65,13 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases; offline where WANDB_MODE says so. It goes on under the id that the folder keeps.
+    """A run of Weights & Biases; offline where WANDB_MODE says so. It goes on under the id that the folder keeps."""
 
-    Args:
-        folder: The folder of the run.
-        run: Its name.
-        facts: What it was told, by name.
-    """
-
-    def __init__(self, folder: Path, run: str, facts: Mapping[str, str]) -> None:
+    def __init__(self, beginning: _Beginning) -> None:
         wandb = importlib.import_module("wandb")
-        note = folder / "wandb-id.txt"
-        self._run = wandb.init(dir=str(folder), name=run, config=dict(facts), id=_noted(note), resume="allow")
-        note.write_text(str(self._run.id), encoding="utf-8")
+        folder, known, facts = beginning.files.folder, beginning.known("wandb"), dict(beginning.facts)
+        self._run = wandb.init(dir=str(folder), name=folder.name, config=facts, id=known, resume="allow")
+        beginning.files.identities["wandb"].write_text(str(self._run.id), encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Takes a line."""
@@ -72,22 +83,15 @@ class _WeightsAndBiases:
 
 
 class _MLflow:
-    """A run of MLflow, kept where MLFLOW_TRACKING_URI says. It goes on under the id that the folder has noted.
+    """A run of MLflow, kept where MLFLOW_TRACKING_URI says. It goes on under the id that the folder has noted."""
 
-    Args:
-        folder: The folder of the run.
-        run: Its name.
-        facts: What it was told, by name.
-    """
-
-    def __init__(self, folder: Path, run: str, facts: Mapping[str, str]) -> None:
+    def __init__(self, beginning: _Beginning) -> None:
         self._client: Any = importlib.import_module("mlflow")
-        note = folder / "mlflow-id.txt"
-        known = _noted(note)
-        self._run = self._client.start_run(run_id=known, run_name=None if known else run)
-        note.write_text(str(self._run.info.run_id), encoding="utf-8")
+        files, known = beginning.files, beginning.known("mlflow")
+        self._run = self._client.start_run(run_id=known, run_name=None if known else files.folder.name)
+        files.identities["mlflow"].write_text(str(self._run.info.run_id), encoding="utf-8")
         if known is None:
-            self._client.log_params({name: value[:250] for name, value in facts.items()})
+            self._client.log_params({name: value[:250] for name, value in beginning.facts.items()})
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Takes a line."""
@@ -98,12 +102,7 @@ class _MLflow:
         self._client.end_run()
 
 
-def _noted(note: Path) -> str | None:
-    """The id of a run that goes on, as its folder keeps it; None for a new run."""
-    return note.read_text(encoding="utf-8").strip() if note.exists() else None
-
-
-_KNOWN: Mapping[str, tuple[tuple[str, ...], Callable[[Path, str, Mapping[str, str]], Any]]] = {
+_KNOWN: Mapping[str, tuple[tuple[str, ...], Callable[[_Beginning], Any]]] = {
     "tensorboard": (("tensorboard", "tensorboardX"), _TensorBoard),
     "wandb": (("wandb",), _WeightsAndBiases),
     "mlflow": (("mlflow",), _MLflow),
@@ -111,8 +110,11 @@ _KNOWN: Mapping[str, tuple[tuple[str, ...], Callable[[Path, str, Mapping[str, st
 """By name: the modules of which one must be installed, and what makes the tracker."""
 
 
-def check_trackers(trackers: Sequence["Tracker | str"]) -> None:
+def check_trackers(trackers: Iterable["Tracker | str"]) -> None:
     """Raises UserError for a name that is unknown, or whose package is not installed; imports none of them."""
+    if isinstance(trackers, str) or not isinstance(trackers, Iterable):
+        given = repr(trackers) if isinstance(trackers, str) else "tracker"
+        raise UserError(f"trackers={trackers!r}: it must be a list of names and objects; pass trackers=[{given}]")
     for tracker in trackers:
         if not isinstance(tracker, str):
             if not callable(getattr(tracker, "log", None)):
@@ -128,14 +130,34 @@ def check_trackers(trackers: Sequence["Tracker | str"]) -> None:
             raise UserError(f"the tracker {tracker!r} needs the package {modules[0]}; install it, or leave it out")
 
 
-def make_trackers(trackers: Sequence["Tracker | str"], folder: Path, facts: Mapping[str, str]) -> list["Tracker"]:
-    """The trackers, those by name begun. On rank 0.
+def make_trackers(
+    trackers: Sequence["Tracker | str"], folder: Path, facts: Mapping[str, str], *, replaces: bool = False
+) -> list["Tracker"]:
+    """Begins the trackers that are given by name, and returns all. On rank 0.
 
     Args:
         trackers: Objects with `log(values, step)`, and names.
         folder: The folder of the run.
-        facts: What the run was told, by name.
+        facts: The options of the run, by name.
+        replaces: Whether the run replaces the one whose records the folder has, instead of continuing it.
+
+    Raises:
+        Exception: Whatever a tracker raises that cannot begin; those that have begun are closed.
     """
-    return [
-        _KNOWN[tracker][1](folder, folder.name, facts) if isinstance(tracker, str) else tracker for tracker in trackers
-    ]
+    beginning = _Beginning(files=RunFiles(folder), facts=facts, replaces=replaces)
+    made: dict[int, Tracker] = {}
+    with ExitStack() as begun:
+        # TensorBoard comes last: it removes the events of a replaced run, which stay if a service cannot begin.
+        for place in sorted(range(len(trackers)), key=lambda place: trackers[place] == "tensorboard"):
+            tracker = trackers[place]
+            if isinstance(tracker, str):
+                own = _KNOWN[tracker][1](beginning)
+                begun.callback(own.close)
+                made[place] = own
+            else:
+                made[place] = tracker
+        begun.pop_all()  # `Records` closes them
+    for name, note in beginning.files.identities.items():
+        if replaces and name not in trackers:
+            note.unlink(missing_ok=True)  # else a later run would continue the replaced one there
+    return [made[place] for place in range(len(trackers))]

@@ -20,7 +20,7 @@ from par_precision import MixedOptimizer
 
 from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
-from ..data.randomness import seed_number
+from ..data.randomness import gather_states, restore_states, seed_number
 from ..data.shares import data_axes, replica_axes
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
@@ -692,7 +692,7 @@ class Strategy(Setup):
         """
         self._check_open()
         positions = [position.state_dict() for _, position in self._loaders]
-        state = {"steps": self._steps, "loaders": positions}
+        state = {"steps": self._steps, "loaders": positions, "random": gather_states(self.groups.rank(self.data_axes))}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
         return save_run(self._checkpoints_of(Root.of(root, tiers, copies, keep_last)), state, step, keywords)
 
@@ -764,6 +764,8 @@ class Strategy(Setup):
             for (reference, position), saved in zip(self._loaders, state["loaders"], strict=True):
                 loader = reference()
                 (position if loader is None else loader).load_state_dict(saved)
+            if "random" in state:  # which older checkpoints lack
+                restore_states(state["random"], self.groups.rank(self.data_axes))
         return step
 
     def close(self) -> None:
