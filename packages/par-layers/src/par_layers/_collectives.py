@@ -165,6 +165,24 @@ def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
 
 
+def copy_last_to(x: Tensor, group: dist.ProcessGroup, last: int) -> Tensor:
+    """Identity; backward: all-reduce of the last features, and identity of those before them.
+
+    One function of the whole tensor, so that autograd's graph says that the gradient is whole from here on.
+
+    Args:
+        x: Any tensor, alike on all ranks.
+        group: The ranks that take part.
+        last: Number of last features whose gradient is partial on each rank.
+    """
+
+    def backward(g: Tensor) -> Tensor:
+        before, partial = g.split([g.shape[-1] - last, last], dim=-1)
+        return torch.cat([before, finish(start_all_reduce(partial.contiguous(), group))], dim=-1)
+
+    return _pair(x, lambda t: t.view_as(t), backward)
+
+
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; backward: identity. For where a cut region ends in partial sums.
 

@@ -67,7 +67,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the beginning of the names of its classes, and what its config says beside `TEXT`."""
 
-FURTHER = {"gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48}), "roberta": ("Roberta", NO_DROPOUT)}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48}),
+    "roberta": ("Roberta", NO_DROPOUT),
+    "glm 4.7 flash": ("Glm4MoeLite", LATENT),
+}
 """Families whose plans `compare` proves."""
 
 

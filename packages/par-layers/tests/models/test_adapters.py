@@ -7,9 +7,9 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import PartialGradients, parallel_of, parallelize
-from par_testing import for_each
+from par_testing import assert_equal_to_one_device, for_each
 
-from .helpers import assert_steps_equal, close, labels, live, make, stays_wide, tokens
+from .helpers import TEXT, assert_steps_equal, close, labels, live, make, stays_wide, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
 pytest.importorskip("transformers", minversion="5.4")
@@ -116,7 +116,8 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
         "an embedding, a head or experts": {"target_modules": ["lm_head"]},
         "an embedding, a head or": {"target_modules": ["embed_tokens"]},
         "with DoRA": {"use_dora": True},
-        r"\(modules_to_save\); leave that out": {"modules_to_save": ["lm_head"]},
+        "'lm_head' is trained whole beside its adapters .* but the plan cuts it": {"modules_to_save": ["lm_head"]},
+        "trains some rows of the embedding.*remove trainable_token_indices": {"trainable_token_indices": [3, 99]},
     }
     with live() as groups:
         for message, options in bad.items():
@@ -127,12 +128,47 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
         )
         with pytest.raises(TypeError, match="an adapter of the kind Linear, which cannot be cut; LoRA can"):
             parallelize(scaled, groups)
+        prompts = {
+            "adds keys and values for all heads": (
+                peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+            ),
+            "'model.layers.1.self_attn' is AdaptedAttention": peft.AdaptionPromptConfig(
+                task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1
+            ),
+        }
+        for message, config in prompts.items():
+            model = peft.get_peft_model(make("llama"), config)
+            before = sum(parameter.numel() for parameter in model.parameters())
+            with pytest.raises(TypeError, match=message):
+                parallelize(model, groups)
+            assert sum(parameter.numel() for parameter in model.parameters()) == before
         cut = parallelize(make("llama"), groups)
         with pytest.raises(ValueError, match="came after this model was cut"):
             parallelize(adapted("llama", model=cut), groups)
         cut = parallelize(adapted("llama"), groups)
         with pytest.raises(RuntimeError, match="save_pretrained would write this rank's part"):
             cut.save_pretrained(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_a_classifier_whose_head_peft_trains_whole_equals_one_device():
+    """peft adds the head of a classifier to modules_to_save by itself; the plan has no rule for that."""
+    transformers = pytest.importorskip("transformers")
+
+    def classifier():
+        torch.manual_seed(0)
+        model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TEXT, num_labels=3)).double()
+        return adapted("llama", model=model, task_type="SEQ_CLS", target_modules=["q_proj", "down_proj"])
+
+    for sequence in (False, True):
+        with live(sequence_parallel=sequence) as groups, stays_wide():
+            whole, cut = classifier(), parallelize(classifier(), groups)
+            for model in (whole, cut):
+                model(input_ids=tokens(), labels=torch.tensor([0, 2])).loss.backward()
+            PartialGradients(cut, groups).handle_gradient()
+            assert cut.score.modules_to_save["default"].weight.grad is not None
+            reason = "fp64 sums in another order; rotary frequencies are fp32 on both sides"
+            assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
 
 
 @pytest.mark.ranks(2)

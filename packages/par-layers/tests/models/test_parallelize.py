@@ -485,7 +485,7 @@ def test_ranks_that_disagree():
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed():
-    backend = limited_backend("allreduce", "allgather", "_allgather_base")
+    backend = limited_backend("allreduce", "broadcast", "allgather", "_allgather_base")
     tensor = {"size": 2, "mode": "1d", "sequence_parallel": True}
     with ProcessGroups(Topology.from_config({"tensor": tensor}, 2), backend=backend) as groups:
         model = make()

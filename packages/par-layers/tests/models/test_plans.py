@@ -1,11 +1,13 @@
 """Plans, and what is refused: pure, no ranks."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from par_groups import Topology
 from par_layers import Column, Partial, Row, SplitExperts, Vocabulary, cuts, register_plan, register_style
@@ -160,6 +162,69 @@ def test_a_linear_that_multiplies_in_its_own_way():
     model.up = Quantised(8, 16)
     with pytest.raises(TypeError, match="'up': Quantised multiplies in its own way"):
         cuts(model, ranks(), plan=PAIR)
+
+
+def pruned(linear):
+    prune.l1_unstructured(linear, "weight", 0.5)
+
+
+COMPUTED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "spectral_norm, by hooks": nn.utils.spectral_norm,
+    "pruned": pruned,
+}
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+@pytest.mark.parametrize("name", ["up", "table"])
+def test_a_weight_that_is_computed_is_refused(way, name):
+    model = nn.ModuleDict({"up": nn.Linear(8, 16), "table": nn.Embedding(16, 8)})
+    COMPUTED[way](model[name])
+    with pytest.raises(TypeError, match=f"'{name}': its weight is computed, as by weight_norm.*use 'replicate'"):
+        cuts(model, ranks(), plan={name: "colwise" if name == "up" else Vocabulary()})
+    other = "table" if name == "up" else "up"
+    found = cuts(model, ranks(), plan={other: "colwise" if other == "up" else Vocabulary()})
+    own = [path for path in found if path.startswith(name)]  # it stays whole, whatever its tensors are called
+    assert own
+    assert all(found[path].boxes[0].size == found[path].shape for path in own)
+
+
+def test_a_weight_of_a_tensor_subclass_is_refused():
+    class Quantised(nn.Parameter):
+        pass
+
+    model = Mlp()
+    model.up.weight = Quantised(torch.zeros(16, 8))
+    with pytest.raises(TypeError, match=r"'up': its weight is a Quantised, and only a plain nn.Parameter can be cut"):
+        cuts(model, ranks(), plan=PAIR)
+
+
+def test_experts_without_a_cut_weight_are_refused():
+    with pytest.raises(TypeError, match="'experts' has the rule 'moe_tp_experts', but no rule cuts a weight inside it"):
+        cuts(packed(4), ranks(), plan={"experts": SplitExperts()})
+
+
+class Latents(nn.Module):
+    """The projections of latent attention: the last features of `down` are keys that every head has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.kv_lora_rank = 2, 6
+        self.down, self.up, self.o = nn.Linear(8, 8), nn.Linear(6, 20), nn.Linear(10, 8)
+
+
+def test_a_style_of_latents_asks_the_module_around_the_linear():
+    plan = {"down": "mla_kv_a_proj", "up": "colwise", "o": "rowwise"}
+    with pytest.raises(ValueError, match=r"'mla_kv_a_proj', but neither a module around it nor the config has"):
+        cuts(Latents(), ranks(), plan=plan)
+    for holder in ("module", "config"):
+        model = Latents()
+        if holder == "module":
+            model.qk_rope_head_dim = 2
+        else:
+            model.config = SimpleNamespace(qk_rope_head_dim=2)
+        assert boxes(model, ranks(), plan)["up.weight"] == [((0, 0), (10, 6), ())]  # one of two heads
 
 
 def test_other_modes_and_models_that_have_no_layers():

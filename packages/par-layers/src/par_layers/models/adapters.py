@@ -61,13 +61,24 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
         TypeError: An adapter is of a kind that cannot be cut.
     """
     found: dict[str, Wrapper] = {}
+    ruled = {owner for name in rules for owner in (name, *names_around(name))}
     for name, module in modules.items():
-        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
-            raise TypeError(f"{name!r} is trained whole beside its adapters (modules_to_save); leave that out")
+        who = type(module).__name__
+        if isinstance(module, nn.Module) and _is_trained_whole(module):
+            if name in ruled or any(owner in rules for owner in names_around(name)):
+                raise TypeError(
+                    f"{name!r} is trained whole beside its adapters (modules_to_save, or the head that peft adds to it "
+                    "for the task_type), but the plan cuts it; remove it from modules_to_save, or use a plan without a "
+                    "rule for it"
+                )
+        elif _is_of_peft(module) and not _is_in_peft(name, modules):
+            raise TypeError(
+                f"{name!r} is {who}, which peft puts around a module without saying what it computes with this rank's "
+                "heads; use LoRA"
+            )
         style = rules.get(name)
         if style is None or not isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
-        who = type(module).__name__
         if isinstance(style, (Vocabulary, SplitExperts, DealtExperts)) or (isinstance(style, Column) and style.gather):
             raise TypeError(
                 f"{name!r} has an adapter ({who}) on an embedding, a head or experts, which cannot be cut; choose "
@@ -81,6 +92,40 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
             raise TypeError(f"{name!r} has an adapter with DoRA, or around a Row that splits its input; use plain LoRA")
         found[name] = Wrapper(name, _names(module, "lora_A"))
     return found
+
+
+def check_prompts(model: nn.Module) -> None:
+    """Makes sure that a PeftModel adds no keys and values of its own to attentions that are going to be cut.
+
+    Args:
+        model: A PeftModel, or any other model.
+
+    Raises:
+        TypeError: It does, as prefix tuning: they are those of all heads, and a rank has some of them.
+    """
+    config = getattr(model, "active_peft_config", None) if base_model(model) is not model else None
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise TypeError(
+            f"this {type(model).__name__} adds keys and values for all heads ({kind}), of which a tensor rank has "
+            "some; use LoRA or prompt tuning"
+        )
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether a module is one that peft has put in the place of a module, other than around a linear or a norm."""
+    return type(module).__module__.startswith("peft.tuners.") and "base_layer" not in module._modules
+
+
+def _is_in_peft(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module is a part of one of peft's."""
+    return any(type(modules[owner]).__module__.startswith("peft.") for owner in names_around(name))
+
+
+def _is_trained_whole(module: nn.Module) -> bool:
+    """Whether peft trains a copy of a module, as of `modules_to_save` and of the head of a classifier."""
+    inside = module._modules
+    return "modules_to_save" in inside and "original_module" in inside
 
 
 def wrapper_around(name: str, wrappers: dict[str, Wrapper]) -> str | None:

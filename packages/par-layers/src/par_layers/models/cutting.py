@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import Box, Sharding, Topology, set_sharding, whole
@@ -105,6 +106,32 @@ def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> Part:
     record = whole(shape, grid.copies(()))
     boxes = tuple(replace(box, sum_over=grid.larger(sum_over)) for box in record.boxes)
     return Part(Sharding(record.shape, boxes), tuple(shape))
+
+
+@torch.no_grad()
+def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives every rank of a group the weights and saved buffers of the first one, before the model is cut.
+
+    Models that were drawn in each process, or in which one rank alone has read a file, would otherwise be put together
+    of parts of different models, and parameters that stay whole would be different copies. One broadcast a tensor.
+
+    Args:
+        model: The whole model, of the same shapes on every rank; tensors on the meta device are left out.
+        group: The ranks.
+        device: Where the group's backend sends from.
+    """
+    tensors: dict[int, Tensor] = {id(each): each for each in model.parameters()}
+    for module in model.modules():
+        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        tensors.update({id(each): each for name in sorted(saved) if (each := module._buffers[name]) is not None})
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors.values():
+        if tensor.is_meta:
+            continue
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, source, group=group)
+        if dist.get_rank() != source and sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..modes.grid import Axes, Grid
 from .hooks import Hook
 from .linear import Logits
-from .regions import is_cut
+from .sequence import CutSequence
 
 
 def check_whole(model: nn.Module) -> None:
@@ -89,25 +89,32 @@ def guard_(model: nn.Module, *, cut_logits: bool) -> None:
 
 
 class ModelEntry(Hook):
-    """The beginning of a forward of the whole model.
+    """The beginning and the end of a forward of the whole model.
 
     Args:
         grid: This rank's place.
         axes: The axes of the tensor group.
         logits: What the head is told; None where it always does the same.
         labels: The position of `labels` among the arguments of the model; None if it has none.
-        sequence: Whether activations between the layers are cut along the sequence.
+        sequence: Says whether activations between the layers are cut along the sequence; None where they never are.
         heads: Whether attentions are cut by heads.
     """
 
     def __init__(
-        self, grid: Grid, axes: Axes, *, logits: Logits | None, labels: int | None, sequence: bool, heads: bool
+        self,
+        grid: Grid,
+        axes: Axes,
+        *,
+        logits: Logits | None,
+        labels: int | None,
+        sequence: CutSequence | None,
+        heads: bool,
     ) -> None:
         super().__init__(grid, axes)
         self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Says whether logits stay cut: where labels come in training.
+        """Says whether logits stay cut, where labels come in training, and whether activations are cut.
 
         Raises:
             ValueError: Hidden states of all layers are asked for, which are cut along the sequence, or the weights of
@@ -116,7 +123,11 @@ class ModelEntry(Hook):
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
             self.logits.cut = module.training and given is not None
-        if self.sequence and is_cut(module) and _is_asked("output_hidden_states", module, kwargs):
+        is_cut = False
+        if self.sequence is not None:
+            self.sequence.begin(module)
+            is_cut = self.sequence.is_cut(module)
+        if is_cut and _is_asked("output_hidden_states", module, kwargs):
             raise ValueError(
                 "output_hidden_states=True gives activations that are cut along the sequence; call model.eval() "
                 "and use torch.no_grad(), or use sequence_parallel=False"
@@ -126,6 +137,14 @@ class ModelEntry(Hook):
                 f"output_attentions=True gives the heads of this rank alone, one of {self.grid.size(self.axes)} ranks; "
                 "ask the whole model on one device for them"
             )
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends what was said for this forward: called alone, the head gives whole logits."""
+        del args, output
+        if self.logits is not None and self.labels is not None:
+            self.logits.cut = False
+        if self.sequence is not None:
+            self.sequence.end(module)
 
 
 def _is_asked(output: str, model: nn.Module, kwargs: dict[str, Any]) -> bool:

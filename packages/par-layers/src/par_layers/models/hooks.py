@@ -5,10 +5,9 @@ Every hook here is an object with a grid, so that a deep copy of a model has the
 
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
-from .._collectives import copy_to, gather_from, reduce_from
+from .._collectives import copy_last_to, copy_to, gather_from, reduce_from
 from ..layers.embedding import check_ids
 from ..modes.grid import Axes, Grid
 
@@ -140,5 +139,4 @@ class LatentOutput(Hook):
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The output unchanged; in backward the gradient of its last features is summed over the ranks."""
         del module, args
-        latent, around = output.split([output.shape[-1] - self.around, self.around], dim=-1)
-        return torch.cat([latent, self.copy(around)], dim=-1)
+        return copy_last_to(output, self.grid.group(self.axes), self.around)

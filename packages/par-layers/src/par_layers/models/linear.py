@@ -30,6 +30,7 @@ from ..modes.product_1d import (
     save_operands,
     weight_gradient,
 )
+from .sequence import CutSequence
 
 
 class Watches(Protocol):
@@ -248,8 +249,8 @@ class AdoptedRow(_Adopted):
     split: bool
     """Whether the input is whole."""
 
-    sequence: bool
-    """Whether the output is cut along the sequence, while a gradient may be asked for."""
+    sequence: CutSequence | None
+    """Says whether the output is cut along the sequence; None where it never is."""
 
     region: Watches | None
     """The region that ends here."""
@@ -262,7 +263,7 @@ class AdoptedRow(_Adopted):
             x = scatter_to(x, group, -1)
         check_features(x, self.in_features // group.size(), Layout(features=self.axes), "a row")
         x, weight, bias, hook = self.operands(x)
-        sequence = self.sequence and (self.training or torch.is_grad_enabled())
+        sequence = self.sequence is not None and self.sequence.is_cut(self)
         if sequence and x.dim() < 3:
             raise ValueError(
                 f"a row is given a tensor of shape {tuple(x.shape)}, and cuts its output along the sequence, which is "

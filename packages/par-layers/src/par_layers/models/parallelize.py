@@ -14,10 +14,11 @@ from ..context.context import Context
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
 from ..modes.layout import Layout
-from .adapters import base_model, wrapper_around
+from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
-from .cutting import Records, keep_part_
+from .cutting import Records, keep_part_, make_alike_
 from .dropout import adopt_dropout_
+from .generation import Generation
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
 from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
@@ -30,6 +31,7 @@ from .plans.plans import Plan, names_around, resolve
 from .plans.styles import Column, Latent, Row, Shared, SplitExperts, Summed, Vocabulary
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
+from .sequence import Begins, CutSequence
 from .survey import RegionPlan, Survey, deals_experts, is_conv1d, survey, survey_planned, tensor_axes
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,6 +92,7 @@ def parallelize(
             raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
         before = parallel_of(inner)
         if before is None:
+            check_prompts(model)
             check_whole(inner)
             found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence))
             digest = _digest(inner, found, logits)
@@ -100,7 +103,7 @@ def parallelize(
     axes = tensor_axes(grid)
     needed: dict[dist.ProcessGroup, list[Collective]] = {}
     if axes:
-        needed[grid.group(axes)] = ["all_reduce", "all_gather"]
+        needed[grid.group(axes)] = ["all_reduce", "all_gather", "broadcast"]
         if found is not None and found.layers is not None:  # activations are cut along the sequence
             needed[grid.group(axes)].append("reduce_scatter")
     if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
@@ -110,6 +113,8 @@ def parallelize(
         for group, collectives in needed.items():
             check_collectives(group, grid.groups.device, collectives, "parallelize")
     if found is not None:
+        if axes and grid.groups is not None:
+            make_alike_(model, grid.group(axes), grid.groups.device)
         _Adoption(inner, layers, found, logits, digest).apply()
         if inner is not model and (axes or found.experts):
             guard_(model, cut_logits=logits == "cut")
@@ -179,7 +184,8 @@ def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Pla
 
 def _digest(model: nn.Module, found: Survey, logits: LogitsLayout) -> str:
     """A hash of what all ranks must have alike."""
-    shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters()]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    shapes = [(name, tuple(each.shape), str(each.dtype), each.is_meta) for name, each in tensors]
     text = repr((shapes, sorted((name, repr(style)) for name, style in found.resolved.rules.items()), logits))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -199,6 +205,11 @@ class _Adoption:
         self.model, self.layers, self.found, self.logits, self.digest = model, layers, found, logits, digest
         self.grid, self.axes = layers.grid, tensor_axes(layers.grid)
         self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.sequence = CutSequence()
+
+    def _sequence_at(self, name: str) -> CutSequence | None:
+        """What says whether activations around a module are cut along the sequence; None where they never are."""
+        return self.sequence if self.found.is_cut_along_sequence(name) else None
 
     def apply(self) -> None:
         gives_logits = self._head()
@@ -264,7 +275,7 @@ class _Adoption:
                     self.axes,
                     transposed=is_conv1d(module),
                     split=style.split,
-                    sequence=self.found.is_cut_along_sequence(name),
+                    sequence=self._sequence_at(name),
                     region=region,
                 )
             elif isinstance(style, Vocabulary):
@@ -309,7 +320,6 @@ class _Adoption:
     # Regions
 
     def _region(self, name: str, plan: RegionPlan) -> Region:
-        sequence = self.found.is_cut_along_sequence(name)
         entry = Entry(self.grid, self.axes) if self.axes and self.found.has_entry(name) else None
         inner = plan.heads and _drops(self.modules[name])
         watched = self.axes and (entry is not None or not plan.closed)
@@ -318,7 +328,7 @@ class _Adoption:
             self.axes,
             name,
             entry=entry,
-            sequence=sequence,
+            sequence=self._sequence_at(name),
             inner_dropout=inner,
             proof=Proof(name, closed=entry is not None) if watched else None,
         )
@@ -327,7 +337,8 @@ class _Adoption:
         for name, region in regions.items():
             module = self.modules[name]
             drops = region.inner_dropout or any(isinstance(child, nn.Dropout) for child in module.modules())
-            if region.entry is None and region.proof is None and not (region.sequence and self.axes) and not drops:
+            gathers = region.sequence is not None and bool(self.axes)
+            if region.entry is None and region.proof is None and not gathers and not drops:
                 continue
             module.register_forward_pre_hook(region.before, with_kwargs=True)
             module.register_forward_hook(region.after)
@@ -348,10 +359,13 @@ class _Adoption:
         if self.found.layers is None:
             return
         stack: Any = self.modules[self.found.layers]
-        first, last = FirstLayer(self.grid, self.axes), LastLayer(self.grid, self.axes)
+        first, last = FirstLayer(self.grid, self.axes, self.sequence), LastLayer(self.grid, self.axes, self.sequence)
+        begins, around = Begins(self.sequence), self.modules[next(names_around(self.found.layers))]
+        around.register_forward_pre_hook(begins.before)  # the layers may be run without the model's head
+        around.register_forward_hook(begins.after, always_call=True)
         stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         for name in self.found.blocks:
-            block = Block(self.grid, self.axes, name)
+            block = Block(self.grid, self.axes, name, self.sequence)
             self.modules[name].register_forward_pre_hook(block.before, with_kwargs=True)
             self.modules[name].register_forward_hook(block.after)
         stack[-1].register_forward_hook(last.after)
@@ -367,7 +381,7 @@ class _Adoption:
                 continue
             region = next((regions[around] for around in names_around(name) if around in regions), None)
             layout = Layout(sequence=self.axes if self.found.is_cut_along_sequence(name) else ())
-            adopt_dropout_(module, self.grid, self.axes, region, layout=layout)
+            adopt_dropout_(module, self.grid, self.axes, region, layout=layout, sequence=self._sequence_at(name))
 
     # The ends of the model
 
@@ -382,13 +396,16 @@ class _Adoption:
         forward = inspect.unwrap(type(self.model).forward)
         names = [name for name in inspect.signature(forward).parameters if name != "self"]
         labels = names.index("labels") if "labels" in names and is_loss_ours and self.logits == "auto" else None
-        sequence = self.found.layers is not None
+        sequence = None if self.found.layers is None else self.sequence
         heads = any(region.heads for region in self.found.regions.values())
-        if self.axes and (labels is not None or sequence or heads):
+        if self.axes and (labels is not None or sequence is not None or heads):
             entry = ModelEntry(self.grid, self.axes, logits=head, labels=labels, sequence=sequence, heads=heads)
             self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
+            self.model.register_forward_hook(entry.after, always_call=True)  # also if the forward raises
         if self.axes or self.found.experts:
             guard_(self.model, cut_logits=self.logits == "cut")
+        if self.axes and self.logits != "cut" and hasattr(type(self.model), "generate"):
+            self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes)
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallel(

@@ -15,6 +15,7 @@ from ..modes.product_1d import SEQUENCE
 from .hooks import Hook
 from .linear import Entry
 from .proof import Proof, is_provable
+from .sequence import CutSequence
 
 
 class Region(Hook):
@@ -25,7 +26,7 @@ class Region(Hook):
         axes: The axes of the tensor group.
         name: The name of the module, for messages.
         entry: What its columns share; None where each of them copies its input for itself.
-        sequence: Whether activations around it are cut along the sequence.
+        sequence: Says whether activations around it are cut along the sequence; None where they never are.
         inner_dropout: Whether code between entry and Row draws random numbers for what is cut over the ranks.
         proof: Looks at the first forward with a gradient; None where nothing can be wrong.
     """
@@ -37,7 +38,7 @@ class Region(Hook):
         name: str,
         *,
         entry: Entry | None,
-        sequence: bool,
+        sequence: CutSequence | None,
         inner_dropout: bool,
         proof: Proof | None,
     ) -> None:
@@ -52,7 +53,7 @@ class Region(Hook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Enters the first tensor, and copies every other one that a gradient may go back to."""
         self.end_inner()  # of a call that raised
-        gathering = self.sequence and is_cut(module)
+        gathering = self.sequence is not None and self.sequence.is_cut(module)
         proving = self.proof is not None and is_provable()
         if self.entry is not None or gathering or proving:
             positional, named = list(args), dict(kwargs)
@@ -156,11 +157,12 @@ class Block(Hook):
         grid: This rank's place.
         axes: The axes of the tensor group.
         name: The name of the module, for messages.
+        sequence: Says whether activations around it are cut along the sequence.
     """
 
-    def __init__(self, grid: Grid, axes: Axes, name: str) -> None:
+    def __init__(self, grid: Grid, axes: Axes, name: str, sequence: CutSequence) -> None:
         super().__init__(grid, axes)
-        self.name = name
+        self.name, self.sequence = name, sequence
         self.rows = torch.Size()  # batch and length of what came in, between the two hooks of one call
 
     def before(
@@ -171,7 +173,7 @@ class Block(Hook):
         Raises:
             ValueError: It is not [B, S/p, ...].
         """
-        if not is_cut(module):
+        if not self.sequence.is_cut(module):
             return args, kwargs
         return _with_first(module, args, kwargs, self.name, self._gathered)
 
@@ -182,7 +184,7 @@ class Block(Hook):
             ValueError: The output is neither.
         """
         del args
-        if not is_cut(module):
+        if not self.sequence.is_cut(module):
             return output
         return of_first(output, self._scattered)
 
@@ -209,7 +211,21 @@ class Block(Hook):
         )
 
 
-class FirstLayer(Hook):
+class _EndOfLayers(Hook):
+    """One end of the layers.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+        sequence: Says whether activations between the layers are cut along the sequence.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes, sequence: CutSequence) -> None:
+        super().__init__(grid, axes)
+        self.sequence = sequence
+
+
+class FirstLayer(_EndOfLayers):
     """Before the first layer, activations are cut along the sequence."""
 
     def before(
@@ -220,7 +236,7 @@ class FirstLayer(Hook):
         Raises:
             ValueError: The sequence does not divide by the ranks.
         """
-        if not is_cut(module):
+        if not self.sequence.is_cut(module):
             return args, kwargs
         return _with_first(module, args, kwargs, "the first layer", self._cut)
 
@@ -234,20 +250,15 @@ class FirstLayer(Hook):
         return scatter_to(x, self.grid.group(self.axes), SEQUENCE)
 
 
-class LastLayer(Hook):
+class LastLayer(_EndOfLayers):
     """After the last layer, activations are whole again."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Gathers along the sequence."""
         del args
-        if not is_cut(module):
+        if not self.sequence.is_cut(module):
             return output
         return of_first(output, lambda x: gather_from(x, self.grid.group(self.axes), SEQUENCE))
-
-
-def is_cut(module: nn.Module) -> bool:
-    """Whether activations are cut along the sequence now: where a gradient may be asked for, recomputation included."""
-    return module.training or torch.is_grad_enabled()
 
 
 def first_tensor(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:

@@ -200,6 +200,10 @@ class _Surveyor:
                 )
             if name in self.modules and isinstance(style, (Column, Row)):
                 _features(self._linear(name), name)
+            if name in self.modules and isinstance(style, Vocabulary):
+                _check_table(self.modules[name], name)
+            if name in self.modules and isinstance(style, SplitExperts) and name not in self.experts:
+                self._check_cut(name)
         regions = {name: self._region(name) for name in self._region_names()}
         blocks = self._blocks(regions)
         layers = self._layers(regions, blocks) if self.sequence and self.axes else None
@@ -233,6 +237,20 @@ class _Surveyor:
                 f"{ranks} ranks; give it the rule 'ep_dispatch_experts' and the config expert=dict(size=..., tensor=1)"
             )
         return is_packed(self.modules[name])
+
+    def _check_cut(self, name: str) -> None:
+        """Makes sure that no weight inside experts stays whole whose output is summed over the ranks.
+
+        Raises:
+            TypeError: No rule of the plan cuts anything there, as where the weight has another name than it had.
+        """
+        inside = f"{name}."
+        if not any(isinstance(rule, (Column, Row)) for path, rule in self.rules.items() if path.startswith(inside)):
+            raise TypeError(
+                f"{name!r} has the rule 'moe_tp_experts', but no rule cuts a weight inside it, so that the sum over "
+                "the ranks would count each output several times; remove what renames its weights, such as a "
+                "parametrization, or pass rules for them"
+            )
 
     def _linear(self, name: str) -> nn.Module:
         """The linear of that name, which adapters may be around."""
@@ -318,6 +336,10 @@ class _Surveyor:
             return style.unit
         module = self.modules.get(_parent(path))
         head = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+        if isinstance(getattr(module, "kv_lora_rank", None), int):  # latent attention: heads of two sizes
+            heads = _first_count(module, None, "num_heads", "num_attention_heads")
+            features = _features(self._linear(path))[0]
+            return features // heads if heads and features % heads == 0 else 1
         if head is None:
             heads = _first_count(module, None, "num_heads", "num_attention_heads")
             width = getattr(module, "hidden_size", None)
@@ -479,9 +501,7 @@ class _Surveyor:
         return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
 
     def _table_part(self, style: Vocabulary, module: nn.Module, parameter: Tensor) -> Part:
-        if not isinstance(module, nn.Embedding):
-            who = type(module).__name__
-            raise TypeError(f"the rule Vocabulary is for an nn.Embedding, but a {who} has it; use 'replicate' there")
+        assert isinstance(module, nn.Embedding)  # noqa: S101 - `_check_table` has looked
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(
                 "an embedding with max_norm, scale_grad_by_freq or sparse=True counts ids that another rank has; leave "
@@ -589,9 +609,52 @@ def _features(module: nn.Module, name: str = "") -> tuple[int, int]:
             else f"the rules Column and Row are for an nn.Linear, and this is a {type(module).__name__}"
         )
         raise TypeError(f"{name!r}: {what}; give it the rule 'replicate', or load the model without that")
+    _check_own_weight(module, name)
     weight: Any = module.weight
     out, inner = weight.shape
     return (inner, out) if is_conv1d(module) else (out, inner)
+
+
+def _check_table(module: nn.Module, name: str) -> None:
+    """Makes sure that the rule Vocabulary is on an embedding whose table can be cut.
+
+    Raises:
+        TypeError: The module is no nn.Embedding, or computes its table.
+    """
+    if isinstance(getattr(module, "token_adapter", None), nn.Module):
+        raise TypeError(
+            f"{name!r} has an adapter of peft that trains some rows of the embedding, which cannot be cut; remove "
+            "trainable_token_indices"
+        )
+    if not isinstance(module, nn.Embedding):
+        raise TypeError(
+            f"{name!r}: the rule Vocabulary is for an nn.Embedding, but a {type(module).__name__} has it; use "
+            "'replicate' there"
+        )
+    _check_own_weight(module, name)
+
+
+def _check_own_weight(module: nn.Module, name: str) -> None:
+    """Makes sure that a module's weight is a parameter of its own, which can be cut.
+
+    A parametrization, such as weight norm or spectral norm, and pruning compute the weight of others, and torch's
+    properties and hooks that do so end when the module becomes a Column or a Row.
+
+    Raises:
+        TypeError: The weight is computed, or is a tensor subclass, such as of quantised numbers.
+    """
+    weight = module._parameters.get("weight")
+    others = module._parameters.keys() - {"weight", "bias"}
+    if weight is None or others:
+        raise TypeError(
+            f"{name!r}: its weight is computed, as by weight_norm, spectral_norm, a parametrization or pruning, and "
+            "cannot be cut; use 'replicate' there, or remove the parametrization before the model is cut"
+        )
+    if type(weight) is not nn.Parameter:
+        raise TypeError(
+            f"{name!r}: its weight is a {type(weight).__name__}, and only a plain nn.Parameter can be cut; use "
+            "'replicate' there"
+        )
 
 
 def _first_count(module: object, config: object, *names: str) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from par_groups import Registry
 
-from .styles import Column, Style, Vocabulary, style_of
+from .styles import Column, DealtExperts, Latent, Row, SplitExperts, Style, Vocabulary, style_of
 
 Rule = str | Style
 Plan = Mapping[str, Rule]
@@ -74,7 +74,7 @@ def resolve(model: nn.Module, plan: str | Plan, *, experts: bool = False) -> Res
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan is {plan!r}; it is 'auto', or a dict such as {{'layers.*.mlp.up': 'colwise'}}")
-        return _resolve_auto(model, experts=experts)
+        return _with_latents(_resolve_auto(model, experts=experts), model)
     names = _names(model)
     rules: dict[str, Style] = {}
     pattern_of: dict[str, str] = {}
@@ -90,7 +90,36 @@ def resolve(model: nn.Module, plan: str | Plan, *, experts: bool = False) -> Res
             rules[name], pattern_of[name] = style_of(rule, names[name], name), pattern
     if not rules:
         raise TypeError("the plan has no rules; give at least one, such as {'layers.*.mlp.up': 'colwise'}")
-    return Resolved(rules, ())
+    return _with_latents(Resolved(rules, ()), model)
+
+
+def _with_latents(resolved: Resolved, model: nn.Module) -> Resolved:
+    """The plan, with the number of features that go around a Column, where a rule leaves it to the config.
+
+    A linear has no config; the attention around it has one, or the number itself.
+
+    Raises:
+        ValueError: Neither says the number.
+    """
+    rules = dict(resolved.rules)
+    for name, style in rules.items():
+        if isinstance(style, Latent) and not style.around:
+            around = next(filter(None, _rope_features(model, name)), 0)
+            if not around:
+                raise ValueError(
+                    f"the rule of {name!r} is 'mla_kv_a_proj', but neither a module around it nor the config has "
+                    "`qk_rope_head_dim`; pass rules with Partial(before=True) for the low-rank projections instead"
+                )
+            rules[name] = Latent(around)
+    return Resolved(rules, resolved.unmatched)
+
+
+def _rope_features(model: nn.Module, name: str) -> Iterator[int]:
+    """What the modules around a linear, from the innermost, and then their configs say of `qk_rope_head_dim`."""
+    holders = [model.get_submodule(path) for path in names_around(name)]
+    for holder in (*holders, *(getattr(each, "config", None) for each in holders)):
+        number = getattr(holder, "qk_rope_head_dim", None)
+        yield number if isinstance(number, int) else 0
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -157,9 +186,16 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
             f"no rule of the plan of {type(model).__name__} matches anything in the model ({', '.join(unmatched)}); "
             "give a plan"
         )
-    for module, style in ((input_embedding(model), Vocabulary()), (output_embedding(model), Column(gather=True))):
-        if module is not None:
-            rules[name_of(module, model)] = style
+    both = ((input_embedding(model), Vocabulary()), (output_embedding(model), Column(gather=True)))
+    ends = {name_of(module, model): style for module, style in both if module is not None}
+    cutting = (Column, Row, SplitExperts, DealtExperts)
+    if not any(isinstance(style, cutting) for name, style in rules.items() if name not in ends):
+        raise TypeError(
+            f"plan='auto': the plan of {type(model).__name__} cuts no layer of the model, only its ends "
+            f"({', '.join(map(repr, ends)) or 'none'}); pass a plan, such as {{'layers.*.mlp.up': 'colwise', "
+            "'layers.*.mlp.down': 'rowwise'}"
+        )
+    rules.update(ends)
     return Resolved(rules, tuple(unmatched))
 
 

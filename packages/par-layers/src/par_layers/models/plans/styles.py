@@ -96,10 +96,10 @@ class Latent(Style):
     """A projection whose last outputs go around the Column that takes the first ones; their gradient is summed.
 
     Args:
-        around: Number of these last outputs.
+        around: Number of these last outputs; 0: the `qk_rope_head_dim` of the module around it, or of the config.
     """
 
-    around: int
+    around: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ _NAMES = {
     "ep_dispatch_experts": DealtExperts(),
     "grouped_gemm": DealtExperts(),
     "moe_identity_expert": Shared(),
+    "mla_kv_a_proj": Latent(),
 }
 for _name, _style in _NAMES.items():
     STYLES.register(_name, _Always(_style))
@@ -228,18 +229,6 @@ for _name, _style in _NAMES.items():
 def _summed(module: nn.Module) -> Style:
     """The sum of what linears give that copy their inputs, or of what the module multiplies by its own weights."""
     return Summed(copies=next(module.parameters(recurse=False), None) is not None)
-
-
-@register_style("mla_kv_a_proj")
-def _latent(module: nn.Module) -> Style:
-    """The number of outputs that go around is the config's, which the module around it has."""
-    around = getattr(getattr(module, "config", None), "qk_rope_head_dim", None)
-    if not isinstance(around, int):
-        raise ValueError(
-            "the style 'mla_kv_a_proj' reads `qk_rope_head_dim` of the module's config, which is not there; give the "
-            "module's parts rules with Partial(before=True) instead"
-        )
-    return Latent(around)
 
 
 def with_unit(style: Column, unit: int) -> Column:

@@ -1,0 +1,120 @@
+"""`generate` of a model that was cut: every tensor rank is asked for the same text, and draws the same tokens."""
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from par_groups import agree, check_alike
+
+from ..modes.grid import Axes, Grid
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class Generation:
+    """In the place of a model's `generate`.
+
+    Every rank runs the loop over tokens itself, and each forward sums up what the ranks have. So ranks that draw other
+    tokens, or that end at another token, would add up parts of different texts, or wait for each other forever.
+
+    Args:
+        model: The model.
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, axes: Axes) -> None:
+        self.model, self.grid, self.axes = model, grid, axes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """That of the copied model."""
+        return type(self)(copy.deepcopy(self.model, memo), self.grid, self.axes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's class generates, drawn from the generator of the first tensor rank.
+
+        Raises:
+            ValueError: The ranks were given different prompts or options; on every rank.
+        """
+        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+        configs = [getattr(self.model, "generation_config", None), kwargs.get("generation_config")]
+        asked = _digest([args, kwargs, [None if each is None else vars(each) for each in configs]])
+        said = agree(None, (asked, _states(device)), self.grid.group(self.axes))
+        check_alike(
+            {rank: text for rank, (text, _) in said.items()},
+            "prompts or options of generate()",
+            remedy="pass every rank of a tensor group the same",
+            show=False,
+        )
+        (_, states), *_ = said.values()
+        with _drawing_from(states, device):
+            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _digest(value: Any) -> str:
+    """A hash of what can be compared between ranks: numbers, texts and tensors; of other objects their class."""
+    digest = hashlib.sha256()
+    for each in _leaves(value):
+        if isinstance(each, Tensor):
+            digest.update(f"{each.dtype} {tuple(each.shape)}".encode())
+            if not each.is_meta:
+                digest.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(each).encode())
+    return digest.hexdigest()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key)
+            yield from _leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        yield len(value)
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, (Tensor, *_PLAIN)):
+        yield value
+    else:
+        yield type(value).__qualname__
+
+
+def _states(device: torch.device) -> tuple[bytes, ...]:
+    """The states of torch's generators for the CPU and for a device."""
+    return tuple(bytes(generator.get_state().tolist()) for generator in _generators(device))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        generators.append(torch.get_device_module(device).default_generators[index])
+    return generators
+
+
+@contextmanager
+def _drawing_from(states: tuple[bytes, ...], device: torch.device) -> Iterator[None]:
+    """A context: inside, torch's generators have the states of another rank.
+
+    Where they had these states already they go on from where they are afterwards, as on that rank, so that ranks that
+    draw alike still do. Other ones get their own states back.
+    """
+    own = _states(device)
+    if own == states:
+        yield
+        return
+    _set_states(states, device)
+    try:
+        yield
+    finally:
+        _set_states(own, device)
+
+
+def _set_states(states: tuple[bytes, ...], device: torch.device) -> None:
+    for generator, state in zip(_generators(device), states, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())

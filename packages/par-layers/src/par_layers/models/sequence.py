@@ -1,0 +1,78 @@
+"""Whether activations between the layers are cut along the sequence, which the beginning of a forward decides."""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class CutSequence:
+    """The decision of one forward of a model, which all hooks and Rows inside the model follow.
+
+    Activations are cut wherever a gradient may be asked for: in training, and where autograd records. A layer that
+    decided by its own mode would see whole activations as cut ones when its mode differs from the model's, as that of
+    a frozen layer in `eval()` or of a dropout that stays on.
+    """
+
+    def __init__(self) -> None:
+        self._cut: bool | None = None  # None outside of a forward of the model
+        self._decided_by: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it holds something while a forward runs alone."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def begin(self, module: nn.Module) -> None:
+        """Decides for the forward of a module, unless a module around it has.
+
+        Args:
+            module: The model, or the module that holds the layers and may be called without the model's head.
+        """
+        if self._decided_by is None or self._decided_by is module:
+            self._cut, self._decided_by = _may_need_gradients(module), module
+
+    def end(self, module: nn.Module) -> None:
+        """Ends the decision, if this module's forward has made it."""
+        if self._decided_by is module:
+            self._cut = self._decided_by = None
+
+    def is_cut(self, module: nn.Module) -> bool:
+        """Whether activations are cut now.
+
+        Args:
+            module: The module that asks. Outside of a forward its own mode counts: recomputation for backward runs
+                there, with gradients, as do layers that are called alone.
+        """
+        return _may_need_gradients(module) if self._cut is None else self._cut
+
+
+class Begins:
+    """The hooks of a module in whose forward the layers run.
+
+    Args:
+        sequence: What is decided.
+    """
+
+    def __init__(self, sequence: CutSequence) -> None:
+        self.sequence = sequence
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it knows no module."""
+        return self
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Decides."""
+        del args
+        self.sequence.begin(module)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends the decision."""
+        del args, output
+        self.sequence.end(module)
+
+
+def _may_need_gradients(module: nn.Module) -> bool:
+    return module.training or torch.is_grad_enabled()
