@@ -1,9 +1,11 @@
 """What this package uses of torch that has no public name: the first file to look at when torch moves."""
 
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -39,6 +41,36 @@ def number_of_groups() -> int:
     group meet from this number, so that ranks with different numbers would wait for each other for ever.
     """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def let_gloo_workers_finish(timeout: float = 1.0) -> None:
+    """Wait until gloo's worker threads have released the tensors of their last collectives.
+
+    In torch 2.13 `Work.wait()` returns before the worker thread releases the tensors, and the release needs the GIL. A
+    worker that requests the GIL while the interpreter finalizes ends the process with "terminate called without an
+    active exception", exit code -6. A process group that any object still references keeps its workers, so
+    `destroy_process_group` does not end them. torch offers nothing to wait for: the kernel's state of the threads,
+    which are called "pt_gloo_runloop", is read instead.
+
+    Args:
+        timeout: Seconds after which this returns although a worker still runs, such as one whose peer has died.
+    """
+    tasks, end, asleep = Path("/proc/self/task"), time.monotonic() + timeout, 0
+    while asleep < 2 and time.monotonic() < end:
+        time.sleep(0.001)  # without the GIL, which a worker may be waiting for
+        if not tasks.exists():
+            return
+        asleep = asleep + 1 if all(map(_sleeps, tasks.glob("*/stat"))) else 0
+
+
+def _sleeps(stat: Path) -> bool:
+    """Return whether a thread is none of gloo's workers, or sleeps, or has ended."""
+    try:
+        text = stat.read_text()
+    except OSError:
+        return True
+    name, _, state = text.partition("(")[2].rpartition(") ")
+    return not name.startswith("pt_gloo") or state.startswith("S")
 
 
 @contextmanager

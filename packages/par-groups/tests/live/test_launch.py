@@ -1,6 +1,8 @@
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -293,3 +295,30 @@ def test_a_rank_without_a_device_is_told_how_many_there_are(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(ValueError, match="local rank 3 has no device: this machine has 1 of type cuda"):
         launch(device="cuda")
+
+
+@pytest.mark.parametrize("end", ["environment.close()", ""], ids=["closed", "left to exit"])
+def test_launch_program_exits_cleanly_after_collectives(end, free_port):
+    """Four starts: without the wait, most of them abort on a loaded machine."""
+    program = f"""
+import torch, torch.distributed as dist
+from par_groups import launch
+environment = launch()
+group = dist.new_group()
+for _ in range(50):
+    dist.all_reduce(torch.ones(1000), group=group)
+{end}
+"""
+    for _ in range(2):
+        variables = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=variables | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        errors = [each.communicate()[1] for each in started]
+        assert [each.returncode for each in started] == [0, 0], errors

@@ -1,5 +1,6 @@
 """Starting torch.distributed from what a launcher left in the environment."""
 
+import atexit
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._torch_private import let_gloo_workers_finish
 from .environment import Launch, read_environment
 
 _LONGEST = timedelta(minutes=30)
@@ -58,9 +60,15 @@ class Environment:
         return self.rank == 0
 
     def close(self) -> None:
-        """Ends torch.distributed if `launch` started it; a second call does nothing."""
+        """End torch.distributed if `launch` started it. A second call does nothing.
+
+        `launch` registers this call with `atexit`: a program that ends without it would abort now and then, because
+        gloo's worker threads outlive the interpreter.
+        """
         if self.started and dist.is_initialized():
             dist.destroy_process_group()
+            let_gloo_workers_finish()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> "Environment":
         return self
@@ -132,7 +140,7 @@ def launch(
         device_id=chosen if chosen.type != "cpu" else None,
         store=_meeting_point(place, longest),
     )
-    return Environment(
+    environment = Environment(
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
@@ -142,6 +150,8 @@ def launch(
         launcher=place.launcher,
         started=True,
     )
+    atexit.register(environment.close)
+    return environment
 
 
 def accelerator_type() -> str | None:
