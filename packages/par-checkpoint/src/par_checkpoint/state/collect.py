@@ -25,6 +25,7 @@ from ..plan.claims import Entry, key_of, name_of
 from .conversion import Convert, checked
 from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
 from .optimizer import Naming, OptimizerState, optimizer_state
+from .quantised import check_cast
 from .transformers import conversion_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what torch's BatchNorm calls its buffers
@@ -120,6 +121,9 @@ def collect(
     elif stem == "model":  # under another name the files hold something else, such as an adapter, named as it is
         convert = conversion_of(model, shapes)
 
+    if dtype is not None:
+        dtypes = {names_on_disk[name]: tensor.dtype for name, tensor in found.tensors.items()}
+        check_cast(dtypes, list(names_on_disk.values()), dtype)
     entries: list[Entry] = []
     samples: Samples = []
     for name, tensor in found.tensors.items():

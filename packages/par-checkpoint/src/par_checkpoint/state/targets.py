@@ -30,6 +30,7 @@ from .model import (
     unwrapped,
 )
 from .optimizer import MASTER, Naming, Packed, other_kind, other_slots, slot_sharding
+from .quantised import Scales, is_float8, quantised
 from .transformers import conversion_of
 
 Places = Mapping[str, Place]
@@ -79,6 +80,7 @@ class Targets:
     resized: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     same: list[tuple[str, str]] = field(default_factory=list)
+    _scales: Scales | None = None
 
     def match(
         self, places: Places, key: str, sharding: Sharding, tensor: torch.Tensor, cast_to: torch.dtype | None = None
@@ -109,6 +111,10 @@ class Targets:
                 self.missing.append(name)
             return
         self.used.add(key)
+        if is_float8(place.dtype) and place.dtype != tensor.dtype and (scales := self._scales_of(name, places)):
+            self.used.update(key_of(section_of(key), scale) for scale in scales)
+            self.mismatched.append(quantised(name, scales))
+            return
         may_cast = cast_to == tensor.dtype and tensor.is_floating_point() and place.dtype.is_floating_point
         has_shape = tuple(place.shape) == tuple(sharding.shape)
         if not has_shape or (place.dtype != tensor.dtype and not may_cast):
@@ -122,6 +128,12 @@ class Targets:
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
         self.pending.append(Target(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
+
+    def _scales_of(self, name: str, places: Places) -> list[str]:
+        """The scales of a tensor in the files; all of these are looked through once."""
+        if self._scales is None:
+            self._scales = Scales(places)
+        return self._scales.of(name)
 
 
 def model_targets(

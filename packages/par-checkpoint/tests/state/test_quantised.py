@@ -1,0 +1,69 @@
+"""Float8 tensors that have scales: their values are codes, and no cast may take them for numbers."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import par_checkpoint as pc
+from par_checkpoint.state.quantised import Scales
+from par_checkpoint.tools.cli import main
+
+SCALES = ["weight_scale_inv", "weight_scale", "weight.scale", "scale_weight", "weight_scales", "weight._scale"]
+
+
+def publish(folder, scale):
+    """A folder as publishers write it: codes, and a scale under one of the names that are used."""
+    folder.mkdir()
+    tensors = {"weight": torch.full((4, 4), 448.0).to(torch.float8_e4m3fn), "bias": torch.ones(4)}
+    save_file(tensors | ({scale: torch.tensor([0.01])} if scale else {}), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_load_of_scaled_float8_is_refused_or_reported(tmp_path, scale):
+    publish(tmp_path / "a", scale)
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    before = model.weight.detach().clone()
+    with pytest.raises(pc.CheckpointError, match="'weight' is quantised in the files"):
+        pc.load(tmp_path / "a", model=model, dtype=torch.bfloat16)
+    report = pc.load(tmp_path / "a", model=model, dtype=torch.bfloat16, strict=False)
+    assert scale in report.mismatched[0]
+    assert not report.unexpected
+    assert torch.equal(model.weight, before)
+    assert torch.equal(model.bias, torch.ones_like(model.bias))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_convert_of_scaled_float8_to_a_dtype_is_refused(tmp_path, capsys, scale):
+    publish(tmp_path / "a", scale)
+    for to in ("huggingface", "torch", "dcp"):
+        assert main(["convert", str(tmp_path / "a"), str(tmp_path / to), "--dtype", "bfloat16", "--to", to]) == 2
+        assert "is quantised in the files" in capsys.readouterr().err
+        assert not (tmp_path / to).exists()
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "same")]) == 0
+    assert pc.read(tmp_path / "same", "weight").dtype == torch.float8_e4m3fn
+
+
+def test_save_of_scaled_float8_in_a_dtype_is_refused(tmp_path):
+    model = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16: 'w' is quantised .* or leave dtype"):
+        pc.save(tmp_path / "a", model=model, dtype=torch.bfloat16)
+    pc.save(tmp_path / "a", model=model)
+    found = {"w": torch.zeros(2).to(torch.float8_e4m3fn), "w_scale": torch.zeros(1)}
+    pc.load(tmp_path / "a", model=found)
+    assert torch.equal(found["w"].float(), torch.ones(2))
+
+
+def test_load_of_float8_without_a_scale_is_a_cast(tmp_path):
+    publish(tmp_path / "a", "")
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    pc.load(tmp_path / "a", model=model, dtype=torch.bfloat16)
+    assert torch.equal(model.weight.float(), torch.full((4, 4), 448.0))
+
+
+def test_scales_belong_to_their_own_module():
+    scales = Scales(["a.weight_scale", "a.input_scale", "b.gate_up_proj_scale_inv", "logit_scale", "c.weight"])
+    assert scales.of("a.weight") == ["a.weight_scale"]
+    assert scales.of("a.codes") == ["a.weight_scale", "a.input_scale"]
+    assert scales.of("b.gate_up_proj") == ["b.gate_up_proj_scale_inv"]
+    assert scales.of("c.weight") == scales.of("weight") == []
