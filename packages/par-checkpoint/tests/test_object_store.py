@@ -447,6 +447,20 @@ def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
     assert verify(f"{ROOT}/c") == []
 
 
+@pytest.mark.parametrize("unknown", ["ListMultipartUploads", "DeleteObjects"])
+@pytest.mark.parametrize("writer", ["auto", "owner"])
+def test_save_needs_no_request_that_some_stores_lack(store, unknown, writer):
+    store.start(refuse=(unknown,))
+    for seed in range(2):
+        save(f"{ROOT}/lacks", model=weights(seed), overwrite=True, writer=writer, progress=False)
+    found = zeros(weights())
+    load(f"{ROOT}/lacks", model=found)
+    assert_equal(found, weights(1))
+    store.start(refuse=("ListObjectsV2",))
+    with pytest.raises(StoreError, match="the store does not know the request list_objects_v2"):
+        load(f"{ROOT}/lacks", model=found)
+
+
 def swap(server, url, other):
     """Another checkpoint takes the place of the one at a URL, as the end of a save does it."""
     client, prefix = stores.client(server.url), url.removeprefix(f"s3://{stores.BUCKET}/")
@@ -648,7 +662,7 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
     if rank == 0:
         proxy.start(refuse=("UploadPart",))
     dist.barrier()
-    with pytest.raises(OSError, match="not implemented"):
+    with pytest.raises(StoreError, match="cannot put files together from parts"):
         save(url, model=local, layout=layout, overwrite=True, progress=False)
     dist.barrier()
     if rank == 0:

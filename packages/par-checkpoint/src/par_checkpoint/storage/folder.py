@@ -1,6 +1,7 @@
 """What a checkpoint needs of a file system, beside single files, and the choice between a local and a remote one."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
 
     Raises:
         TypeError: A path of bytes.
-        ValueError: A path without a name, such as "/".
+        ValueError: A path without a name, such as "/", or what is left of a URL that pathlib took for a path.
         ImportError: A URL, but fsspec is not installed.
     """
     path = os.fspath(path)
@@ -28,6 +29,7 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
         raise TypeError(f"{path!r} is a path of bytes: give it as str")
     at = at or (lambda _: None)
     if "://" not in path:
+        check_no_url(path)
         return LocalFolder(path, at=at)
     try:
         from .remote import RemoteFolder  # noqa: PLC0415 - fsspec is optional
@@ -36,6 +38,37 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
             raise
         raise ImportError(f"{path} needs fsspec, which is not installed: pip install fsspec") from error
     return RemoteFolder(path, at=at)
+
+
+_SCHEMES = frozenset(
+    {"abfs", "abfss", "adl", "az", "file", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci", "oss"}
+    | {"r2", "s3", "s3a", "s3n", "sftp", "ssh", "wasb", "wasbs", "webhdfs"}
+)
+"""Schemes of URLs that nobody calls a folder by, with a colon behind it."""
+
+
+def check_no_url(path: str) -> None:
+    """Raises ValueError for what pathlib, os.path.normpath and os.path.abspath make of a URL: a local path "s3:/...".
+
+    At the beginning of a path any scheme counts, further on only those of known stores: so a folder whose name ends
+    with a colon can still be named, as "./name:/...".
+    """
+    parts = path.replace("\\", "/").split("/")
+    for number, part in enumerate(parts[:-1]):
+        scheme = part.removesuffix(":")
+        if scheme == part or not _is_scheme(scheme, anywhere=number > 0):
+            continue
+        rest = "/".join(each for each in parts[number + 1 :] if each)
+        raise ValueError(
+            f"path={path!r}: this is a local path, made of the URL '{scheme}://{rest}' by pathlib or os.path; pass "
+            "the URL itself, as a str"
+        )
+
+
+def _is_scheme(text: str, *, anywhere: bool) -> bool:
+    if anywhere:
+        return text.rpartition("::")[2].lower() in _SCHEMES
+    return re.fullmatch("[A-Za-z][A-Za-z0-9+.:-]+", text) is not None  # one letter is a drive
 
 
 def in_tiers(path: str | os.PathLike[str], tiers: Sequence[str | os.PathLike[str]] | None) -> list[str]:
@@ -109,7 +142,7 @@ class Folder(Protocol):
         """Whether anything is there; an empty folder is nothing."""
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in it and in its folder "optimizer"."""
+        """The bytes of every file in it and in the folders that checkpoints have."""
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes begin .. end - 1 of a file, by default all."""

@@ -11,6 +11,7 @@ import io
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from fsspec.asyn import sync  # type: ignore[import-untyped]
@@ -19,7 +20,7 @@ from fsspec.config import conf  # type: ignore[import-untyped]
 from ..._errors import CheckpointError, StoreError
 from ..files import IN_FLIGHT
 from .requests import PAGE
-from .store import Listed, ObjectSource, StreamWriter, missing, persist
+from .store import Listed, ObjectSource, StreamWriter, missing, passes, persist
 
 PART = 8 << 20
 """Bytes of a part, and of the blocks of a file that is written in parts; the first part has the header, too."""
@@ -28,6 +29,8 @@ MOST_PARTS = 10_000
 """Parts of one object at most, on S3."""
 
 _CHUNK = 1 << 20
+_OF_PARTS = ("begin", "create_multipart_upload", "upload_part", "list_parts", "complete_multipart_upload")
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed")  # what S3 calls requests that a store does not know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class Parts:
         number = max(begin - self.head, 0) // self.part
         first = self.head + number * self.part if number else 0
         return number, first, min(self.head + (number + 1) * self.part, self.size)
+
+
+class UnknownRequestError(StoreError):
+    """The store does not know a kind of request."""
 
 
 class S3Store:
@@ -115,8 +122,15 @@ class S3Store:
         bucket, prefix = _split(f"{folder}/")
         keys = [{"Key": prefix + name} for name in names]
         for first in range(0, len(keys), PAGE):
-            order = {"Objects": keys[first : first + PAGE], "Quiet": True}
-            failed = self.call("delete_objects", Bucket=bucket, Delete=order).get("Errors", ())
+            some = keys[first : first + PAGE]
+            try:
+                failed = self.call("delete_objects", Bucket=bucket, Delete={"Objects": some, "Quiet": True}).get(
+                    "Errors", ()
+                )
+            except UnknownRequestError:
+                for each in some:
+                    self.call("delete_object", Bucket=bucket, **each)
+                continue
             if failed:
                 raise StoreError(
                     f"{self._url}: {failed[0]['Key']} cannot be removed ({failed[0].get('Message', 'no reason')}); "
@@ -133,10 +147,10 @@ class S3Store:
                 raise missing(path) from error
         return ObjectSource(path, size, lambda begin, end: S3Range(self.fs.loop, self._ask(path, begin, end)["Body"]))
 
-    def stream(self, path: str) -> "S3StreamWriter":
+    def stream(self, path: str) -> StreamWriter:
         """An object to write from beginning to end, by one rank."""
         with self.told():
-            return S3StreamWriter(self, path)
+            return StreamWriter(self.fs, path, partial(self.told, "begin"))
 
     def begin(self, path: str) -> str:
         """Begins to upload an object in parts; the upload's name."""
@@ -184,11 +198,17 @@ class S3Store:
         self.call("complete_multipart_upload", Bucket=bucket, Key=key, UploadId=upload, MultipartUpload=order)
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Uploads that were begun and never joined: path and name of each whose path begins like this."""
+        """Uploads that were begun and never joined: path and name of each whose path begins like this.
+
+        None where the store cannot list them: they only take room, until a rule of the bucket ends them.
+        """
         bucket, key = _split(prefix)
         marker: dict[str, str] = {}
         while True:
-            page = self.call("list_multipart_uploads", Bucket=bucket, Prefix=key, **marker)
+            try:
+                page = self.call("list_multipart_uploads", Bucket=bucket, Prefix=key, **marker)
+            except UnknownRequestError:
+                return
             for each in page.get("Uploads", ()):
                 if str(each["Key"]).startswith(key):
                     yield f"{bucket}/{each['Key']}", str(each["UploadId"])
@@ -209,12 +229,20 @@ class S3Store:
             StoreError: The store refuses.
             FileNotFoundError: There is no such object, or upload.
         """
-        with self.told():
+        with self.told(method):
             return persist(lambda: self.fs.call_s3(method, **arguments))
 
     @contextlib.contextmanager
     def told(self, doing: str = "") -> Iterator[None]:
-        """Says in words what the store refuses, and what to do."""
+        """Says in words what the store refuses, and what to do.
+
+        Args:
+            doing: The request, as botocore calls it, or "begin" where an object is uploaded in parts.
+
+        Raises:
+            StoreError: The store refuses, or fails.
+            FileNotFoundError: There is no such object, or upload.
+        """
         try:
             yield
         except CheckpointError:
@@ -226,6 +254,8 @@ class S3Store:
                 ) from error
             raise
         except PermissionError as error:
+            if _code(error) in _UNKNOWN:
+                raise self._unknown(doing, error) from error
             raise StoreError(
                 f"{self._url}: the store refuses access ({_code(error)}: {error}); check the credentials, and that "
                 "they may list, read, write and delete there"
@@ -236,13 +266,27 @@ class S3Store:
                     f"{self._url}: there are no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
                     " a profile, or a role"
                 ) from error
-            if doing and isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.EPERM):
-                raise StoreError(
-                    f"{self._url}: the store cannot put files together from parts ({_code(error)}: {error}); allow "
-                    "multipart uploads there, or save with writer='owner' and max_shard_size='40MB', which writes each "
-                    "file in one request"
-                ) from error
-            raise
+            if passes(error):
+                raise  # it is asked again
+            if _code(error) in _UNKNOWN or (isinstance(error, OSError) and error.errno == errno.ENOSYS):
+                raise self._unknown(doing, error) from error
+            raise StoreError(
+                f"{self._url}: the store fails in {doing or 'get_object'} ({_code(error)}: {error}); set what it asks "
+                "for, or use another store"
+            ) from error
+
+    def _unknown(self, doing: str, error: Exception) -> StoreError:
+        """The error for a kind of request that the store does not answer."""
+        if doing in _OF_PARTS:
+            return StoreError(
+                f"{self._url}: the store cannot put files together from parts ({_code(error)}: {error}); allow "
+                "multipart uploads there, or save with writer='owner' and max_shard_size='40MB', which writes each "
+                "file in one request"
+            )
+        return UnknownRequestError(
+            f"{self._url}: the store does not know the request {doing or 'get_object'} ({_code(error)}: {error}); "
+            "use a store that does"
+        )
 
     def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> Mapping[str, Any]:
         """Asks for an object or a range of it: the answer, whose body is yet to come."""
@@ -322,29 +366,6 @@ class S3PartsWriter:
     def abort(self) -> None:
         """Drops what was not sent."""
         self._begun.clear()
-
-
-class S3StreamWriter(StreamWriter):
-    """An object that one rank streams, see `StreamWriter`; what the store refuses is said in words.
-
-    Args:
-        store: The bucket.
-        path: The object.
-    """
-
-    def __init__(self, store: S3Store, path: str) -> None:
-        super().__init__(store.fs, path)
-        self._told = store.told
-
-    def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes the view at byte `begin`, which must be the current end."""
-        with self._told("begin"):
-            super().write_at(begin, view)
-
-    def finish(self) -> None:
-        """Closes the file, which uploads what is left."""
-        with self._told("begin"):
-            super().finish()
 
 
 def client_options(scheme: str) -> dict[str, Any]:

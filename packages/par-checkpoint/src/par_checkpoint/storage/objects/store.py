@@ -8,14 +8,15 @@ import contextlib
 import errno
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from ..._errors import CorruptError, StoreError
+from ..._errors import CheckpointError, CorruptError, StoreError
 from ..files import Source, Writer
 
 Value = TypeVar("Value")
@@ -28,6 +29,12 @@ _PASSING = (errno.EIO, errno.EBUSY, errno.EAGAIN, getattr(errno, "EREMOTEIO", er
 
 _PASSING_NAMES = ("HTTPClientError", "IncompleteReadError", "ResponseStreamingError", "FlexibleChecksumError")
 """Errors of botocore: a connection in trouble, and bodies that are too short or not what the store says of them."""
+
+_NOT_THERE = ("ResourceNotFoundError", "NoSuchBucket", "NotFound")
+"""Errors of clients that are no FileNotFoundError, where one lists what is in no bucket."""
+
+_OF_BUCKETS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "r2", "s3", "s3a", "tos", "wasb", "wasbs"})
+"""Protocols of stores whose paths begin with a bucket or a container."""
 
 
 class Listed(NamedTuple):
@@ -91,29 +98,38 @@ class FsspecStore:
 
     joins = False
 
-    def __init__(self, fs: Any) -> None:
-        self.fs = fs
+    def __init__(self, fs: Any, url: str) -> None:
+        self.fs, self._url = fs, url
 
     def objects(self, folder: str) -> dict[str, Listed]:
         """Every object below a folder, without a tag."""
         self.fs.invalidate_cache()
-        listed = self.fs.find(folder, detail=True)
+        with self.told():
+            try:
+                listed = self.fs.find(folder, detail=True)
+            except FileNotFoundError as error:  # of a folder that is not there, fsspec finds nothing
+                raise self._no_bucket(error) from error
         return {path.removeprefix(folder).lstrip("/"): Listed(int(info["size"]), "") for path, info in listed.items()}
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
         self.fs.invalidate_cache()
-        try:
-            entries = self.fs.ls(folder, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with self.told():
+            try:
+                entries = self.fs.ls(folder, detail=True)
+            except NotADirectoryError:
+                return []
+            except FileNotFoundError:
+                self._check_bucket(folder)
+                return []
         names = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
         return sorted(name.rpartition("/")[2] for name in names)
 
     def get(self, path: str) -> bytes:
         """All bytes of an object."""
         self.fs.invalidate_cache()
-        return bytes(persist(lambda: self.fs.cat_file(path)))
+        with self.told():
+            return bytes(persist(lambda: self.fs.cat_file(path)))
 
     def get_tagged(self, path: str) -> tuple[bytes, str]:
         """All bytes of an object, and no tag: each file system has one of another kind, if it has one."""
@@ -121,8 +137,9 @@ class FsspecStore:
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object."""
-        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.fs.pipe_file(path, data)
+        with self.told(writes=True):
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.fs.pipe_file(path, data)
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
         """Writes an object; on a local disk, where it would be empty for a moment, beside it and renamed."""
@@ -137,7 +154,7 @@ class FsspecStore:
         """Removes objects, and folders that are left empty where there are such things."""
         parents = {folder}
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with self.told(), contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{folder}/{name}")
             parents.update(f"{folder}/{name[:end]}" for end in range(len(name)) if name[end] == "/")
         self.fs.invalidate_cache()
@@ -150,15 +167,70 @@ class FsspecStore:
         """An object to read from."""
         if size is None:
             try:
-                size = int(self.fs.size(path))
+                with self.told():
+                    size = int(self.fs.size(path))
             except FileNotFoundError as error:
                 raise missing(path) from error
-        return ObjectSource(path, size, lambda begin, end: FsspecRange(self.fs, path, begin, end))
+        return ObjectSource(path, size, lambda begin, end: FsspecRange(self, path, begin, end))
 
     def stream(self, path: str) -> "StreamWriter":
         """An object to write from beginning to end."""
-        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        return StreamWriter(self.fs, path)
+        told = partial(self.told, writes=True)
+        with told():
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            return StreamWriter(self.fs, path, told)
+
+    @contextlib.contextmanager
+    def told(self, *, writes: bool = False) -> Iterator[None]:
+        """Says in words what the store refuses, and what to do; each file system has errors of its own.
+
+        Args:
+            writes: Whether an object is written, so that what is not there can only be the bucket.
+
+        Raises:
+            StoreError: The store refuses, or fails.
+            FileNotFoundError: There is no such object.
+        """
+        try:
+            yield
+        except (CheckpointError, FileExistsError, NotADirectoryError, IsADirectoryError, MemoryError):
+            raise
+        except FileNotFoundError as error:
+            if writes and not isinstance(self.fs, LocalFileSystem):
+                raise self._no_bucket(error) from error
+            raise
+        except PermissionError as error:
+            raise StoreError(
+                f"{self._url}: the store refuses access ({error}); set the credentials, and allow to list, read, write "
+                "and delete there"
+            ) from error
+        except Exception as error:
+            if passes(error) or (isinstance(error, OSError) and isinstance(self.fs, LocalFileSystem)):
+                raise  # it is asked again, or is an error of the disk, such as that it is full
+            if type(error).__name__ in _NOT_THERE:
+                raise self._no_bucket(error) from error
+            raise StoreError(
+                f"{self._url}: the store fails ({type(error).__name__}: {error}); see what it asks for, or use another"
+            ) from error
+
+    def _check_bucket(self, folder: str) -> None:
+        """Raises StoreError where not the folder is missing, but what it is in: a bucket, a container, a share.
+
+        A folder that is not there yet is listed as empty, however deep one looks; what is in no bucket is not. Stores
+        of objects know no folders, so the first name of a path there is the bucket.
+        """
+        try:
+            self.fs.find(folder, maxdepth=1)
+            if _protocols(self.fs) & _OF_BUCKETS:
+                self.fs.ls(folder.lstrip("/").partition("/")[0], detail=False)
+        except FileNotFoundError as error:
+            raise self._no_bucket(error) from error
+
+    def _no_bucket(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"{self._url}: there is no such bucket, container or share ({error}); create it, or use the name and the "
+            "endpoint of one that exists"
+        )
 
 
 class Range(Protocol):
@@ -174,12 +246,13 @@ class Range(Protocol):
 class FsspecRange:
     """A range of an object on a file system of fsspec, which is asked for piece by piece, as it is wanted."""
 
-    def __init__(self, fs: Any, path: str, begin: int, end: int) -> None:
-        self._fs, self._path, self._at, self._end = fs, path, begin, end
+    def __init__(self, store: FsspecStore, path: str, begin: int, end: int) -> None:
+        self._store, self._path, self._at, self._end = store, path, begin, end
 
     def fill(self, view: memoryview) -> int:
         """Asks for as many bytes as the view has."""
-        data = self._fs.cat_file(self._path, start=self._at, end=self._at + len(view))
+        with self._store.told():
+            data = self._store.fs.cat_file(self._path, start=self._at, end=self._at + len(view))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -268,23 +341,31 @@ class RangedSource:
 
 
 class StreamWriter:
-    """An object that one rank streams from beginning to end, see `Writer`."""
+    """An object that one rank streams from beginning to end, see `Writer`.
 
-    def __init__(self, fs: Any, path: str) -> None:
-        self._path, self._end = path, 0
+    Args:
+        fs: The file system.
+        path: The object.
+        told: A context that says in words what the store refuses.
+    """
+
+    def __init__(self, fs: Any, path: str, told: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._path, self._end, self._told = path, 0, told
         self._file: Any = fs.open(path, "wb")
 
     def write_at(self, begin: int, view: memoryview) -> None:
         """Writes the view at byte `begin`, which must be the current end."""
         if begin != self._end:
             raise ValueError(f"{self._path} is written from beginning to end: byte {begin} cannot follow {self._end}")
-        self._file.write(view)
+        with self._told():
+            self._file.write(view)
         self._end += len(view)
 
     def finish(self) -> None:
         """Closes the file, which uploads what is left."""
         file, self._file = self._file, None
-        file.close()
+        with self._told():
+            file.close()
 
     def abort(self) -> None:
         """Closes the file without caring for its bytes; after `finish` it does nothing."""
@@ -366,6 +447,12 @@ def passes(error: Exception) -> bool:
     # What the libraries of HTTP raise of their own is no OSError, and none of them need be installed.
     names = {base.__name__ for base in type(error).__mro__}
     return type(error).__module__.partition(".")[0] == "aiohttp" or not names.isdisjoint(_PASSING_NAMES)
+
+
+def _protocols(fs: Any) -> set[str]:
+    """The schemes of a file system of fsspec."""
+    protocol = getattr(fs, "protocol", ())
+    return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
 def missing(path: str) -> CorruptError:
