@@ -46,12 +46,68 @@ def test_files_are_copied_byte_for_byte(folder, tmp_path):
     assert found["notes.txt"] == b"\r\nmine"
     assert json.loads(found["config.json"]) == {"model_type": "mine"}
     assert verify(tmp_path / "c") == []
+    load(tmp_path / "c", model={"w": torch.zeros(3)}, verify="full")
     (tmp_path / "c/tokenizer.json").write_bytes(b"edited")
-    assert verify(tmp_path / "c") == []
+    assert verify(tmp_path / "c", deep=False) == []
     load(tmp_path / "c", model={"w": torch.zeros(3)})
     (tmp_path / "c/tokenizer.json").unlink()
     [wrong] = verify(tmp_path / "c")
     assert "tokenizer.json is missing, but was saved with the weights" in wrong
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json"])
+def test_verify_full_finds_a_flipped_bit_beside_the_tensors(folder, tmp_path, name):
+    (folder / "generation_config.json").write_bytes(b'{"a": 1}')
+    save(
+        tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder, folder / "generation_config.json"], config={"b": 2}
+    )
+    path = tmp_path / "c" / name
+    path.write_bytes(path.read_bytes().replace(b"1", b"3").replace(b"2", b"0"))
+    [wrong] = verify(tmp_path / "c")
+    assert f"{name} is not what was saved, but edited or damaged" in wrong
+    into = {"w": torch.zeros(3)}
+    with pytest.raises(
+        CheckpointError, match=r"edited or damaged.*Nothing was changed; verify='auto' loads all the same"
+    ):
+        load(tmp_path / "c", model=into, verify="full")
+    assert into["w"].tolist() == [0.0] * 3
+    load(tmp_path / "c", model=into)
+
+
+def test_a_folder_stands_for_all_of_its_tokenizer(tmp_path):
+    names = ["source.spm", "dict.txt", "bpe.codes", "emoji.json", "my_vocab_of_2027.json", "a.tiktoken", "x.model"]
+    others = ["trainer_state.json", "all_results.json", "config.json", "model.safetensors.index.json", "README.md"]
+    folder, template = tmp_path / "t", "additional_chat_templates/tool_use.jinja"
+    (folder / template).parent.mkdir(parents=True)
+    for name in (*names, *others, template, "run.log"):
+        (folder / name).write_text(name)
+    with pytest.warns(UserWarning, match=r"of which all_results\.json, run\.log, trainer_state\.json are not known"):
+        save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder])
+    assert files_of(tmp_path / "c").keys() == {*names, "model.safetensors", "par_checkpoint.json"}
+    assert (tmp_path / "c" / template).read_text() == template
+    assert verify(tmp_path / "c") == []
+    save(tmp_path / "c", model={"w": torch.ones(3)}, overwrite=True)
+    assert (tmp_path / "c" / template).read_text() == template, "it is carried over"
+    assert {"source.spm", "dict.txt", "bpe.codes", "emoji.json", "a.tiktoken"} <= files_of(tmp_path / "c").keys()
+
+
+def test_a_dangling_link_among_the_assets_is_refused(folder, tmp_path):
+    (folder / "vocab.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"vocab\.json', where there is no file"):
+        save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder])
+
+
+@pytest.mark.parametrize("root", ["memory://beside-of-a-store", "copies"])
+def test_chat_templates_reach_every_kind_of_place(tmp_path, root):
+    (tmp_path / "t/additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "t/additional_chat_templates/a.jinja").write_text("a")
+    (tmp_path / "t/my.json").write_text("{}")
+    more = {"tiers": [tmp_path / "near", tmp_path / "far"], "copies": 1} if root == "copies" else {}
+    name = "c" if more else f"{root}/c"
+    for assets in ([tmp_path / "t"], [], []):
+        save(name, model={"w": torch.ones(3)}, assets=assets, overwrite=True, **more).wait()
+        assert verify(tmp_path / "far/c" if more else name) == []
+    load(name, model={"w": torch.zeros(3)}, verify="full", **({"tiers": more["tiers"]} if more else {}))
 
 
 def test_links_are_followed(folder, tmp_path):

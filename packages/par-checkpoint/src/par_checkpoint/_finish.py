@@ -69,8 +69,10 @@ def commit(
     for name, data in small.items():
         staging.write(name, data)
         records[name] = record_of(data, BLOCK)
-    for name, data in content.beside.items():  # which people edit: they have no checksums
+    beside = {}
+    for name, data in content.beside.items():  # which people edit: nothing but `verify` compares their checksums
         staging.write(name, data)
+        beside[name] = record_of(data, BLOCK)
     manifest = Manifest(
         style=noted.style,
         files=records,
@@ -80,7 +82,7 @@ def commit(
         scheduler=content.state.parts["scheduler"],
         extra=content.state.parts["extra"],
         step=noted.step,
-        beside=tuple(content.beside),
+        beside=beside,
         version=__version__,
         generation=staging.generation,
     )

@@ -36,7 +36,7 @@ from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targ
 from .storage.consistent import retry_while_replaced, version_of
 from .storage.folder import Folder, in_tiers, open_folder
 from .storage.outline import Outline, read_outline
-from .storage.verify import check_blocks, check_same
+from .storage.verify import check_beside, check_blocks, check_same
 from .tiers.kept import KeptFolder
 from .tiers.nearest import nearest
 from .transfer.fill import Filling, fill_
@@ -398,6 +398,7 @@ def _load(
         ranks.on_first(lambda: check_same(folder, outline, same))
     if options.verify == "full":
         ranks.agree(lambda: check_blocks(folder, outline, options.threads, _share_of(folder, ranks), wrong))
+        ranks.on_first(lambda: check_beside(folder, outline))
 
     homes = folder.homes if isinstance(folder, KeptFolder) and not folder.is_everywhere(ranks.size) else None
     filling = Filling(
@@ -423,9 +424,14 @@ def _load(
         fill_(of_optimizer, filling)
     if optimizer is not None:
         set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
-    set_scheduler_(into.scheduler, scheduler_state)
-    set_extra_state_(model, outline.objects())
+    ranks.agree(lambda: _set_rest_(into, scheduler_state, outline))  # whose own code may fail on one rank alone
     return report, outline.manifest is not None and options.verify != "off"
+
+
+def _set_rest_(into: _Into, scheduler_state: object, outline: Outline) -> None:
+    """Sets what objects of the caller's take by methods of their own."""
+    set_scheduler_(into.scheduler, scheduler_state)
+    set_extra_state_(into.model, outline.objects())
 
 
 def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets, OptimizerTargets]:

@@ -30,7 +30,7 @@ def manifest(**changes):
         "scheduler": {"$counter": [[1, 2]]},
         "extra": "\ud800ü\n",
         "step": 100,
-        "beside": ("config.json",),
+        "beside": {"config.json": RECORD, "additional_chat_templates/a.jinja": None},
         "version": "0.1.0",
     }
     return Manifest(**{**fields, **changes})

@@ -34,7 +34,7 @@ def manifest_of(generation, files):
             optimizer=None,
             scheduler=None,
             extra=None,
-            beside=("config.json",),
+            beside={"config.json": record_of(generation.removeprefix("generation-").encode(), 1 << 22)},
             generation=generation,
         )
     )

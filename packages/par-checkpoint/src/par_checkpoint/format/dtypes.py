@@ -47,6 +47,11 @@ def safetensors_name(dtype: torch.dtype, of: str) -> str:
     return _NAMES[dtype]
 
 
+def is_dtype(value: object) -> bool:
+    """Whether a value is a dtype that safetensors files hold."""
+    return isinstance(value, torch.dtype) and value in _NAMES
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name in safetensors files.
 

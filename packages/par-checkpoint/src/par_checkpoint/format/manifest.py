@@ -8,7 +8,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from crc32c import crc32c
@@ -31,6 +31,9 @@ GENERATION_CONFIG = "generation_config.json"
 
 OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
 """In torch style, by section: its file."""
+
+OPTIMIZER, TEMPLATES = "optimizer/", "additional_chat_templates/"
+"""The folders in a checkpoint: of the optimizer's files, and of further chat templates of a tokenizer."""
 
 BLOCK = 4 << 20
 """Bytes of a block: what is checksummed, written and read as one."""
@@ -82,8 +85,8 @@ class Manifest:
         scheduler: State of the scheduler, or a list of states; None without one.
         extra: What the caller gave as `extra`.
         step: The training step, if the caller gave one.
-        beside: Files that people edit, such as config.json and a tokenizer's: they were saved, too, but have no record
-            in `files`.
+        beside: Files that people edit, such as config.json and a tokenizer's, by name: what was saved, or None where an
+            earlier version has noted the name alone. A load reads none of them, and `verify` tells of changes.
         version: The version of par-checkpoint that wrote it, which later ones name to older ones.
         generation: The folder in this one that the files lie in, on a store of objects; "": they lie in it itself.
     """
@@ -96,7 +99,7 @@ class Manifest:
     scheduler: Any
     extra: Any
     step: int | None = None
-    beside: tuple[str, ...] = ()
+    beside: Mapping[str, FileRecord | None] = field(default_factory=dict)
     version: str = ""
     generation: str = ""
 
@@ -116,7 +119,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "tied": dict(manifest.tied),
         "files": None,
-        "beside": list(manifest.beside),
+        "beside": {name: record and _encode_record(record) for name, record in manifest.beside.items()},
         **{name: getattr(manifest, name) for name in _VALUES},
     }
     if manifest.generation:
@@ -164,13 +167,32 @@ def decode_manifest(data: bytes) -> Manifest:
     return Manifest(
         style=style,
         step=step,
-        files={name: _decode_record(name, record) for name, record in files.items()},
+        files=_files(files),
         tied=_tied(fields["tied"]),
         beside=_beside(fields["beside"]),
         version=version,
         generation=generation,
         **{name: fields[name] for name in _VALUES},
     )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Checks that what a manifest says of an optimizer has the shape that a save gives it.
+
+    Raises:
+        CorruptError: It has another one.
+    """
+    if not isinstance(optimizer, dict) or set(optimizer) != {"groups", "slots"}:
+        raise corrupt(MANIFEST, f"optimizer is {optimizer!r:.80}, not groups and slots")
+    groups, slots = optimizer["groups"], optimizer["slots"]
+    if not isinstance(groups, list) or not isinstance(slots, dict):
+        raise corrupt(MANIFEST, f"optimizer has {groups!r:.40} as groups, or {slots!r:.40} as slots")
+    for group in groups:
+        if not isinstance(group, dict) or set(group) != {"params", "options"}:
+            raise corrupt(MANIFEST, f"optimizer has the group {group!r:.80}, not params and options")
+        names = group["params"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise corrupt(MANIFEST, f"optimizer has a group of {names!r:.80}, not of names")
 
 
 def head_of(rest: bytes | memoryview) -> bytes:
@@ -195,6 +217,14 @@ def generation_in(data: bytes) -> str | None:
         return decode_manifest(data).generation if data else ""
     except CheckpointError:
         return None
+
+
+def beside_in(data: bytes) -> set[str]:
+    """The files beside the tensors that a manifest names; none if its bytes are not sound."""
+    try:
+        return set(decode_manifest(data).beside)
+    except CheckpointError:
+        return set()
 
 
 def record_of(data: bytes, block: int) -> FileRecord:
@@ -229,10 +259,15 @@ def _encode_record(record: FileRecord) -> dict[str, object]:
     }
 
 
+def _files(value: Mapping[str, object]) -> dict[str, FileRecord]:
+    for name in value:
+        if not is_base_name(name.removeprefix(OPTIMIZER)):
+            raise corrupt(f"{MANIFEST}, file {name!r:.80}", "is no plain name in the folder or in its optimizer/")
+    return {name: _decode_record(name, record) for name, record in value.items()}
+
+
 def _decode_record(name: str, value: object) -> FileRecord:
     where = f"{MANIFEST}, file {name!r:.80}"
-    if not is_base_name(name.removeprefix("optimizer/")):
-        raise corrupt(where, "is no plain name in the folder or in its optimizer/")
     if not isinstance(value, dict) or sorted(value) != ["block", "crcs", "data_begin", "header_crc", "size"]:
         raise corrupt(where, f"{value!r:.80} is no record of a file")
     size, data_begin, block = value["size"], value["data_begin"], value["block"]
@@ -271,7 +306,12 @@ def _tied(value: object) -> dict[str, str]:
     return tied
 
 
-def _beside(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and is_base_name(name) for name in value):
-        raise corrupt(MANIFEST, f"beside is {value!r:.80}, not a list of plain names")
-    return tuple(value)
+def _beside(value: object) -> dict[str, FileRecord | None]:
+    if isinstance(value, list) and all(isinstance(name, str) and is_base_name(name) for name in value):
+        return dict.fromkeys(value)  # by a version that noted names alone
+    if not isinstance(value, dict):
+        raise corrupt(MANIFEST, f"beside is {value!r:.80}, neither a mapping nor a list of plain names")
+    for name in value:
+        if not is_base_name(name.removeprefix(TEMPLATES)):
+            raise corrupt(MANIFEST, f"beside has {name!r:.80}, which is no plain name in the folder or in {TEMPLATES}")
+    return {name: None if each is None else _decode_record(name, each) for name, each in value.items()}

@@ -38,7 +38,10 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: Something else than a flat dict of tensors, what weights_only refuses, or deflated data.
         CorruptError: A broken file.
     """
-    return flat_tensors(load_object(path), str(path))
+    tensors = flat_tensors(load_object(path), str(path))
+    for name, tensor in tensors.items():
+        check_whole(name, tensor, str(path))
+    return tensors
 
 
 def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
@@ -63,6 +66,24 @@ def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_whole(name: str, tensor: torch.Tensor, path: str) -> None:
+    """Checks that each element of a tensor has bytes of its own in the file: one byte may be expanded to terabytes.
+
+    Raises:
+        CheckpointError: It has not, or is no plain tensor.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(
+            f"{path}: {name!r:.80} is {tensor.layout} on {tensor.device}, not a dense tensor with values; save it dense"
+        )
+    size, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if size > stored:
+        raise CheckpointError(
+            f"{path}: {name!r:.80} is expanded, {size} bytes of which {stored} are stored; call .contiguous() on it "
+            "before torch.save"
+        )
+
+
 def is_extra_state(name: str) -> bool:
     """Whether a state dict's key is that of a module's `get_extra_state`."""
     return name == "_extra_state" or name.endswith("._extra_state")
@@ -83,6 +104,17 @@ def load_object(path: Path) -> object:
         if zipped:
             _check_stored(file, str(path))
     return _load(path, str(path), map_location="cpu", mmap=zipped)
+
+
+def load_bytes(data: bytes, path: str) -> object:
+    """Loads what torch.save wrote into some bytes, and weights_only permits.
+
+    Raises:
+        CheckpointError: What weights_only refuses, or deflated data.
+        CorruptError: Broken bytes.
+    """
+    _check_stored(io.BytesIO(data), path)
+    return _load(io.BytesIO(data), path, map_location="cpu")
 
 
 def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> object:

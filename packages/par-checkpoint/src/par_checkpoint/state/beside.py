@@ -1,11 +1,13 @@
 """The small files beside a model's tensors: what describes it to transformers, and what the caller wants copied.
 
-They go into the folder in the same step as the tensors. People edit them, so they have no checksums.
+They go into the folder in the same step as the tensors. People edit them, so a load never compares their checksums,
+unless it is asked for `verify="full"`.
 """
 
 import copy
 import json
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -14,10 +16,13 @@ from typing import Any
 import torch
 
 from ..format.index import is_base_name
-from ..format.manifest import CONFIG, GENERATION_CONFIG, MANIFEST, OBJECTS
-from ..storage.owned import is_of_tokenizer
+from ..format.manifest import CONFIG, GENERATION_CONFIG, MANIFEST, OBJECTS, TEMPLATES
+from ..storage.owned import is_data, is_of_tokenizer, is_standard
 from .model import Model
 from .transformers import pretrained_of
+
+_SHOWN = 10  # names in a warning
+_DEPTH = 8  # calls from a warning up to whoever called `save`
 
 
 def check_config(config: Any) -> None:
@@ -53,13 +58,11 @@ def files_beside(
     if config is not None:
         values = config.to_dict() if hasattr(config, "to_dict") else config
         found[CONFIG] = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-    for path in _files(assets):
-        if path.name in found:
-            raise ValueError(
-                f"assets has {str(path)!r}, but {path.name} comes from elsewhere too; leave one of the two"
-            )
+    for name, path in _files(assets):
+        if name in found:
+            raise ValueError(f"assets has {str(path)!r}, but {name} comes from elsewhere too; leave one of the two")
         _check_asset(path)
-        found[path.name] = path.read_bytes()
+        found[name] = path.read_bytes()
     pretrained = pretrained_of(model)
     if pretrained is not None and style == "huggingface" and stem == "model":
         for name, data in _of_transformers(pretrained, dtype, found.keys()):
@@ -67,16 +70,35 @@ def files_beside(
     return found
 
 
-def _files(assets: Sequence[str | PathLike[str]]) -> Iterator[Path]:
-    """The files that are asked for; of a folder, those of its tokenizer and processor."""
+def _files(assets: Sequence[str | PathLike[str]]) -> Iterator[tuple[str, Path]]:
+    """Names and paths of the files that are asked for; of a folder, those of its tokenizer and processor.
+
+    Warns of what is in such a folder and is not of any known kind, so that nothing is left behind in silence.
+    """
     for path in map(Path, assets):
         if not path.is_dir():
-            yield path
+            yield path.name, path
             continue
-        inside = sorted(file for file in path.iterdir() if file.is_file() and is_of_tokenizer(file.name))
-        if not inside:
+        if f"{path.name}/" == TEMPLATES:
+            inside = {f"{TEMPLATES}{file.name}": file for file in sorted(path.iterdir())}
+        else:
+            templates = path / TEMPLATES
+            further = sorted(templates.iterdir()) if templates.is_dir() else []
+            inside = {file.name: file for file in sorted(path.iterdir()) if not file.is_dir()}
+            inside |= {f"{TEMPLATES}{file.name}": file for file in further}
+        wanted = {name: file for name, file in inside.items() if is_of_tokenizer(name)}
+        if not wanted:
             raise ValueError(f"assets has the folder {str(path)!r}, which holds no file of a tokenizer; name the files")
-        yield from inside
+        unknown = [name for name in inside if name not in wanted and not is_standard(name) and not is_data(name)]
+        unknown = [name for name in unknown if not name.startswith((".", MANIFEST.partition(".")[0]))]
+        if unknown:
+            more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+            warnings.warn(
+                f"assets has the folder {str(path)!r}, of which {', '.join(unknown[:_SHOWN])}{more} are not known to "
+                "belong to a tokenizer, and are not copied; name them in assets to have them copied",
+                stacklevel=_DEPTH,
+            )
+        yield from wanted.items()
 
 
 def _check_asset(path: Path) -> None:

@@ -1,13 +1,16 @@
 """What a load sets rather than fills, when all tensors are read: param groups, schedulers, extra state of modules."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from .._errors import CheckpointError
+from .._errors import UNDEFINED, CheckpointError, corrupt
+from ..format.manifest import MANIFEST
 from .model import Model, clean, unwrapped
 from .optimizer import other_kind
 
@@ -107,6 +110,11 @@ def check_schedulers(scheduler: object, state: object) -> None:
         raise CheckpointError("one of the checkpoint and the call has a list of schedulers, the other has one")
     if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
         raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
+    if isinstance(scheduler, LRScheduler) and not isinstance(state, dict):
+        raise corrupt(MANIFEST, f"has a {type(state).__name__} as the state of a {type(scheduler).__name__}")
+    if isinstance(scheduler, list | tuple):
+        for one, its_state in zip(scheduler, state, strict=True):  # type: ignore[call-overload]
+            check_schedulers(one, its_state)
 
 
 def set_scheduler_(scheduler: Any, state: Any) -> None:
@@ -115,7 +123,20 @@ def set_scheduler_(scheduler: Any, state: Any) -> None:
         for one, its_state in zip(scheduler, state, strict=True):
             set_scheduler_(one, its_state)
     elif scheduler is not None:
-        scheduler.load_state_dict(state)
+        with _taken(f"the {type(scheduler).__name__}"):
+            scheduler.load_state_dict(state)
+
+
+@contextmanager
+def _taken(what: str) -> Iterator[None]:
+    """Raises CheckpointError where something does not take the state that was saved of it."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} does not take its saved state ({type(error).__name__}: {error}); use the class that was saved, or "
+            f"load without it{UNDEFINED}"
+        ) from error
 
 
 def set_extra_state_(model: Model | None, objects: Mapping[str, object]) -> None:
@@ -131,6 +152,7 @@ def set_extra_state_(model: Model | None, objects: Mapping[str, object]) -> None
         for key, value in objects.items():
             owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))
             if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
-                owner.set_extra_state(value)
+                with _taken(f"{key!r}"):
+                    owner.set_extra_state(value)
     elif isinstance(inner, MutableMapping):
         inner.update({key: objects[clean(key)] for key in inner if clean(key) in objects})

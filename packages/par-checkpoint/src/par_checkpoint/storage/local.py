@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
-from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, generation_in
+from ..format.manifest import BLOCK, GENERATION, MANIFEST, OPTIMIZER, TEMPLATES, Manifest, generation_in
 from .commit import GONE, OutrunError, Target, erase, scan, sync
 from .owned import carried, check_name, check_replaceable, parents
 from .sharing import Sharing, sharing_of
@@ -104,15 +104,15 @@ class LocalFolder:
         return bool(scan(self._seen))
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in the folder and in its folder "optimizer"."""
+        """The bytes of every file in the folder and in the folders that checkpoints have."""
         if not self._seen.is_dir():
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         sizes = {}
         for top in dict.fromkeys((self._seen, self._where())):
-            for folder in ("", "optimizer"):
+            for folder in ("", OPTIMIZER, TEMPLATES):
                 for entry in scan(top / folder):
                     if not entry.is_dir():
-                        sizes[f"{folder}/{entry.name}".lstrip("/")] = _size(entry)
+                        sizes[f"{folder}{entry.name}"] = _size(entry)
         return sizes
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -188,11 +188,7 @@ class LocalFolder:
 
     def files(self) -> list[str]:
         """The names of all files, however deep; links count as files, and are not followed."""
-        names = []
-        for top, folders, files in os.walk(self.path):
-            links = [name for name in folders if (Path(top) / name).is_symlink()]
-            names += [str((Path(top) / name).relative_to(self.path)) for name in files + links]
-        return names
+        return files_in(self.path)
 
 
 class LocalStaging:
@@ -294,9 +290,10 @@ class LocalStaging:
         folder = self._folder
         for name in self._carried:  # from one that was replaced since
             (self._path / name).unlink(missing_ok=True)
-        self._carried = carried(folder.files(), os.listdir(self._path))  # noqa: PTH208 - names, not paths
+        self._carried = carried(folder.files(), files_in(self._path))
         for name in self._carried:
             old, new = folder.path / name, self._path / name
+            new.parent.mkdir(exist_ok=True)
             try:
                 _link_or_copy(old, new)
             except FileNotFoundError as error:
@@ -403,6 +400,15 @@ class LocalWriter:
             self._fd = -1
 
     abort = close
+
+
+def files_in(folder: Path) -> list[str]:
+    """The names of all files in a folder, however deep; links count as files, and are not followed."""
+    names = []
+    for top, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(top) / name).is_symlink()]
+        names += [str((Path(top) / name).relative_to(folder)) for name in files + links]
+    return names
 
 
 _PAUSE = 0.02

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load as from_safetensors
 
-from .._errors import CheckpointError, CorruptError
+from .._errors import CheckpointError, CorruptError, corrupt
+from ..format.header import decode_header
 from ..format.index import STEMS, index_of
-from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, decode_manifest
+from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, check_optimizer, decode_manifest
 from ..format.pickled import flat_tensors, is_extra_state, load_outline, load_pickle, place_of
 from ..format.tagged import decode, split_ranks
 from .directory import Directory, Place, check_index, read_directory, read_small
@@ -70,6 +71,25 @@ class Outline:
         saved = (self.part("model") or {}) if "model" in self.directories else {}
         return {name: value for name, value in saved.items() if is_extra_state(name)}
 
+    def check_state(self) -> None:
+        """Checks what is no tensor before anything takes it for what it should be: strangers may have written it.
+
+        Raises:
+            CorruptError: State of another shape than a save writes.
+        """
+        if not isinstance(self.part("model") or {}, dict):
+            raise corrupt(MANIFEST, "has a state of the model that is no mapping")
+        if self.manifest is None or self.manifest.optimizer is None:
+            return
+        check_optimizer(self.manifest.optimizer)
+        for _, options in self.groups():
+            wrong = "params" if isinstance(options, dict) and "params" in options else ""
+            if wrong or not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+                raise corrupt(
+                    MANIFEST, f"has options of a param group that are none: {wrong or type(options).__name__}"
+                )
+        self.slots()
+
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Parameter names and options of each saved param group."""
         optimizer = None if self.manifest is None else self.manifest.optimizer
@@ -112,7 +132,7 @@ def read_outline(
     if manifest is not None:
         check_sizes(folder, manifest, sizes)
         if SIDE_FILE in manifest.files:
-            side = from_safetensors(read_small(folder, SIDE_FILE, manifest.files[SIDE_FILE]))
+            side = side_tensors(read_small(folder, SIDE_FILE, manifest.files[SIDE_FILE]), f"{folder.url}/{SIDE_FILE}")
     if optimizer and manifest is None:
         raise CheckpointError(
             f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
@@ -136,7 +156,9 @@ def read_outline(
             directories[section] = _with_pickles(folder, found)
         elif index_of(STEMS[section]) in sizes:  # an optimizer that has not stepped has no tensors
             directories[section] = read_directory(folder, stem=STEMS[section], manifest=manifest)
-    return Outline(manifest=manifest, directories=directories, side=side)
+    outline = Outline(manifest=manifest, directories=directories, side=side)
+    outline.check_state()
+    return outline
 
 
 def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -150,6 +172,19 @@ def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor
     for name in names:
         tensors.update(load_pickle(_local_path(folder, name)))
     return tensors
+
+
+def side_tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a small safetensors file, all of whose bytes have been read.
+
+    Raises:
+        CorruptError: It is none.
+    """
+    decode_header(lambda begin, end: data[begin:end], len(data), path)
+    try:
+        return from_safetensors(data)
+    except Exception as error:  # of a class of its own, which safetensors does not export from there
+        raise corrupt(path, f"cannot be read ({error})") from error
 
 
 def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:

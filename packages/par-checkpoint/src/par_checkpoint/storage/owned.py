@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from .._errors import CheckpointError, CorruptError
-from ..format.manifest import GENERATION, MANIFEST, OBJECTS, SIDE_FILE, decode_manifest
+from ..format.manifest import GENERATION, MANIFEST, OBJECTS, SIDE_FILE, TEMPLATES, decode_manifest
 
 _VARIANT, _SHARD = r"(\.[0-9A-Za-z_]+)?", r"(-[0-9]{5}-of-[0-9]{5})?"
 _WEIGHTS = re.compile(
@@ -17,16 +17,34 @@ _WEIGHTS = re.compile(
 _OF_TOKENIZER = (
     "tokenizer*",
     "vocab*",
-    "merges.txt",
+    "*vocab.json",
+    "merges*.txt",
+    "dict*.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "*preprocessor_config.json",
     "processor_config.json",
     "chat_template*",
+    f"{TEMPLATES}*.jinja",
     "*.model",  # sentencepiece
+    "*.spm",
+    "*.bpe",
+    "*.codes",
+    "*.vocab",
+    "*.tiktoken",
+    "*.tokenizer",
+    "byte_maps.json",
+    "emoji.json",
+    "normalizer.json",
+    "tekken.json",
+    "word_pronunciation.json",
+    "word_shape.json",
     "tokenization_*.py",
-    "processing_*.py",
+    "*processing_*.py",
+    "feature_extraction_*.py",
 )
+"""What tokenizers and processors of transformers write."""
+
 _BESIDE_WEIGHTS = (
     *_OF_TOKENIZER,
     "config.json",
@@ -39,6 +57,20 @@ _BESIDE_WEIGHTS = (
     "LICENSE*",
     "NOTICE*",
 )
+_NOT_OF_TOKENIZER = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "model_index.json",
+    "*.index.json",
+    "*.index.*.json",
+    "quant*.json",
+    "*_results.json",
+    "*_state.json",
+    "*_args.json",
+    "par_checkpoint*",
+)
+"""JSON of other kinds in a model's folder. Tokenizers have files of any other name: their own code chooses it."""
 
 
 def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) -> None:
@@ -54,7 +86,7 @@ def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) ->
     """
     known = _named_in(manifest) | {MANIFEST, SHOWN, BEGUN}
     unknown = sorted(name for name in names if _in_generation(name) not in known)
-    unknown = [name for name in unknown if not (_is_standard(_in_generation(name)))]
+    unknown = [name for name in unknown if not is_standard(_in_generation(name))]
     if unknown:
         shown = ", ".join(unknown[:10]) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
         raise CheckpointError(
@@ -74,8 +106,17 @@ def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a file of this name belongs to a tokenizer or a processor of the usual kinds."""
-    return _matches(name, _OF_TOKENIZER)
+    """Whether a file of this name, in the folder of a model, belongs to its tokenizer or processor.
+
+    It does if tokenizers are known to have such a file, and if it is JSON of no other known kind.
+    """
+    is_json = name.endswith(".json") and "/" not in name and not _matches(name, _NOT_OF_TOKENIZER)
+    return is_json or _matches(name, _OF_TOKENIZER)
+
+
+def is_standard(name: str) -> bool:
+    """Whether a file of this name is a weight, config or tokenizer file of transformers."""
+    return _WEIGHTS.fullmatch(name) is not None or is_beside_weights(name)
 
 
 def check_name(name: str) -> str:
@@ -144,10 +185,6 @@ def _in_generation(name: str) -> str:
     return rest if rest and GENERATION.fullmatch(first) else name
 
 
-def _is_standard(name: str) -> bool:
-    return _WEIGHTS.fullmatch(name) is not None or is_beside_weights(name)
-
-
 def _named_in(manifest: bytes | None) -> set[str]:
     if manifest is None:
         return set()
@@ -164,4 +201,5 @@ def is_beside_weights(name: str) -> bool:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
+    alike = (pattern for pattern in patterns if pattern.count("/") == name.count("/"))
+    return any(fnmatchcase(name, pattern) for pattern in alike)

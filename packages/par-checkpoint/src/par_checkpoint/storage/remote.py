@@ -33,11 +33,21 @@ from functools import cached_property, partial
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from .._errors import CheckpointError, StoreError
-from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
+from ..format.manifest import (
+    BLOCK,
+    GENERATION,
+    MANIFEST,
+    OPTIMIZER,
+    TEMPLATES,
+    Manifest,
+    beside_in,
+    decode_manifest,
+    generation_in,
+)
 from .files import IN_FLIGHT, Source, Writer
 from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, client_options
 from .objects.store import FsspecStore, Store, UnderWay, missing
-from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
+from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data, is_of_tokenizer
 from .sharing import Sharing
 
 
@@ -59,7 +69,7 @@ class RemoteFolder:
         self.url, self.at = f"{scheme}://{rest.rstrip('/')}", at
         fs, path = url_to_fs(url, **client_options(scheme))
         self.path = str(path).rstrip("/")
-        self.store: Store = S3Store(fs, self.url) if hasattr(fs, "call_s3") else FsspecStore(fs)
+        self.store: Store = (S3Store if hasattr(fs, "call_s3") else FsspecStore)(fs, self.url)
         self.positional = self.store.joins
         self.sharing = Sharing.RANGES if self.positional else Sharing.FILES
         self._seen: _Seen | None = None
@@ -98,11 +108,11 @@ class RemoteFolder:
         return bool(self.look().visible)
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in the folder and in its folder "optimizer"."""
+        """The bytes of every file in the folder and in the folders that checkpoints have."""
         files = self.look().visible
         if not files:
             raise CheckpointError(f"there is no folder {self.url}: check the path")
-        return {name: size for name, size in files.items() if "/" not in name or name.rpartition("/")[0] == "optimizer"}
+        return {name: size for name, size in files.items() if name[: name.rfind("/") + 1] in ("", OPTIMIZER, TEMPLATES)}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes begin .. end - 1 of a file, by default all."""
@@ -321,7 +331,7 @@ class RemoteStaging:
         if name == MANIFEST:
             self._manifest = data
             return
-        if is_beside_weights(name):
+        if is_beside_weights(name) or is_of_tokenizer(name):
             self._beside[name] = data
         self._under_way.begin(partial(self._store.put, f"{self._path}/{check_name(name)}", data))
 
@@ -371,7 +381,8 @@ class RemoteStaging:
             self._show(shown, list(shown)[:-1])
             self._show(shown, list(shown)[-1:])
         with contextlib.suppress(StoreError):  # the save has not failed: what cannot be removed is left for a sweep
-            store.delete(folder.path, [name for name in seen.root if is_data(name) and name not in shown])
+            old = set() if not seen.manifest else {n for n in beside_in(seen.manifest) if not is_beside_weights(n)}
+            store.delete(folder.path, [n for n in seen.root if (is_data(n) or n in old) and n not in shown])
             for name, files in seen.generations.items():
                 if name != self.generation:
                     store.delete(f"{folder.path}/{name}", files)

@@ -9,7 +9,7 @@ from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt_block
 from ..format.bytes import bytes_of
-from ..format.manifest import BLOCK, CONFIG, MANIFEST, FileRecord, Manifest, block_ranges, decode_manifest
+from ..format.manifest import BLOCK, CONFIG, MANIFEST, FileRecord, Manifest, block_ranges, decode_manifest, record_of
 from ..format.strict_json import parse_object
 from .directory import Directory, Place
 from .folder import Folder
@@ -100,7 +100,7 @@ def faults_of(folder: Folder, *, deep: bool) -> Faults:
         return Faults(
             [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
         )
-    wrong = wrong_config(folder, manifest)
+    wrong = wrong_beside(folder, manifest, deep=deep)
     for name, record in manifest.files.items() if deep else ():
         wrong.extend(text for _, text in wrong_blocks(folder, name, record, outline.directories))
     return Faults(wrong)
@@ -122,14 +122,37 @@ def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
     return wrong
 
 
-def wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
-    """Checks the model's config, which people edit: it has no checksum, but must be there and be JSON."""
+def check_beside(folder: Folder, outline: Outline) -> None:
+    """Checks that the files beside the tensors, such as a config's and a tokenizer's, are what was saved.
+
+    Raises:
+        CorruptError: The first that is not.
+    """
+    wrong = [] if outline.manifest is None else wrong_beside(folder, outline.manifest, deep=True)
+    if wrong:
+        raise CorruptError(f"{wrong[0]}. Nothing was changed; verify='auto' loads all the same")
+
+
+def wrong_beside(folder: Folder, manifest: Manifest, *, deep: bool) -> list[str]:
+    """What is wrong with the files beside the tensors, such as a config's and a tokenizer's.
+
+    Args:
+        folder: The checkpoint's folder.
+        manifest: Its manifest.
+        deep: Whether to compare checksums. False looks whether they are there, and whether the config is JSON.
+    """
     sizes = folder.sizes()
-    wrong = [
-        f"{folder.url}/{name} is missing, but was saved with the weights: bring it back, or copy that of another step"
-        for name in manifest.beside
-        if name not in sizes
-    ]
+    wrong = []
+    for name, record in manifest.beside.items():
+        path = f"{folder.url}/{name}"
+        if name not in sizes:
+            wrong.append(
+                f"{path} is missing, but was saved with the weights: bring it back, or copy that of another step"
+            )
+        elif deep and record is not None and record_of(folder.read(name), record.block) != record:
+            wrong.append(
+                f"{path} is not what was saved, but edited or damaged: bring it back, or save again to vouch for it"
+            )
     if CONFIG in sizes:
         try:
             parse_object(folder.read(CONFIG), f"{folder.url}/{CONFIG}")

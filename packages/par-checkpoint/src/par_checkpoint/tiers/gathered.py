@@ -16,7 +16,7 @@ from ..storage.directory import Place
 from ..storage.folder import Folder, open_folder
 from ..storage.local import LocalFolder
 from ..storage.outline import read_outline
-from ..storage.verify import Faults, wrong_blocks, wrong_config
+from ..storage.verify import Faults, wrong_beside, wrong_blocks
 from .kept import KeptFolder, SaveId, small_in
 from .part import PartRecord, part_of, read_part
 
@@ -217,7 +217,7 @@ def faults_of_parts(folder: Gathered, *, deep: bool) -> Faults:
         outline = read_outline(folder)
     except CheckpointError as error:
         return Faults([*faults, *folder.missing, str(error)], [*lost, str(error)])
-    faults += [*folder.missing, *wrong_config(folder, decode_manifest(folder.small[MANIFEST]))]
+    faults += [*folder.missing, *wrong_beside(folder, decode_manifest(folder.small[MANIFEST]), deep=deep)]
     bad: dict[tuple[str, int], list[str]] = {}
     for part, path in every if deep else ():
         alone = folder.alone(part, path)

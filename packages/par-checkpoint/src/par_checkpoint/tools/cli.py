@@ -25,6 +25,7 @@ from .read import reader_of
 from .verify import verify
 
 _SHOWN = 4  # rectangles of a tensor in a line
+_LISTED = 20  # names of what was not converted
 
 
 _TOGETHER = "several folders of hosts with parts of one checkpoint are looked at together"
@@ -250,8 +251,13 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _convert(given: argparse.Namespace) -> int:
-    convert_checkpoint(given.source, given.target, to=given.to, dtype=given.dtype, max_shard_size=given.max_shard_size)
+    left_out = convert_checkpoint(
+        given.source, given.target, to=given.to, dtype=given.dtype, max_shard_size=given.max_shard_size
+    )
     _say(f"wrote {given.target}")
+    if left_out:
+        more = f" and {len(left_out) - _LISTED} more" if len(left_out) > _LISTED else ""
+        _say(f"left out: {', '.join(left_out[:_LISTED])}{more}")
     return 0
 
 
@@ -277,4 +283,6 @@ def _size(count: float) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    """Prints a line; letters that the terminal's encoding lacks, as names of files may have, are written as escapes."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")

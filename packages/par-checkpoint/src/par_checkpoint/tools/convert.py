@@ -1,17 +1,26 @@
 """From one format of files to another: Hugging Face, torch, and torch.distributed.checkpoint."""
 
+import json
 import os
+import re
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .._errors import CheckpointError
 from .._save import save
-from ..format.pickled import load_object
+from ..format.manifest import CONFIG, MANIFEST
+from ..format.pickled import check_whole, load_object
+from ..format.strict_json import parse_object
+from ..state.quantised import check_cast
 from ..storage.consistent import read_consistently
-from ..storage.folder import Folder
+from ..storage.folder import Folder, open_folder
 from ..storage.outline import read_outline
+from ..storage.owned import check_name, is_beside_weights, is_of_tokenizer
 from ..storage.verify import check_blocks
 from ..tiers.gathered import open_checkpoint
 from .read import reader_of
@@ -19,14 +28,21 @@ from .read import reader_of
 FORMATS = ("huggingface", "torch", "dcp")
 """The formats that are written."""
 
-_MODELS = ("model", "state_dict", "model_state_dict")
+_MODELS = ("model", "state_dict", "model_state_dict", "module")
 """What trainers call the model in a file that holds more."""
+
+_OTHERS = re.compile("optim(izer)?s?(_states?(_dicts?)?)?|(lr_)?schedulers?(_state_dicts?)?|ema|train_state|dataloader")
+"""What else lies beside the model's tensors in such a file, where these have no mapping of their own."""
+
+_DEPTH = 100  # mappings in mappings
 
 
 def convert_checkpoint(
     source: str, target: str, *, to: str, dtype: str | None = None, max_shard_size: str = "5GB"
-) -> None:
-    """Writes a model's tensors in another format, through memory. An optimizer's state is not converted.
+) -> list[str]:
+    """Writes a model's tensors in another format, through memory, with the config and tokenizer beside them.
+
+    An optimizer's state is not converted, nor is what else a run needs to go on.
 
     Args:
         source: A Hugging Face folder, one of ours in either style, one with all parts of hosts in it, a file that
@@ -36,8 +52,11 @@ def convert_checkpoint(
         dtype: The name of a floating-point dtype to cast to.
         max_shard_size: Bytes of tensors in a Hugging Face file, such as "5GB".
 
+    Returns:
+        What of the source is not in the target, in words.
+
     Raises:
-        ValueError: An unknown format or dtype.
+        ValueError: An unknown format or dtype; or a dtype for float8 tensors that have scales.
         CheckpointError: The source cannot be read, or is corrupt.
         FileExistsError: The target is there.
     """
@@ -46,47 +65,117 @@ def convert_checkpoint(
     cast = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is none of torch's floating-point ones, such as bfloat16")
+    open_folder(target)  # raises where it cannot be a target
     if os.path.lexists(target):
         raise FileExistsError(f"{target!r} exists; choose another path")
-    tensors = _read_model(source)
+    if to == "dcp" and "://" in target:
+        raise ValueError(f"target={target!r}: a DCP folder is written to local disks; pass a local path")
+    found = _read_model(source)
+    if cast is not None:
+        check_cast({name: each.dtype for name, each in found.tensors.items()}, list(found.tensors), cast)
     if to != "dcp":
-        save(target, model=tensors, style=to, dtype=cast, max_shard_size=max_shard_size)
-        return
+        with tempfile.TemporaryDirectory() as beside:
+            save(
+                target,
+                model=found.tensors,
+                style=to,
+                dtype=cast,
+                max_shard_size=max_shard_size,
+                step=found.step,
+                assets=_written(found.beside, Path(beside), cast),
+            )
+        return found.left_out
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: PLC0415 - slow to import
 
-    state = {name: each.to(cast) if cast and each.is_floating_point() else each for name, each in tensors.items()}
+    state = {name: each.to(cast) if cast and each.is_floating_point() else each for name, each in found.tensors.items()}
     save_dcp(state, checkpoint_id=target, no_dist=True)
+    return [*found.left_out, *found.beside, *(() if found.step is None else ("the step",))]
 
 
-def _read_model(source: str) -> dict[str, torch.Tensor]:
-    """All tensors of a model, whole."""
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a source holds.
+
+    Args:
+        tensors: The model's tensors, whole.
+        left_out: What else it holds and is not converted, in words.
+        beside: The files beside the tensors, such as a config's and a tokenizer's.
+        step: The training step.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    left_out: list[str]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    step: int | None = None
+
+
+def _read_model(source: str) -> _Found:
+    """All tensors of a model, whole, and what lies beside them."""
     if Path(source).is_file():
-        return _named_tensors(load_object(Path(source)))
+        tensors, left_out = named_tensors(load_object(Path(source)))
+        for name, tensor in tensors.items():
+            check_whole(name, tensor, source)
+        return _Found(tensors=tensors, left_out=left_out)
     if (Path(source) / ".metadata").is_file():
-        from .dcp import read_dcp  # noqa: PLC0415 - slow to import
+        from .dcp import open_dcp  # noqa: PLC0415 - slow to import
 
-        return _named_tensors(read_dcp(source))
+        nested, read = open_dcp(source)
+        tensors, left_out = named_tensors(nested)
+        return _Found(tensors={name: read(tensor) for name, tensor in tensors.items()}, left_out=left_out)
     folder = open_checkpoint(source)
     return read_consistently(folder, lambda: _read_checkpoint(folder))
 
 
-def _read_checkpoint(folder: Folder) -> dict[str, torch.Tensor]:
+def _read_checkpoint(folder: Folder) -> _Found:
     outline = read_outline(folder)
     check_blocks(folder, outline)  # corrupt bytes must not get new checksums
     read = reader_of(folder, outline)
     tensors = {name: read(name) for name in outline.places("model")}
-    return {**tensors, **{name: tensors[stored] for name, stored in outline.tied.items()}}
+    beside = [name for name in folder.sizes() if is_beside_weights(name) or is_of_tokenizer(name)]
+    known = {MANIFEST, *beside, *(place.file for place in outline.places("model").values())}
+    known |= {outline.directories["model"].index or "", *outline.pickled.get("model", ())}
+    left_out = []
+    if outline.manifest is not None:
+        known |= outline.manifest.files.keys()
+        left_out += [f"the {part}" for part in ("optimizer", "scheduler", "extra") if getattr(outline.manifest, part)]
+        left_out += [f"extra state of modules, such as {name!r}" for name in list(outline.objects())[:1]]
+    return _Found(
+        tensors={**tensors, **{name: tensors[stored] for name, stored in outline.tied.items()}},
+        left_out=[*left_out, *sorted(folder.sizes().keys() - known)],
+        beside={name: folder.read(name) for name in beside},
+        step=None if outline.manifest is None else outline.manifest.step,
+    )
 
 
-def _named_tensors(value: object) -> dict[str, torch.Tensor]:
-    """The tensors of nested mappings; what trainers call the model at the top is not a part of the names.
+def _written(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype | None) -> list[Path]:
+    """The files in a folder, for a save to copy; a config says what dtype the tensors are cast to."""
+    for name, data in files.items():
+        path = folder / check_name(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(_with_dtype(data, dtype) if name == CONFIG and dtype is not None else data)
+    return sorted(folder.iterdir())
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """A config of transformers for tensors of another dtype, by which `from_pretrained` opens them."""
+    values = parse_object(config, CONFIG)
+    name = str(dtype).removeprefix("torch.")
+    for part in (values, *(each for each in values.values() if isinstance(each, dict))):
+        part.update({key: name for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)})
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def named_tensors(value: object) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of a model in nested mappings; what trainers call the model is not a part of the names.
+
+    Returns:
+        The tensors by name, and what else is there, in words.
 
     Raises:
-        CheckpointError: No tensors, or some that one name would not tell apart.
+        CheckpointError: No tensors, several models, or tensors that one name would not tell apart.
     """
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in _MODELS if isinstance(value.get(key), Mapping)), value)
-    pairs = _flat(value)
+    model, left_out = _model_in(value)
+    pairs = _flat(model)
     if not pairs:
         raise CheckpointError("the file holds no tensors by name; give the state dict of a model")
     tensors: dict[str, torch.Tensor] = {}
@@ -94,15 +183,49 @@ def _named_tensors(value: object) -> dict[str, torch.Tensor]:
         if name in tensors:
             raise CheckpointError(f"two tensors would have the name {name!r}; give the state dict of a model alone")
         tensors[name] = tensor
-    return tensors
+    return tensors, left_out
 
 
-def _flat(value: object, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+def _model_in(value: object, above: str = "") -> tuple[object, list[str]]:
+    """The mapping of the model's tensors, however deep a trainer keeps it, and what lies beside it, in words.
+
+    torch's own example keeps an object that has the model and the optimizer, {"app": {"model": ..., "optim": ...}}.
+    """
+    if not isinstance(value, Mapping):
+        return value, []
+    own = next((key for key in _MODELS if isinstance(value.get(key), Mapping) and _flat(value[key])), None)
+    if own is not None:
+        return value[own], [f"{above}{key}" for key in value if key != own]
+    inside = [key for key, item in value.items() if isinstance(item, Mapping) and _has_model(item)]
+    if len(inside) > 1:
+        raise CheckpointError(
+            f"there are models in {', '.join(map(repr, inside))}; save the state dict of one of them, and convert that"
+        )
+    if inside:
+        model, left_out = _model_in(value[inside[0]], f"{above}{inside[0]}.")
+        return model, [*(f"{above}{key}" for key in value if key != inside[0]), *left_out]
+    others = [key for key, item in value.items() if isinstance(item, Mapping | list) and _OTHERS.fullmatch(str(key))]
+    return {key: item for key, item in value.items() if key not in others}, [f"{above}{key}" for key in others]
+
+
+def _has_model(value: Mapping[Any, Any]) -> bool:
+    """Whether a mapping has one for the model's tensors, and one for what a trainer keeps beside them."""
+    has_model = any(isinstance(value.get(key), Mapping) and _flat(value[key]) for key in _MODELS)
+    return has_model and any(_OTHERS.fullmatch(str(key)) for key in value)
+
+
+def _flat(value: object, prefix: str = "", depth: int = 0) -> list[tuple[str, torch.Tensor]]:
     """Names, joined by dots, and tensors of nested mappings."""
+    if depth > _DEPTH:
+        raise CheckpointError(f"{prefix:.80}... is nested deeper than {_DEPTH}; give the state dict of a model")
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
-    if isinstance(value, list | tuple) and any(_flat(item) for item in value):
+    if isinstance(value, list | tuple) and any(_flat(item, prefix, depth + 1) for item in value):
         raise CheckpointError(f"{prefix!r} is a list with tensors in it, which have no names; give them as a mapping")
     if not isinstance(value, Mapping):
         return []
-    return [pair for key, item in value.items() for pair in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+    return [
+        pair
+        for key, item in value.items()
+        for pair in _flat(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    ]

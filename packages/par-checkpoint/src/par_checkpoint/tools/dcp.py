@@ -1,17 +1,20 @@
 """Reading what torch.distributed.checkpoint wrote, without a process group, and without running what it may contain."""
 
+import math
 import pickle
+from collections.abc import Callable
 from enum import Enum, EnumMeta
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from .._errors import CheckpointError, corrupt
+from ..format.dtypes import is_dtype
 from ..format.index import is_base_name
+from ..format.pickled import load_bytes
+from ..format.strict_json import is_count
 
 FILE = ".metadata"
 """The file by which such a folder is known."""
@@ -34,6 +37,9 @@ _KINDS = {
 }
 """By module: what torch itself puts into that file, beside dtypes and a path. torch lets pickle do anything."""
 
+_MOST = 1 << 60
+"""Elements of a tensor: with more of them, torch cannot count its bytes."""
+
 _PATHS = {
     "PosixPath": PurePosixPath,
     "PurePosixPath": PurePosixPath,
@@ -43,62 +49,235 @@ _PATHS = {
 """The path under which the folder was written, which any system can read as a name alone."""
 
 
-def read_dcp(source: str) -> dict[str, Any]:
-    """Reads the state dict in a folder of torch.distributed.checkpoint.
+def open_dcp(source: str) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
+    """Looks what tensors a folder of torch.distributed.checkpoint holds.
+
+    Each is compared with what the files hold before memory is made for it: the metadata may come from strangers, or
+    belong to files that were copied by half.
 
     Args:
         source: The folder.
 
     Returns:
-        Tensors by name; where the names' parts are known, one mapping for each first part, such as "model".
+        Tensors on the meta device, by name; where the names' parts are known, nested mappings, such as one for "model".
+        And a function that reads one of them.
 
     Raises:
-        CheckpointError: Its metadata is not what torch writes, would run code, or names files outside the folder.
-        CorruptError: Its metadata is broken.
+        CheckpointError: Its metadata is not what torch writes, would run code, or names files outside the folder; or
+            items that are compressed.
+        CorruptError: Its metadata or a file is broken, or they do not fit each other.
     """
-    reader = _Reader(source)
-    metadata = reader.read_metadata()
-    state = {
-        name: torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-        for name, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
-    load(state, storage_reader=reader, no_dist=True)
+    files = _Files(Path(source))
+    path = files.path(FILE)
+    tensors, paths, items = _read_metadata(path)
+    _check_ranges(items, files)
     nested: dict[str, Any] = {}
-    for name, tensor in state.items():
+    names: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        _check_chunks(name, tensor, items)
         # {"model": state dict} was flattened; where the path is known, it is nested again
-        first, *rest = (metadata.planner_data or {}).get(name, (name,))
-        if rest:
-            nested.setdefault(first, {})[".".join(map(str, rest))] = tensor
-        else:
-            nested[first] = tensor
-    return nested
+        *above, last = paths.get(name, (name,))
+        into = nested
+        for key in above:
+            into = into.setdefault(key, {})
+            if not isinstance(into, dict):
+                raise corrupt(str(path), f"says that {name!r:.80} lies in a tensor")
+        if last in into:
+            raise corrupt(str(path), f"has two entries for {name!r:.80}")
+        into[last] = torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype, device="meta")
+        names[id(into[last])] = name, into[last]
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        name, _ = names[id(tensor)]
+        return _read_tensor(name, tensors[name], items, files)
+
+    return nested, read
 
 
-class _Reader(FileSystemReader):
-    """Torch's, but for the metadata, which it would unpickle as it comes."""
+class _Item(NamedTuple):
+    """Where a chunk is stored.
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The folder's metadata.
+    Args:
+        file: Its file.
+        begin: Its first byte.
+        size: Its bytes.
+    """
+
+    file: str
+    begin: int
+    size: int
+
+
+_Items = dict[tuple[str, tuple[int, ...]], _Item]
+"""By name and first index of a chunk: where it is stored."""
+
+
+class _Files:
+    """The files of such a folder, each opened once.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sizes: dict[str, int] = {}
+
+    def path(self, name: str) -> Path:
+        """The path of a file."""
+        return self._folder / name
+
+    def size(self, name: str) -> int:
+        """The bytes of a file.
 
         Raises:
-            CheckpointError: It would run code, or names files outside the folder.
-            CorruptError: It is broken.
+            CorruptError: It is not there.
         """
-        path = Path(self.path) / FILE
-        try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise corrupt(str(path), f"holds a {type(metadata).__name__} where torch's Metadata belongs")
-            for info in (metadata.storage_data or {}).values():
-                if not is_base_name(info.relative_path):
-                    raise CheckpointError(f"{path} names the file {info.relative_path!r:.80}, which is not beside it")
-        except (OSError, CheckpointError):
-            raise
-        except Exception as error:  # a broken pickle can fail in any way
-            raise corrupt(str(path), f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
-        return metadata
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = self.path(name).stat().st_size
+            except OSError as error:
+                raise corrupt(str(self.path(name)), f"is missing, but {FILE} lists it ({error.strerror})") from error
+        return self._sizes[name]
+
+    def read(self, item: _Item) -> bytes:
+        """The bytes of an item."""
+        with self.path(item.file).open("rb") as file:
+            file.seek(item.begin)
+            data = file.read(item.size)
+        if len(data) < item.size:
+            raise corrupt(str(self.path(item.file)), "was cut while it was read")
+        return data
+
+
+def _read_metadata(path: Path) -> tuple[dict[str, TensorStorageMetadata], dict[str, tuple[str, ...]], _Items]:
+    """What the folder's metadata says, of which every part has the type that torch writes.
+
+    Returns:
+        The tensors by name; by name, the keys of the mappings that it was in; and where chunks are stored.
+
+    Raises:
+        CheckpointError: It would run code, or names files outside the folder.
+        CorruptError: It is broken.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise corrupt(str(path), f"holds a {type(metadata).__name__} where torch's Metadata belongs")
+        tensors = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        for name, tensor in tensors.items():
+            if not _is_sound(name, tensor):
+                raise corrupt(str(path), f"says of {name!r:.80} what cannot be: chunks that leave it, or no dtype")
+        known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        paths = {name: tuple(map(str, keys)) for name, keys in known.items() if isinstance(keys, tuple) and keys}
+        items: _Items = {}
+        for index, info in metadata.storage_data.items():
+            file_name, begin, size = info.relative_path, info.offset, info.length
+            if not is_base_name(file_name):
+                raise CheckpointError(f"{path} names the file {file_name!r:.80}, which is not beside it")
+            if not (isinstance(index.fqn, str) and is_count(begin) and is_count(size)):
+                raise corrupt(str(path), f"places {index.fqn!r:.80} at byte {begin!r:.40}, {size!r:.40} long")
+            if index.fqn in tensors and getattr(info, "transform_descriptors", None):
+                raise CheckpointError(
+                    f"{path}: {index.fqn!r:.80} is compressed by an extension of torch.distributed.checkpoint; load it "
+                    "there, and save it without extensions"
+                )
+            items[index.fqn, tuple(index.offset or ())] = _Item(file_name, begin, size)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:  # a broken pickle can fail in any way
+        raise corrupt(str(path), f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+    return tensors, paths, items
+
+
+def _is_sound(name: object, tensor: TensorStorageMetadata) -> bool:
+    """Whether what the metadata says of a tensor makes sense: its dtype, its shape, and chunks inside of it."""
+    shape = tuple(tensor.size)
+    dtype = tensor.properties.dtype
+    if not isinstance(name, str) or not (dtype is torch.complex128 or is_dtype(dtype)):
+        return False
+    return (
+        all(map(is_count, shape))
+        and math.prod(shape) < _MOST
+        and all(
+            len(chunk.offsets) == len(chunk.sizes) == len(shape)
+            and all(map(is_count, (*chunk.offsets, *chunk.sizes)))
+            and all(at + n <= most for at, n, most in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+            for chunk in tensor.chunks
+        )
+    )
+
+
+def _check_ranges(items: _Items, files: _Files) -> None:
+    """Checks that items lie in their files, and do not share bytes, by which little data would become much.
+
+    Raises:
+        CorruptError: They do.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for (name, _), item in items.items():
+        ranges.setdefault(item.file, []).append((item.begin, item.begin + item.size, name))
+    for file, places in ranges.items():
+        last = 0
+        for begin, end, name in sorted(places):
+            if begin < last or end > files.size(file):
+                what = f"ends at byte {files.size(file)}" if begin >= last else f"has something else before byte {last}"
+                raise corrupt(
+                    str(files.path(file)), f"{what}, but {FILE} places {name!r:.80} at bytes {begin} to {end}"
+                )
+            last = end
+
+
+def _chunks(tensor: TensorStorageMetadata) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """First index and size of each chunk that has elements."""
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks if 0 not in tuple(chunk.sizes)]
+
+
+def _check_chunks(name: str, tensor: TensorStorageMetadata, items: _Items) -> None:
+    """Checks that the files have room for all elements of a tensor.
+
+    Raises:
+        CorruptError: They have not.
+    """
+    where, total, found = f"{FILE}, tensor {name!r:.80}", math.prod(tensor.size), 0
+    for offsets, size in _chunks(tensor):
+        item, count = items.get((name, offsets)), math.prod(size)
+        if item is None or count * tensor.properties.dtype.itemsize > item.size:
+            there = "no place" if item is None else f"{item.size} bytes"
+            raise corrupt(where, f"has {there} for its chunk of {count} elements at {offsets}")
+        found += count
+    if found < total:
+        raise corrupt(where, f"has {total} elements, and its chunks {found} of them")
+
+
+def _read_tensor(name: str, tensor: TensorStorageMetadata, items: _Items, files: _Files) -> torch.Tensor:
+    """A whole tensor, of its chunks.
+
+    Raises:
+        CorruptError: Chunks that do not make it up, or that are not what the files hold.
+    """
+    shape, dtype = tuple(tensor.size), tensor.properties.dtype
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    is_filled = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    for offsets, size in _chunks(tensor):
+        item = items[name, offsets]
+        where = f"{files.path(item.file)}, tensor {name!r:.80}"
+        part = load_bytes(files.read(item), where)
+        if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_meta:
+            raise corrupt(where, f"is a {type(part).__name__} that has no elements in the file")
+        if (part.dtype, tuple(part.shape)) != (dtype, size):
+            raise corrupt(where, f"is {part.dtype} {tuple(part.shape)}, but {FILE} says {dtype} {size}")
+        box = tuple(slice(at, at + n) for at, n in zip(offsets, size, strict=True))
+        whole[box].copy_(part.detach())
+        is_filled[box] = True
+    if not bool(is_filled.all()):
+        raise corrupt(f"{FILE}, tensor {name!r:.80}", "has elements that none of its chunks holds")
+    return whole
 
 
 class _Unpickler(pickle.Unpickler):
