@@ -2,7 +2,7 @@
 
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
-from ._shard import no_sync, on_disk, recall, reset, residency, shard, summon, trace
+from ._shard import make_alike_, no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
 from .layout.buffers import elements_lent
 from .layout.sharers import Share
@@ -36,6 +36,7 @@ __all__ = [
     "elements_lent",
     "looks_at_all_tensors",
     "looks_at_whole_tensors",
+    "make_alike_",
     "memory",
     "no_sync",
     "on_disk",

@@ -1,7 +1,7 @@
 """`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
@@ -34,6 +34,7 @@ from ._stage import STAGES
 from ._tiers import Offload, offload_of
 from ._torch_private import unsaved_buffers
 from ._unit import Unit
+from .layout.alike import make_rest_alike_
 from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
@@ -74,10 +75,11 @@ def shard(
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
-    They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. Rank 0's parameters
-    become those of all ranks, buffers stay each rank's own. The optimizer comes to hold flat slices; the dicts of its
-    param groups stay the objects that they were. Parameters are packed one chunk after the other, and what is packed
-    gives its memory back: there is never more than what is packed, what is not yet, and one chunk.
+    They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. The first rank's
+    parameters and buffers become those of all ranks, frozen ones too; from then on, buffers are each rank's own. The
+    optimizer comes to hold flat slices; the dicts of its param groups stay the objects that they were. Parameters are
+    packed one chunk after the other, and what is packed gives its memory back: there is never more than what is packed,
+    what is not yet, and one chunk.
 
     Args:
         module: The module, on its device or on the meta device. Of a ModuleList or ModuleDict the items are called, in
@@ -228,7 +230,7 @@ def shard(
         return chunk
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
-    _bring_rest_(module, () if filler is not None else abstract, place, device)
+    _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
     connect(_made(each, [*sharers, gathers]), chunks[0].own.device)
     gathered = [
         Unit(
@@ -277,6 +279,30 @@ def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[N
         ValueError: The module is not sharded.
     """
     return _engine_of(module).no_sync(keep=keep)
+
+
+def make_alike_(
+    module: nn.Module,
+    *,
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None = None,
+    others: Sequence[Share] = (),
+) -> nn.Module:
+    """Gives all ranks the first rank's parameters and buffers. Collective.
+
+    `shard` does so itself. It is for a module that has no parameter to train, such as a teacher.
+
+    Args:
+        module: The module, on its device.
+        group: The ranks with different data.
+        replicas: As for `shard`.
+        others: As for `shard`.
+
+    Returns:
+        The module.
+    """
+    make_rest_alike_(module, set(), [Share(group, replicas), *others], device_of(module, None))
+    return module
 
 
 def summon(module: nn.Module) -> AbstractContextManager[None]:
@@ -446,9 +472,15 @@ def _pack_filled_(
 
 
 def _bring_rest_(
-    module: nn.Module, abstract: Iterable[torch.Tensor], place: torch.device, device: torch.device | None
+    module: nn.Module,
+    abstract: Iterable[torch.Tensor],
+    place: torch.device,
+    device: torch.device | None,
+    *,
+    packed: Set[nn.Parameter],
+    shares: Sequence[Share],
 ) -> None:
-    """Brings parameters and buffers that are not packed to their device.
+    """Brings parameters and buffers that are not packed to their device, and makes them alike on all ranks.
 
     Args:
         module: The module, most of which is packed.
@@ -456,6 +488,8 @@ def _bring_rest_(
             by that which it has to make.
         place: Where that gets memory.
         device: Where all the rest goes; None: it stays where it is.
+        packed: The parameters that are packed.
+        shares: Who shares what.
     """
     unsaved = unsaved_buffers(module)
     for tensor in abstract:
@@ -464,6 +498,7 @@ def _bring_rest_(
     for _, tensor in tensors_of(module):
         if device is not None and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
+    make_rest_alike_(module, packed, shares, place)
 
 
 def _make_alike_(packed: torch.Tensor, *, share: Share) -> None:

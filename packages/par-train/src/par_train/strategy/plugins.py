@@ -15,7 +15,7 @@ from par_groups import JointOptimizer, agree, together
 from par_layers import initialize, parallelize
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
-from par_zero import Offload, OnDisk, count_bytes_of_steps, on_disk, recall, shard, slots_of_steps
+from par_zero import Offload, OnDisk, count_bytes_of_steps, make_alike_, on_disk, recall, shard, slots_of_steps
 
 from ..memory.budget import Budget, Spent, budget_of
 from ..memory.measured import Measured, spend_rest
@@ -259,7 +259,8 @@ class Zero(Plugin):
         else:
             packed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
-            return model
+            others = share_of_experts(model, strategy.groups)
+            return make_alike_(model, group=strategy.groups[averaged], others=others)
         precision = precision_of(options.precision)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:

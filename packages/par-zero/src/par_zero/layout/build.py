@@ -76,8 +76,7 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
     Raises:
         ValueError: Not all of those who would share it have copies, or it is to be put together beside the first share.
     """
-    record = own_record(parameter)
-    naming = [n for n, share in enumerate(shares) if any(parameter is each for each in share.parameters or ())]
+    record, naming = own_record(parameter), _naming(parameter, shares)
     if record is None and not naming:
         return 0
     if record is None:
@@ -86,9 +85,7 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
             "par_groups.set_sharding"
         )
     candidates = naming or [n for n, share in enumerate(shares) if share.parameters is None]
-    found = [n for n in candidates if shares[n].has_copies(record)]
-    if not found and not naming and _is_of_one_device(record):
-        found = [0]
+    found = shares_of(parameter, shares)
     if not found:
         holders = sorted({rank for box in record.boxes for rank in box.copies})
         near = " or ".join(str(shares[n].near) for n in candidates)
@@ -103,6 +100,23 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
             "parts; give it to an optimizer that works element by element, or make each matrix a parameter"
         )
     return found[0]
+
+
+def _naming(parameter: nn.Parameter, shares: Sequence[Share]) -> list[int]:
+    return [n for n, share in enumerate(shares) if any(parameter is each for each in share.parameters or ())]
+
+
+def shares_of(parameter: nn.Parameter, shares: Sequence[Share]) -> list[int]:
+    """The numbers of the shares that have a parameter on all of their ranks; it belongs to the first of them, if any.
+
+    Without a record, it is on all ranks of the first share, unless another one names it.
+    """
+    record, naming = own_record(parameter), _naming(parameter, shares)
+    if record is None:
+        return [] if naming else [0]
+    candidates = naming or [n for n, share in enumerate(shares) if share.parameters is None]
+    found = [n for n in candidates if shares[n].has_copies(record)]
+    return [0] if not found and not naming and _is_of_one_device(record) else found
 
 
 def _is_of_one_device(record: Sharding) -> bool:
