@@ -324,6 +324,7 @@ class _Announced:
         groups: For each param group of its optimizer, the candidates among the saved groups.
         fills_model: Whether it fills any tensor of the model.
         fills_optimizer: Whether it fills any tensor of the optimizer.
+        sets_more: Whether it sets a scheduler, or extra state of modules.
     """
 
     layout: LayoutNames
@@ -335,6 +336,7 @@ class _Announced:
     groups: list[list[int] | None]
     fills_model: bool
     fills_optimizer: bool
+    sets_more: bool
 
 
 def _load(
@@ -381,6 +383,7 @@ def _load(
             groups=candidates(of_optimizer.groups, outline.groups()),
             fills_model=bool(of_model.pending),
             fills_optimizer=bool(of_optimizer.pending),
+            sets_more=into.scheduler is not None or bool(outline.objects()),
         )
         return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
 
@@ -424,7 +427,8 @@ def _load(
         fill_(of_optimizer, filling)
     if optimizer is not None:
         set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
-    ranks.agree(lambda: _set_rest_(into, scheduler_state, outline))  # whose own code may fail on one rank alone
+    if any(of_rank.sets_more for of_rank in announced):  # by code of the caller's, which may fail on one rank alone
+        ranks.agree(lambda: _set_rest_(into, scheduler_state, outline))
     return report, outline.manifest is not None and options.verify != "off"
 
 
