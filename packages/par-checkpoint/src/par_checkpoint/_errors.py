@@ -1,6 +1,7 @@
 """What can be wrong with files, apart from what the caller wrote (`ValueError`, `TypeError`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 UNDEFINED = ". What was being loaded is now undefined: load it again, or another checkpoint, before going on"
 """How the text of an error ends after which some tensors are filled and others not."""
@@ -35,3 +36,15 @@ def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) ->
     named = ", ".join(repr(name) for name in tensors[:4])
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
     return f"{text}. It holds parts of {named}{more}"
+
+
+@contextmanager
+def taken(what: str) -> Iterator[None]:
+    """Raises CheckpointError if something does not take the state that was saved of it."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} does not take its saved state ({type(error).__name__}: {error}); use the class that was saved, or "
+            f"load without it{UNDEFINED}"
+        ) from error

@@ -24,11 +24,11 @@ from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, device_for, layout_names, model_state, rename
 from .state.optimizer import Naming
+from .state.own_loading import ModuleLoading, loads_itself, reload_, takes_entries
 from .state.restore import (
     candidates,
     check_schedulers,
     matching_groups,
-    set_extra_state_,
     set_optimizer_,
     set_scheduler_,
 )
@@ -322,9 +322,11 @@ class _Announced:
         mismatched: What has another shape or dtype in the files, in words.
         same: Pairs of names in the files that are one tensor in its model.
         groups: For each param group of its optimizer, the candidates among the saved groups.
+        loads_itself: Whether its model or optimizer has code of its own that torch calls in `load_state_dict`, or its
+            modules are to take objects.
         fills_model: Whether it fills any tensor of the model.
         fills_optimizer: Whether it fills any tensor of the optimizer.
-        sets_more: Whether it sets a scheduler, or extra state of modules.
+        sets_more: Whether it sets a scheduler.
     """
 
     layout: LayoutNames
@@ -334,6 +336,7 @@ class _Announced:
     mismatched: list[str]
     same: list[tuple[str, str]]
     groups: list[list[int] | None]
+    loads_itself: bool
     fills_model: bool
     fills_optimizer: bool
     sets_more: bool
@@ -362,7 +365,11 @@ def _load(
         )
     )
     stored = [key_of(section, name) for section in STEMS for name in outline.places(section)]
-    stored += [key_of("model", name) for name in outline.objects()]
+    objects = outline.objects()
+    stored += [key_of("model", name) for name in objects]
+    own_of_optimizer = outline.own() if optimizer is not None else []
+    stored += [_own_key(number, name) for number, entries in enumerate(own_of_optimizer) for name in entries]
+    loading = ModuleLoading(model)
     scheduler_state = outline.part("scheduler") if into.scheduler is not None else None
 
     def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer], _Announced], list[int]]:
@@ -370,7 +377,8 @@ def _load(
         tie_(model)
         without_file = meta_buffers(model)
         buffers = [buffer for buffer in without_file if buffer.can_be_made]
-        of_model, of_optimizer = _match(outline, options, into)
+        loading.check()
+        of_model, of_optimizer = _match(outline, options, into, loading)
         check_schedulers(into.scheduler, scheduler_state)
         used = of_model.used | of_optimizer.used
         announced = _Announced(
@@ -381,9 +389,10 @@ def _load(
             mismatched=[*of_model.mismatched, *of_optimizer.mismatched],
             same=of_model.same,
             groups=candidates(of_optimizer.groups, outline.groups()),
+            loads_itself=bool(loading) or loads_itself(optimizer) or bool(objects),
             fills_model=bool(of_model.pending),
             fills_optimizer=bool(of_optimizer.pending),
-            sets_more=into.scheduler is not None or bool(outline.objects()),
+            sets_more=into.scheduler is not None,
         )
         return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
 
@@ -421,24 +430,52 @@ def _load(
         fill_(of_model, filling)
     if report.recomputed:
         ranks.agree(lambda: make_buffers_(model, buffers, filling.device))
+    has_own_code = any(of_rank.loads_itself for of_rank in announced)
+    _run(partial(loading.run_, objects, strict=into.strict), ranks, together=has_own_code)
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
         written_(chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else model.values())
     if any(of_rank.fills_optimizer for of_rank in announced):
         fill_(of_optimizer, filling)
     if optimizer is not None:
         set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
+        _run(partial(reload_, optimizer, own_of_optimizer), ranks, together=has_own_code)
     if any(of_rank.sets_more for of_rank in announced):  # by code of the caller's, which may fail on one rank alone
-        ranks.agree(lambda: _set_rest_(into, scheduler_state, outline))
+        ranks.agree(lambda: set_scheduler_(into.scheduler, scheduler_state))
     return report, outline.manifest is not None and options.verify != "off"
 
 
-def _set_rest_(into: _Into, scheduler_state: object, outline: Outline) -> None:
-    """Sets what objects of the caller's take by methods of their own."""
-    set_scheduler_(into.scheduler, scheduler_state)
-    set_extra_state_(into.model, outline.objects())
+def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
+    """Runs what a model or an optimizer does itself when it is loaded.
+
+    Args:
+        act: Runs it on this rank.
+        ranks: The ranks that load.
+        together: Whether code that is not ours runs on some rank: what it raises on one, all raise.
+    """
+
+    def run() -> None:
+        try:
+            act()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            text = f"load_state_dict of the model or the optimizer raised {type(error).__name__}: {error}{UNDEFINED}"
+            raise CheckpointError(text) from error
+
+    if together:
+        ranks.agree(run)
+    else:
+        act()
 
 
-def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets, OptimizerTargets]:
+def _own_key(number: int, name: str) -> str:
+    """The key of something that the state dict of an optimizer has beside state and param groups."""
+    return key_of("optimizer", f"{name} (in the state dict of optimizer {number})")
+
+
+def _match(
+    outline: Outline, options: LoadOptions, into: _Into, loading: ModuleLoading
+) -> tuple[Targets, OptimizerTargets]:
     """What this rank fills of the model and of the optimizer, and what of it the files have."""
     model, layout, names = into.model, options.layout or {}, options.names
     of_model, of_optimizer = Targets(), OptimizerTargets()
@@ -453,11 +490,13 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
             dtype=options.dtype,
         )
         if outline.manifest is not None:  # no other folder has extra state
-            own = {name for name in model_state(model).objects if is_extra_state(name)}
-            saved = outline.objects().keys()
+            own, saved = set(model_state(model).objects), outline.objects().keys()
             of_model.missing.extend(sorted(own - saved))
-            asked = own if isinstance(model, nn.Module) else saved  # a mapping may hold the tensors alone
-            of_model.used.update(key_of("model", name) for name in asked & saved)
+            if isinstance(model, nn.Module):
+                asked = {name for name in saved if (name in own if is_extra_state(name) else loading.takes(name))}
+            else:  # a mapping may hold the tensors alone
+                asked = {name for name in saved if name in own or is_extra_state(name)}
+            of_model.used.update(key_of("model", name) for name in asked)
     if into.optimizer is not None:
         in_files = {} if model is None else rename(names, model_state(model).names)
         saved_optimizer = SavedOptimizer(
@@ -470,6 +509,9 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
         )
         settle_(tensor for group in into.optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_targets(into.optimizer, Naming(model, in_files, layout), saved_optimizer)
+        own_of_optimizer = outline.own()
+        for number, taken in enumerate(takes_entries(into.optimizer, own_of_optimizer)):
+            of_optimizer.used.update(_own_key(number, name) for name in (own_of_optimizer[number] if taken else ()))
     return of_model, of_optimizer
 
 

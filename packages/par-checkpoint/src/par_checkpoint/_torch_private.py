@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._dynamo import eval_frame
+from torch.optim import Optimizer
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -91,6 +92,70 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     Since torch 0.1. `named_buffers` leaves out what another module has under another name.
     """
     return module._buffers
+
+
+def pre_load_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The hooks of a module that read a state dict before it is loaded.
+
+    Since torch 1.0. Nothing public lists them.
+    """
+    return list(module._load_state_dict_pre_hooks.values())
+
+
+def post_load_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The hooks of a module that torch calls when it is loaded.
+
+    Since torch 1.13. Nothing public lists them.
+    """
+    return list(module._load_state_dict_post_hooks.values())
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """What hooks get that torch calls when a module is loaded.
+
+    Since torch 1.1. Nothing public makes it.
+    """
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def load_from_state_dict(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    wrong: tuple[list[str], list[str], list[str]],
+) -> None:
+    """Loads a module's own values, and no other module's, as `load_state_dict` does for each module in turn.
+
+    Since torch 0.4. What is public loads the modules in it, too.
+
+    Args:
+        module: The module.
+        state: The values, by names that begin with `prefix`.
+        prefix: The module's name and a dot.
+        metadata: What the state dict says of the module.
+        wrong: Takes names that are not there, names that nobody takes, and what else is wrong, in words.
+    """
+    module._load_from_state_dict(state, prefix, metadata, True, *wrong)
+
+
+def optimizer_state_hooks(optimizer: Optimizer) -> list[Callable[..., object]]:
+    """The hooks of an optimizer that torch calls in `state_dict`, before and after.
+
+    Since torch 2.1. Nothing public lists them.
+    """
+    hooks: Any = optimizer
+    return [*hooks._optimizer_state_dict_pre_hooks.values(), *hooks._optimizer_state_dict_post_hooks.values()]
+
+
+def optimizer_load_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., object]], list[Callable[..., object]]]:
+    """The hooks of an optimizer that torch calls in `load_state_dict`: those before it, and those after it.
+
+    Since torch 2.1. Nothing public lists them.
+    """
+    hooks: Any = optimizer
+    before, after = hooks._optimizer_load_state_dict_pre_hooks, hooks._optimizer_load_state_dict_post_hooks
+    return list(before.values()), list(after.values())
 
 
 def not_compiled(function: F) -> F:

@@ -84,7 +84,10 @@ def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[st
     for names, options in content.state.groups or ():
         decoded = decode(options, content.state.tensors)
         groups.append({**(decoded if isinstance(decoded, dict) else {}), "params": list(names)})
-    return {"state": state, "param_groups": groups}
+    own: dict[str, object] = {}
+    for entries in [] if content.state.own is None else decode(content.state.own, content.state.tensors):  # type: ignore[attr-defined]
+        own.update(entries)
+    return {**own, "state": state, "param_groups": groups}
 
 
 def _write(work: Work, name: str, value: object) -> FileRecord:

@@ -182,7 +182,7 @@ def check_optimizer(optimizer: object) -> None:
     Raises:
         CorruptError: It has another one.
     """
-    if not isinstance(optimizer, dict) or set(optimizer) != {"groups", "slots"}:
+    if not isinstance(optimizer, dict) or set(optimizer) - {"own"} != {"groups", "slots"}:
         raise corrupt(MANIFEST, f"optimizer is {optimizer!r:.80}, not groups and slots")
     groups, slots = optimizer["groups"], optimizer["slots"]
     if not isinstance(groups, list) or not isinstance(slots, dict):

@@ -48,12 +48,14 @@ class EncodedState:
         groups: For each param group: the names of its parameters, and its other options, encoded. None without an
             optimizer.
         slots: Encoded slots of the optimizer that are no tensors, by "<parameter>.<slot>".
+        own: What the state dict of each optimizer has beside state and param groups, encoded; None where nothing.
         tensors: The tensors in all of them, by the names that the encoded values refer to.
     """
 
     parts: Mapping[str, Any]
     groups: Sequence[tuple[Sequence[str], Any]] | None
     slots: Mapping[str, Any]
+    own: Any
     tensors: Mapping[str, torch.Tensor]
 
     @property
@@ -62,7 +64,8 @@ class EncodedState:
         if self.groups is None:
             return None
         groups = [{"params": list(names), "options": options} for names, options in self.groups]
-        return {"groups": groups, "slots": dict(self.slots)}
+        own = {} if self.own is None else {"own": self.own}
+        return {"groups": groups, "slots": dict(self.slots), **own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class StateSummary:
     parts: dict[str, str]
     groups: list[tuple[tuple[str, ...], str]] | None
     slots: dict[str, str]
+    own: str
     tensors: dict[str, int]
 
 
@@ -200,6 +204,7 @@ def summary_of(state: EncodedState) -> StateSummary:
         parts={name: json.dumps(part) for name, part in state.parts.items()},
         groups=None if groups is None else [(tuple(names), json.dumps(options)) for names, options in groups],
         slots={key: json.dumps(slot) for key, slot in state.slots.items()},
+        own=json.dumps(state.own),
         tensors={name: crc32c(bytes_of(tensor)) for name, tensor in state.tensors.items()},
     )
 
@@ -247,6 +252,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
         ValueError: What differs between ranks.
     """
     _check_same("scheduler", [summary.parts["scheduler"] for summary in summaries])
+    _check_same("what state_dict() of the optimizer adds", [summary.own for summary in summaries])
     tensors = _united("tensor", [summary.tensors for summary in summaries])
     absent = sorted(set(tensors) - set(summaries[0].tensors))
     if absent:
@@ -270,6 +276,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
         parts={**mine.parts, "model": modules or None},
         groups=None if counts[0] is None else groups,
         slots=slots,
+        own=mine.own,
         tensors=mine.tensors,
     )
 
@@ -334,14 +341,18 @@ def _encoded(
     parts = {name: None if value is None else encode(value, tensors, name) for name, value in values.items()}
     groups = None
     slots = {}
+    own = None
     if optimizer is not None:
         groups = [
             (group.names, encode(dict(group.options), tensors, f"param_groups[{number}]"))
             for number, group in enumerate(optimizer.groups)
         ]
         slots = {key: encode(value, tensors, key) for key, value in optimizer.objects.items()}
+        if any(optimizer.own):
+            check_round_trip(optimizer.own, "optimizer")
+            own = encode(optimizer.own, tensors, "optimizer")
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return EncodedState(parts=parts, groups=groups, slots=slots, tensors=copies)
+    return EncodedState(parts=parts, groups=groups, slots=slots, own=own, tensors=copies)
 
 
 def _scheduler_state(scheduler: object) -> object:

@@ -46,7 +46,9 @@ def model_state(model: Model) -> ModelState:
     Of names that share one tensor, the first in the state dict's order is kept.
 
     Raises:
-        ValueError: A tensor whose elements cannot be read from memory, see `check_plain`.
+        ValueError: A tensor whose elements cannot be read from memory, see `check_plain`; or two names that are one
+            without what torch.compile adds to them.
+        TypeError: A name that is no text, or a mapping in which tensors lie deeper.
     """
     state = model.state_dict(keep_vars=True) if isinstance(model := unwrapped(model), nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
@@ -54,8 +56,17 @@ def model_state(model: Model) -> ModelState:
     objects: dict[str, object] = {}
     first: dict[object, str] = {}
     for raw, value in state.items():
-        name = clean(raw)
+        name = _checked_name(raw)
+        if name in tensors or name in tied or name in objects:
+            raise ValueError(
+                f"model has {raw!r} and another name that is {name!r} without wrappers; rename one of them"
+            )
         if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            if isinstance(model, Mapping) and not is_extra_state(name) and _holds_tensors(value):
+                raise TypeError(
+                    f"model[{raw!r}] is a {type(value).__name__} that holds tensors; pass one flat mapping of tensors "
+                    "as the model, the optimizer itself, and the rest as `extra`"
+                )
             objects[name] = value
             continue
         check_plain(name, value)
@@ -67,6 +78,19 @@ def model_state(model: Model) -> ModelState:
     return ModelState(tensors=tensors, tied=tied, objects=objects)
 
 
+def _checked_name(raw: object) -> str:
+    """A name in a state dict without what wrappers add to it."""
+    if not isinstance(raw, str):
+        raise TypeError(f"model has the key {raw!r}, a {type(raw).__name__}; use texts as names, such as {str(raw)!r}")
+    return clean(raw)
+
+
+def _holds_tensors(value: object) -> bool:
+    """Whether tensors lie in a value of a mapping, such as in a state dict inside of it."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(isinstance(each, torch.Tensor) or _holds_tensors(each) for each in inner)
+
+
 def copied(model: nn.Module, found: ModelState) -> list[str]:
     """The names of tensors that a hook of the state dict makes anew each time: filling them would not change the model.
 
@@ -74,10 +98,10 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
         model: The module.
         found: What its state dict holds.
     """
-    own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers()) if _has_memory(local_of(tensor))}
-    strange = [name for name, tensor in found.tensors.items() if tensor.numel() and _memory(tensor) not in own]
+    own = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if _has_memory(local_of(tensor))}
+    strange = [name for name, tensor in found.tensors.items() if tensor.numel() and storage_of(tensor) not in own]
     again = model_state(model).tensors if strange else {}
-    return [name for name in strange if _memory(again[name]) != _memory(found.tensors[name])]
+    return [name for name in strange if storage_of(again[name]) != storage_of(found.tensors[name])]
 
 
 def unwrapped(model: Model) -> Model:
@@ -233,9 +257,13 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     Raises:
         ValueError: A sparse or lazily conjugated tensor, or one of a class that keeps its data elsewhere.
     """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name!r} is of a lazy module that has no shape yet; run a forward pass first")
     local = memory_of(tensor)
     what = ""
-    if local.layout != torch.strided:
+    if local.is_nested:
+        what = "is a nested tensor; pass its values and its offsets, or pad it"
+    elif local.layout != torch.strided:
         what = f"has the layout {local.layout}; give it dense"
     elif local.is_conj() or local.is_neg():
         what = "is conjugated or negated lazily; call .resolve_conj().resolve_neg()"
@@ -254,7 +282,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _memory(tensor: torch.Tensor) -> object:
+def storage_of(tensor: torch.Tensor) -> object:
     """A key that is equal for tensors that share a storage."""
     local = local_of(tensor)
     return id(tensor) if local.device.type == "meta" else local.untyped_storage().data_ptr()

@@ -11,6 +11,7 @@ from par_groups import SCALARS, Segment, Segments, Sharding, segments_of, shardi
 
 from ..plan.claims import Entry, key_of
 from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
+from .own_loading import own_entries
 
 MASTER = "master"
 """The slot of an optimizer's own copy of a parameter."""
@@ -33,11 +34,13 @@ class OptimizerState:
         objects: Slots that are no tensors, by "<parameter>.<slot>"; and state of the optimizer as a whole, under keys
             without a dot.
         groups: Its param groups.
+        own: What its state dict has beside state and param groups, see `own_entries`.
     """
 
     entries: list[Entry] = field(default_factory=list)
     objects: dict[str, object] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    own: list[dict[str, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
     Raises:
         ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.
     """
-    found = OptimizerState()
+    found = OptimizerState(own=own_entries(optimizer))
     for key, value in cast("dict[object, object]", optimizer.state).items():
         if isinstance(key, torch.Tensor):
             continue
@@ -153,7 +156,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
             raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
         found.objects[key] = value  # of the optimizer as a whole, such as a count of steps
     for group, tensors in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
-        names = tuple(name for packed in tensors for name in packed.segments.names)
+        names = tuple(dict.fromkeys(name for packed in tensors for name in packed.segments.names))
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         found.groups.append(Group(names=names, options=options))
         for packed in tensors:

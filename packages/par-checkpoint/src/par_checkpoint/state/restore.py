@@ -1,17 +1,15 @@
-"""What a load sets rather than fills, when all tensors are read: param groups, schedulers, extra state of modules."""
+"""What a load sets rather than fills, when all tensors are read: param groups and schedulers."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._errors import UNDEFINED, CheckpointError, corrupt
+from .._errors import CheckpointError, corrupt, taken
 from ..format.manifest import MANIFEST
-from .model import Model, clean, unwrapped
 from .optimizer import other_kind
 
 SavedGroup = tuple[list[str], dict[str, Any]]
@@ -74,15 +72,23 @@ def set_optimizer_(
         state: The new state of tensors, which takes the place of the old one.
         slots: Saved slots that are no tensors; those without a dot belong to the optimizer as a whole.
     """
-    for group, match in zip(optimizer.param_groups, matches, strict=False):
-        if match is None or other_kind(optimizer, group, saved[match][1]) is not None:
-            continue
-        for key, value in saved[match][1].items():
+    chosen = [
+        None if match is None or other_kind(optimizer, group, saved[match][1]) is not None else saved[match][1]
+        for group, match in zip(optimizer.param_groups, matches, strict=False)
+    ]
+    others = [group for group, options in zip(optimizer.param_groups, chosen, strict=False) if options is None]
+    shared = {id(value) for group in others for value in group.values()}  # with a group that stays as it is
+    for group, options in zip(optimizer.param_groups, chosen, strict=False):
+        for key, value in (options or {}).items():
             old = group.get(key)
-            if isinstance(old, torch.Tensor):  # such as the lr of a captured step, which keeps its memory
-                old.copy_(torch.as_tensor(value, device=old.device))
-            else:
-                group[key] = value
+            if not isinstance(old, torch.Tensor):
+                group[key] = copy.deepcopy(value)  # of a saved group that several groups may get
+                continue
+            new = torch.as_tensor(value, device=old.device)
+            if id(old) in shared and not torch.equal(old, new.to(old.dtype)):
+                group[key] = old = old.detach().clone()  # torch gives all groups the tensor of the constructor
+            old.copy_(new)  # a captured step reads this memory
+            shared.add(id(old))
     for tensor, of_tensor in state.items():
         if of_tensor:
             optimizer.state[tensor] = of_tensor
@@ -123,36 +129,5 @@ def set_scheduler_(scheduler: Any, state: Any) -> None:
         for one, its_state in zip(scheduler, state, strict=True):
             set_scheduler_(one, its_state)
     elif scheduler is not None:
-        with _taken(f"the {type(scheduler).__name__}"):
+        with taken(f"the {type(scheduler).__name__}"):
             scheduler.load_state_dict(state)
-
-
-@contextmanager
-def _taken(what: str) -> Iterator[None]:
-    """Raises CheckpointError where something does not take the state that was saved of it."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} does not take its saved state ({type(error).__name__}: {error}); use the class that was saved, or "
-            f"load without it{UNDEFINED}"
-        ) from error
-
-
-def set_extra_state_(model: Model | None, objects: Mapping[str, object]) -> None:
-    """Sets the extra state of modules.
-
-    Args:
-        model: The module, or a state dict that has some.
-        objects: The extra state by its key in the state dict.
-    """
-    inner = None if model is None else unwrapped(model)
-    if isinstance(inner, nn.Module):
-        modules = {clean(name): module for name, module in inner.named_modules()}
-        for key, value in objects.items():
-            owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))
-            if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
-                with _taken(f"{key!r}"):
-                    owner.set_extra_state(value)
-    elif isinstance(inner, MutableMapping):
-        inner.update({key: objects[clean(key)] for key in inner if clean(key) in objects})

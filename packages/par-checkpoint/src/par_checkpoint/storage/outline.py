@@ -1,11 +1,11 @@
 """What a checkpoint's folder holds beside the tensors' data: one rank reads it, checks it and tells the others."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load as from_safetensors
@@ -14,7 +14,7 @@ from .._errors import CheckpointError, CorruptError, corrupt
 from ..format.header import decode_header
 from ..format.index import STEMS, index_of
 from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, check_optimizer, decode_manifest
-from ..format.pickled import flat_tensors, is_extra_state, load_outline, load_pickle, place_of
+from ..format.pickled import flat_tensors, load_outline, load_pickle, place_of
 from ..format.tagged import decode, split_ranks
 from .directory import Directory, Place, check_index, read_directory, read_small
 from .folder import Folder
@@ -67,9 +67,8 @@ class Outline:
         return None if encoded is None else tuple(decode(one, self.side) for one in encoded)
 
     def objects(self) -> dict[str, Any]:
-        """The extra state of modules by its key in the state dict; nothing where the model is not wanted."""
-        saved = (self.part("model") or {}) if "model" in self.directories else {}
-        return {name: value for name, value in saved.items() if is_extra_state(name)}
+        """What the model's state dict has beside tensors, such as extra state; nothing if the model is not wanted."""
+        return (self.part("model") or {}) if "model" in self.directories else {}
 
     def check_state(self) -> None:
         """Checks what is no tensor before anything takes it for what it should be: strangers may have written it.
@@ -89,12 +88,21 @@ class Outline:
                     MANIFEST, f"has options of a param group that are none: {wrong or type(options).__name__}"
                 )
         self.slots()
+        self.own()
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Parameter names and options of each saved param group."""
         optimizer = None if self.manifest is None else self.manifest.optimizer
         groups = [] if optimizer is None else optimizer["groups"]
         return [(group["params"], decode(group["options"], self.side)) for group in groups]  # type: ignore[misc]
+
+    def own(self) -> list[dict[str, object]]:
+        """What the state dict of each optimizer had beside state and param groups."""
+        optimizer = None if self.manifest is None else self.manifest.optimizer
+        own = decode((optimizer or {}).get("own", []), self.side)
+        if not isinstance(own, list) or not all(isinstance(entries, dict) for entries in own):
+            raise corrupt(MANIFEST, f"has {own!r:.40} beside the optimizer's groups and slots, not lists of entries")
+        return own
 
     def slots(self) -> dict[str, object]:
         """Slots of the optimizer that are no tensors, by "<parameter>.<slot>"."""
@@ -150,7 +158,8 @@ def read_outline(
     directories = {}
     for section in wanted:
         if manifest is not None and manifest.style == "torch":
-            directories[section] = _read_object(folder, manifest, section)
+            beside = decode(manifest.model, side) if section == "model" and manifest.model is not None else ()
+            directories[section] = _read_object(folder, manifest, section, cast("Container[object]", beside))
         elif section == "model":
             found = read_directory(folder, stem=stem, variant=variant, manifest=manifest)
             directories[section] = _with_pickles(folder, found)
@@ -216,12 +225,12 @@ def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str
     return None
 
 
-def _read_object(folder: Folder, manifest: Manifest, section: str) -> Directory:
-    """Where the tensors of a section lie in the one file that it has in torch style."""
+def _read_object(folder: Folder, manifest: Manifest, section: str, beside: Container[object]) -> Directory:
+    """Where the tensors of a section lie in the one file that it has in torch style, and what else it holds."""
     name = OBJECTS[section]
     if name not in manifest.files:
         raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
-    places = _places_in_pickle(folder, section, name, manifest.files[name])
+    places = _places_in_pickle(folder, section, name, manifest.files[name], beside)
     return Directory({key: place for key, place in places.items() if key not in manifest.tied})
 
 
@@ -246,7 +255,9 @@ def _with_pickles(folder: Folder, directory: Directory) -> Directory:
     return Directory(places, directory.pickles if local else (), directory.index)
 
 
-def _places_in_pickle(folder: Folder, section: str, name: str, record: FileRecord | None) -> dict[str, Place]:
+def _places_in_pickle(
+    folder: Folder, section: str, name: str, record: FileRecord | None, beside: Container[object] = ()
+) -> dict[str, Place]:
     """Where the tensors of a section lie in a file of torch.save, without reading their data.
 
     Args:
@@ -254,6 +265,7 @@ def _places_in_pickle(folder: Folder, section: str, name: str, record: FileRecor
         section: "model" or "optimizer".
         name: The file.
         record: What the manifest says of the file; None where others have written it.
+        beside: Names of what the model's state dict has beside tensors.
 
     Raises:
         CheckpointError, CorruptError: It is not what was written.
@@ -261,6 +273,8 @@ def _places_in_pickle(folder: Folder, section: str, name: str, record: FileRecor
     path = f"{folder.url}/{name}"
     with closing(folder.open(name)) as source:
         saved, size = load_outline(source, record, path), source.size
+    if section == "model" and isinstance(saved, dict):
+        saved = {key: value for key, value in saved.items() if key not in beside}
     tensors = flat_tensors(saved, path) if section == "model" else _slots_in(saved, path)
     return {
         key: Place(name, each.dtype, tuple(each.shape), *place_of(each, size, path)) for key, each in tensors.items()

@@ -1,0 +1,320 @@
+"""What a module or an optimizer does itself when torch loads it, beside having its tensors filled.
+
+A load fills memory where it lies, and so goes around `load_state_dict`. Hooks and methods that people put there still
+have to run: they rename keys, convert old formats, and compute what is derived of weights. Those of torch and of these
+packages work on tensors that lie where they are, so they are left out.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import SCALARS
+
+from .._errors import UNDEFINED, CheckpointError, taken
+from .._torch_private import (
+    incompatible_keys,
+    load_from_state_dict,
+    optimizer_load_hooks,
+    optimizer_state_hooks,
+    post_load_hooks,
+    pre_load_hooks,
+)
+from .model import Model, clean, local_of, storage_of, unwrapped
+
+_OURS = (
+    "par_groups",
+    "par_layers",
+    "par_pipeline",
+    "par_zero",
+    "par_precision",
+    "par_recompute",
+    "par_checkpoint",
+    "par_train",
+)
+_OF_TORCH = ("state", "param_groups")  # what every optimizer has in its state dict
+
+
+def is_foreign(function: Callable[..., object]) -> bool:
+    """Whether a hook or method is neither of torch nor of these packages."""
+    while isinstance(function, partial):
+        function = function.func
+    package = _package_of(getattr(function, "__module__", None) or type(function).__module__)
+    return package != "torch" and package not in _OURS
+
+
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+class ModuleLoading:
+    """What of torch's `load_state_dict` has to run when a model was filled.
+
+    Args:
+        model: The model that is loaded; of a mapping, objects are set under their names.
+    """
+
+    def __init__(self, model: Model | None) -> None:
+        inner = None if model is None else unwrapped(model)
+        self._mapping = inner if isinstance(inner, MutableMapping) else None
+        self._root = inner if isinstance(inner, nn.Module) else None
+        self._by_root = self._root is not None and is_foreign(self._root.load_state_dict)
+        modules = {} if self._root is None else dict(self._root.named_modules(remove_duplicate=False))
+        self._versions: Mapping[str, Mapping[str, Any]] = {}  # of the formats of modules, by name
+        self._loaders = {name for name, module in modules.items() if _loads_itself(module)}
+        self._hooked = {name for name, module in modules.items() if any(map(is_foreign, post_load_hooks(module)))}
+
+    def __bool__(self) -> bool:
+        """Whether anything has to run that is not ours."""
+        return bool(self._by_root or self._loaders or self._hooked)
+
+    def takes(self, name: str) -> bool:
+        """Whether something sets an object of this name in the state dict, which is no extra state."""
+        if self._root is None or self._by_root:
+            return True
+        parents = name.split(".")[:-1]
+        above = {clean(f"{loader}.").removesuffix(".") for loader in self._loaders}
+        return any(".".join(parents[:depth]) in above for depth in range(len(parents) + 1))
+
+    def check(self) -> None:
+        """Checks that a module which loads itself can be given its state dict again.
+
+        Raises:
+            ValueError: The state dict shows other tensors than the module's, as where parameters are away.
+        """
+        if self._root is None or not (self._by_root or self._loaders):
+            return
+        own = {
+            **dict(self._root.named_parameters(remove_duplicate=False)),
+            **dict(self._root.named_buffers(remove_duplicate=False)),
+        }
+        for name, value in self._root.state_dict(keep_vars=True).items():
+            tensor = own.get(name)
+            is_other = tensor is not None and value is not tensor and storage_of(value) != storage_of(tensor)
+            if is_other and self._is_loaded(name):
+                raise ValueError(
+                    f"{name!r} in the state dict is another tensor than in the module, whose own loading (a pre-hook "
+                    "of load_state_dict, _load_from_state_dict or load_state_dict) cannot be called with it; load "
+                    "before the module is sharded, or use a post-hook of load_state_dict"
+                )
+
+    def _is_loaded(self, name: str) -> bool:
+        """Whether a module that loads itself holds a tensor, or a module around it does."""
+        return self._by_root or any(not loader or name.startswith(f"{loader}.") for loader in self._loaders)
+
+    def run_(self, objects: Mapping[str, object], *, strict: bool) -> None:
+        """Loads the module from its own tensors, as far as it loads itself; sets objects, and calls hooks.
+
+        Args:
+            objects: What the checkpoint has beside tensors, by name in the state dict.
+            strict: Whether an object that nobody takes is an error.
+
+        Raises:
+            CheckpointError: What the module's own loading refuses.
+        """
+        if self._mapping is not None:
+            known = {key: objects[clean(key)] for key in self._mapping if clean(key) in objects}
+            self._mapping.update(known)
+        if self._root is None:
+            return
+        if not self:
+            self._set_extra_state_(objects)
+            return
+        state: Any = self._root.state_dict(keep_vars=True)
+        names = {clean(key): key for key in state}
+        state.update({names.get(name, name): value for name, value in objects.items()})
+        if self._by_root:
+            self._root.load_state_dict(state) if strict else self._root.load_state_dict(state, strict=False)
+            return
+        self._versions = getattr(state, "_metadata", {})
+        problems = self._load_(self._root, "", state, loads=False)
+        if problems and strict:
+            raise CheckpointError(
+                f"model={type(self._root).__name__}: its own loading reports: {'; '.join(problems)}; correct it, or "
+                f"pass strict=False{UNDEFINED}"
+            )
+
+    def _set_extra_state_(self, objects: Mapping[str, object]) -> None:
+        """Sets the extra state of modules that do nothing else of their own, without a look at the state dict."""
+        modules = dict(self._root.named_modules()) if self._root is not None and objects else {}
+        for name, module in modules.items():
+            key = clean(f"{name}._extra_state" if name else "_extra_state")
+            if key in objects and type(module).set_extra_state is not nn.Module.set_extra_state:
+                with taken(f"{key!r}"):
+                    module.set_extra_state(objects[key])
+
+    def _load_(self, module: nn.Module, name: str, state: Any, *, loads: bool) -> list[str]:
+        """Loads a module and those in it as torch does, from where one loads itself on; what is wrong, in words."""
+        prefix, problems = f"{name}." if name else "", list[str]()
+        loads = loads or name in self._loaders
+        missing, unexpected = list[str](), list[str]()
+        wrong = missing, unexpected, problems
+        extra = f"{prefix}_extra_state"
+        if loads:
+            state = {key: value for key, value in state.items() if key.startswith(prefix)}
+            if is_foreign(module._load_from_state_dict):  # it may clear its tensors before it reads the state's
+                state.update({key: _apart(value) for key, value in state.items() if "." not in key[len(prefix) :]})
+            load_from_state_dict(module, state, prefix, dict(self._versions.get(name, {})), wrong)
+        elif extra in state and type(module).set_extra_state is not nn.Module.set_extra_state:
+            with taken(f"{extra!r}"):
+                module.set_extra_state(state[extra])
+        for part, child in module.named_children():
+            problems += self._load_(child, f"{prefix}{part}", state, loads=loads)
+        for hook in post_load_hooks(module):
+            if is_foreign(hook):
+                hook(module, incompatible_keys(missing, unexpected))
+        return problems + [f"nobody takes {key!r}" for key in unexpected]
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether a module's own code reads the state dict."""
+    return is_foreign(module._load_from_state_dict) or any(map(is_foreign, pre_load_hooks(module)))
+
+
+def _apart(value: object) -> object:
+    """A copy of a tensor, in memory of its own."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def holders(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold the state: an optimizer itself, or those inside of one of these packages'."""
+    if _package_of(type(optimizer).__module__) not in _OURS:
+        return [optimizer]
+    groups = {id(group) for group in optimizer.param_groups}
+    found = []
+    for value in vars(optimizer).values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Optimizer) and any(id(group) in groups for group in one.param_groups):
+                found += holders(one)
+    return found or [optimizer]
+
+
+def loads_itself(optimizer: Optimizer | None) -> bool:
+    """Whether code that is not ours runs when an optimizer is loaded."""
+    if optimizer is None:
+        return False
+    return any(
+        is_foreign(function)
+        for one in holders(optimizer)
+        for function in (
+            one.load_state_dict,
+            one.__setstate__,
+            *(hook for hooks in optimizer_load_hooks(one) for hook in hooks),
+        )
+    )
+
+
+def own_entries(optimizer: Optimizer) -> list[dict[str, object]]:
+    """What each holder has in its state dict beside state and param groups, as a subclass or a hook adds it.
+
+    Raises:
+        ValueError: A state dict that shows other state or options than the optimizer holds.
+    """
+    found = []
+    for one in holders(optimizer):
+        entries: dict[str, object] = {}
+        if any(map(is_foreign, (one.state_dict, *optimizer_state_hooks(one)))):
+            shown = one.state_dict()
+            _check_shown(one, shown)
+            entries = {key: value for key, value in shown.items() if key not in _OF_TORCH}
+        found.append(entries)
+    return found
+
+
+def _check_shown(optimizer: Optimizer, shown: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a state dict holds the state and the options of an optimizer as they are."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    state = shown.get("state", {})
+    alike = len(shown.get("param_groups", ())) == len(optimizer.param_groups) and all(
+        _is_same(state.get(number, {}), optimizer.state.get(tensor, {})) for number, tensor in enumerate(tensors)
+    )
+    for group, own in zip(shown.get("param_groups", ()), optimizer.param_groups, strict=False):
+        alike = alike and _is_same({**group, "params": None}, {**own, "params": None})
+    if not alike:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: its state_dict() shows other state or options than it holds, which "
+            "a checkpoint of named tensors cannot keep; pass its state_dict() as `extra`, and call load_state_dict "
+            "with it"
+        )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two values are one object, or mappings of such, or equal."""
+    if one is other:
+        return True
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or type(one) is not type(other):
+        return False
+    return bool(one == other)
+
+
+def reload_(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> None:
+    """Does what torch does at the end of `load_state_dict`, and calls what an optimizer has of its own there.
+
+    Args:
+        optimizer: The optimizer, whose state and options are set.
+        own: For each holder, what `own_entries` gave when it was saved.
+    """
+    for number, one in enumerate(holders(optimizer)):
+        entries = own[number] if number < len(own) else {}
+        before, after = optimizer_load_hooks(one)
+        if entries or any(map(is_foreign, (one.load_state_dict, *before))):
+            held = _Held(one)
+            one.load_state_dict({**one.state_dict(), **entries})
+            held.put_back_(one)
+            continue
+        # Fills in what this version of torch or a subclass sets itself, such as how AdamW decays weights.
+        one.__setstate__({key: vars(one)[key] for key in _OF_TORCH if key in vars(one)})
+        for hook in after:
+            if is_foreign(hook):
+                hook(one)
+
+
+def takes_entries(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> list[bool]:
+    """For each saved list of entries, whether an optimizer has something that takes them."""
+    here = holders(optimizer)
+    return [
+        number < len(here)
+        and any(map(is_foreign, (here[number].load_state_dict, *optimizer_load_hooks(here[number])[0])))
+        for number in range(len(own))
+    ]
+
+
+class _Held:
+    """The tensors that an optimizer holds, before its own `load_state_dict` casts state to the dtype of parameters.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state = {key: dict(slots) for key, slots in optimizer.state.items() if isinstance(key, torch.Tensor)}
+        self._options = [dict(group) for group in optimizer.param_groups]
+
+    def put_back_(self, optimizer: Optimizer) -> None:
+        """Puts tensors back where those that are there now are their copies, perhaps of a dtype that is less exact."""
+        for tensor, slots in self._state.items():
+            _put_back_(optimizer.state.get(tensor, {}), slots)
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            _put_back_(group, {key: value for key, value in options.items() if key != "params"})
+
+
+def _put_back_(now: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
+    for key, value in before.items():
+        new = now.get(key)
+        is_copy = isinstance(value, torch.Tensor) and isinstance(new, torch.Tensor) and _is_copy(new, value)
+        if is_copy or (key == SCALARS and key in now):
+            now[key] = value
+
+
+def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor holds what another one holds, cast to its dtype."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    here, there = local_of(one), local_of(other).to(one.device, one.dtype)
+    return bool(((here == there) | ((here != here) & (there != there))).all())  # noqa: PLR0124 - NaN is a copy of NaN
