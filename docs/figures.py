@@ -152,7 +152,7 @@ def draw_profile(path: Path) -> None:
 
 
 def draw_star(path: Path) -> None:
-    """The packages: all but par-recompute import par-groups, none imports a sibling, par-train imports all."""
+    """The packages: all import par-groups, none imports a sibling, par-train imports all."""
     figure = Figure(figsize=(8, 6.2), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(-4.2, 4.2)
@@ -163,8 +163,7 @@ def draw_star(path: Path) -> None:
         angle = math.pi / 2 - 2 * math.pi * position / len(PACKAGES)
         x, y = 2.75 * math.cos(angle), 2.3 * math.sin(angle)
         edge = 1.12 * min(HALF_WIDTH / max(abs(x), 1e-9), HALF_HEIGHT / max(abs(y), 1e-9))  # where the middle box ends
-        if name != "par-recompute":  # which needs torch alone
-            axes.annotate("", xy=(edge * x, edge * y), xytext=(x, y), arrowprops={"arrowstyle": "->"}, zorder=0)
+        axes.annotate("", xy=(edge * x, edge * y), xytext=(x, y), arrowprops={"arrowstyle": "->"}, zorder=0)
         draw_package(axes, (x, y), name, purpose)
     draw_package(axes, (0, 0), "par-groups", "which ranks\nwork together")
     axes.text(

@@ -181,9 +181,9 @@ def test_a_renaming_of_all_stages_is_given_to_each(tmp_path):
 WRONG = [
     ({"style": "zip"}, ValueError, "style is 'zip'; it can be 'huggingface', 'torch'"),
     ({"shard_size": 3}, TypeError, "unknown keyword 'shard_size'; there are path, model, .*max_shard_size"),
-    ({"max_shard_size": "5 parsecs"}, ValueError, "size '5 parsecs' is not a number and one of"),
-    ({"max_shard_size": 1.5}, TypeError, "size 1.5 is neither"),
-    ({"max_shard_size": 0}, ValueError, "size 0 is less than a byte"),
+    ({"max_shard_size": "5 parsecs"}, ValueError, "max_shard_size='5 parsecs': a size is a number and one of"),
+    ({"max_shard_size": 1.5}, TypeError, "max_shard_size=1.5: a size is bytes"),
+    ({"max_shard_size": 0}, ValueError, "max_shard_size=0: a size is from 1 to"),
     ({"budget": "x"}, ValueError, "size 'x'"),
     ({"pending": "forget"}, ValueError, "pending is 'forget'"),
     ({"writer": "me"}, ValueError, "writer is 'me'"),

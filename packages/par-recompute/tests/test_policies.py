@@ -10,8 +10,8 @@ from par_recompute import Drop, Keep, Layers, Ops, checkpoint_layers
     [
         (lambda: Layers(0), ValueError, "every is 0; give 1 for every layer, or more"),
         (lambda: Drop("norm"), TypeError, "which is 'norm'; give a function of a module's name and the module"),
-        (lambda: Keep("6 gigabytes"), ValueError, "size '6 gigabytes' is not a number and one of B, KB, MB"),
-        (lambda: Keep("much"), ValueError, "size 'much' is not a number and one of B, KB, MB"),
+        (lambda: Keep("6 gigabytes"), ValueError, "budget='6 gigabytes': a size is a number and one of B, KB, MB"),
+        (lambda: Keep("much"), ValueError, "budget='much': a size is a number and one of B, KB, MB"),
         (lambda: Keep(1.5), ValueError, "budget is 1.5; a part is from 0.0 to 1.0, and bytes are an int"),
         (lambda: Keep(-1), ValueError, "budget is -1 bytes; give 0 or more"),
         (lambda: Keep([]), TypeError, r"budget is \[\]; give bytes, a text such as '6GB', or a part such as 0.4"),

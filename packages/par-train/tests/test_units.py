@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_train._units import format_bytes, format_seconds, parse_bytes
+from par_train._units import format_bytes, format_seconds, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from par_train._units import format_bytes, format_seconds, parse_bytes
     ],
 )
 def test_sizes(text, expected):
-    assert parse_bytes(text) == expected
+    assert parse_rate(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "80QB", "eighty", "-1GB", "8iB", "1.2.3GB"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match=r"\S"):
-        parse_bytes(text)
+        parse_rate(text)
 
 
 @given(st.floats(1e3, 9.99e17))
 def test_bytes_in_words_are_read_back(count):
-    assert parse_bytes(format_bytes(count).replace(",", "")) == pytest.approx(count, rel=0.05)
+    assert parse_rate(format_bytes(count).replace(",", "")) == pytest.approx(count, rel=0.05)
 
 
 def test_seconds_in_words():

@@ -22,10 +22,12 @@ def test_parts(optimizer, parts):
     assert tuple(Offload(optimizer=optimizer, path="/scratch").parts.values()) == parts
 
 
-@pytest.mark.parametrize(("piece", "size"), [(5000, 5000), ("16MiB", 2**24), ("1.5 kB", None), ("2KB", 2000)])
+@pytest.mark.parametrize(
+    ("piece", "size"), [(5000, 5000), ("16MiB", 2**24), ("1.5 kB", 1500), ("1.5 acres", None), ("2KB", 2000)]
+)
 def test_sizes(piece, size):
     if size is None:
-        with pytest.raises(ValueError, match=r"piece is '1.5 kB'; give a number and one of B, KB, .*, such as '16MiB'"):
+        with pytest.raises(ValueError, match=r"piece='1.5 acres': a size is a number and one of B, KB, .* '16MiB'"):
             Offload(piece=piece)
     else:
         assert Offload(piece=piece).piece_bytes == size
@@ -59,7 +61,7 @@ def test_values_that_are_refused(options, problem):
         ({"optimizer": True}, "optimizer is True; it can be"),
         ({"optimizer": None}, "optimizer is None; it can be"),
         ({"ahead": 2.5}, "ahead is 2.5; give a whole number, such as 4"),
-        ({"piece": 2.5}, "piece is 2.5; give bytes"),
+        ({"piece": 2.5}, "piece=2.5: a size is bytes or a text"),
         ({"path": 3}, "path is 3; give a folder on a local disk"),
     ],
 )

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, settle_, written_
+from par_groups import Sharding, parse_size, settle_, written_
 
 from ._errors import UNDEFINED, CheckpointError, CorruptError, ReplacedError
-from ._options import Alike, LoadOptions, check_options, kinds_of, parse_size, place_of, takes_options, usable_timeout
+from ._options import Alike, LoadOptions, check_options, kinds_of, place_of, takes_options, usable_timeout
 from .format.index import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of

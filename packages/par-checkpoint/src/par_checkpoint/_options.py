@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from par_groups import Sharding
+from par_groups import Sharding, parse_size
 
 from ._progress import check_progress
 from .state.conversion import Convert
@@ -26,19 +26,8 @@ _COPY = ("blocking", "background")
 _PENDING = ("wait", "raise")
 _VERIFY = ("auto", "full", "off")
 
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
 
 _STEM = re.compile("[0-9A-Za-z_]+")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -105,7 +94,7 @@ class SaveOptions:
         _one_of("copy", self.copy, _COPY)
         _one_of("pending", self.pending, _PENDING)
         _one_of("writer", self.writer, _WRITERS)
-        parse_size(self.max_shard_size)
+        parse_size(self.max_shard_size, name="max_shard_size", least=1)
         _check_common(self)
         _check_assets(self.assets)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
@@ -267,30 +256,6 @@ def usable_timeout(timeout: object) -> float:
     return float(timeout) if usable else LoadOptions.timeout  # type: ignore[arg-type]
 
 
-def parse_size(size: str | int) -> int:
-    """A size in bytes.
-
-    Args:
-        size: Bytes, or a text such as "5GB" (decimal) or "5GiB" (binary).
-
-    Raises:
-        ValueError: Another text, or nothing above 0.
-        TypeError: Neither a text nor a whole number.
-    """
-    if isinstance(size, bool) or not isinstance(size, str | int):
-        raise TypeError(f"size {size!r} is neither a text nor bytes; write it as '5GB' or 5_000_000_000")
-    count = size
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"size {size!r} is not a number and one of {', '.join(_UNITS)}; write it as '5GB'")
-        number, unit = match[1], _UNITS[match[2]]
-        count = int(float(number) * unit) if "." in number else int(number) * unit
-    if int(count) < 1:
-        raise ValueError(f"size {size!r} is less than a byte; give at least 1")
-    return int(count)
-
-
 def check_style(style: str) -> None:
     """Raises ValueError unless it is one of the styles of files."""
     _one_of("style", style, STYLES)
@@ -320,7 +285,7 @@ def _check_common(options: "SaveOptions | LoadOptions") -> None:
             f"stem is {options.stem!r}; give letters, digits and underscores, such as 'adapter_model', and not the "
             "name of the manifest"
         )
-    parse_size(options.budget)
+    parse_size(options.budget, name="budget", least=1)
     check_progress(options.progress)
     if not isinstance(options.threads, int) or options.threads < 1:
         raise ValueError(f"threads is {options.threads!r}; give 1 or more")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from par_groups import Sharding
+from par_groups import Sharding, parse_size
 
 from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
@@ -26,7 +26,6 @@ from ._options import (
     check_options,
     check_style,
     kinds_of,
-    parse_size,
     place_of,
     takes_options,
     usable_timeout,

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._registry import Registry
+from ._sizes import parse_size
 from .live.environment import Launch, read_environment
 from .sharding.sharding import Box, Sharding, cut, set_sharding, whole
 from .topology.channels import Channels
@@ -83,6 +84,7 @@ __all__ = [
     "launch",
     "on_settle",
     "on_written",
+    "parse_size",
     "read_environment",
     "register_mode",
     "segments_of",

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from .plan.sizes import bytes_of
+from par_groups import parse_size
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Keep:
         if isinstance(self.budget, bool) or not isinstance(self.budget, int | float | str):
             raise TypeError(f"budget is {self.budget!r}; give bytes, a text such as '6GB', or a part such as 0.4")
         if isinstance(self.budget, str):
-            bytes_of(self.budget)
+            parse_size(self.budget, name="budget", example="6GB")
         elif isinstance(self.budget, float) and not 0.0 <= self.budget <= 1.0:
             raise ValueError(f"budget is {self.budget}; a part is from 0.0 to 1.0, and bytes are an int")
         elif self.budget < 0:
@@ -88,7 +88,7 @@ class Keep:
         if self.budget is None:
             return 0
         if isinstance(self.budget, str):
-            return bytes_of(self.budget)
+            return parse_size(self.budget)
         return int(self.budget * everything) if isinstance(self.budget, float) else self.budget
 
 

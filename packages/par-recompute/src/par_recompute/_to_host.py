@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .plan.sizes import bytes_of
+from par_groups import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,7 @@ class ToHost:
     def __post_init__(self) -> None:
         if isinstance(self.resident, bool) or not isinstance(self.resident, int | str):
             raise TypeError(f"resident is {self.resident!r}; give bytes, or a text such as '2GB'")
-        if self.bytes < 0:
-            raise ValueError(f"resident is {self.resident} bytes; give 0 or more")
+        parse_size(self.resident, name="resident", example="2GB")
         if self.ahead < 0:
             raise ValueError(f"ahead is {self.ahead} layers; give 0 or more")
         if (self.store is None) != (self.load is None) or (self.fetch is not None and self.store is None):
@@ -53,4 +52,4 @@ class ToHost:
     @property
     def bytes(self) -> int:
         """What may stay on the device, in bytes."""
-        return bytes_of(self.resident) if isinstance(self.resident, str) else self.resident
+        return parse_size(self.resident, name="resident", example="2GB")

@@ -1,10 +1,10 @@
 """Bytes and seconds in words, and sizes back from words."""
 
 import math
-import re
+
+from par_groups import parse_size
 
 _POWERS = ("B", "kB", "MB", "GB", "TB", "PB")
-_SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE)
 
 
 def format_bytes(count: float) -> str:
@@ -26,15 +26,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def parse_bytes(text: str) -> float:
-    """Bytes from text: "80GB" and "80 GB/s" are 80e9, "80GiB" is 80 * 2**30, "1000" is 1000.
+def parse_rate(text: str) -> float:
+    """Bytes, or bytes per second, from text: what `par_groups.parse_size` reads, and "400GB/s".
 
     Raises:
         ValueError: The text is no size.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is no size; write a number and a unit, such as 80GB or 80GiB")
-    number, unit, binary = match.groups()
-    power = ("", "K", "M", "G", "T", "P").index(unit.upper())
-    return float(number) * (1024.0 if binary else 1000.0) ** power
+    return float(parse_size(text.strip().removesuffix("/s"), example="80GB"))

@@ -275,7 +275,7 @@ def test_what_layers_keep_at_least_is_refused_on_all_ranks_when_it_is_known():
         ({"memory": "80GB"}, "memory is '80GB'; give a mapping of device, host, disk, path, activations, or None"),
         ({"memory": {"gpu": 1}}, "memory has 'gpu'; it can have device, host, disk"),
         ({"memory": {"host": 1}}, "without the device's; give its bytes"),
-        ({"memory": {"device": "80 gigs"}}, r"memory\['device'\]: '80 gigs' is no size"),
+        ({"memory": {"device": "80 gigs"}}, r"memory\['device'\]='80 gigs': a size is a number"),
         ({"memory": {"device": -1}}, r"memory\['device'\] is -1; give bytes"),
         ({"memory": {"device": 1, "disk": 1}}, "the disk needs a path"),
         ({"memory": {"device": 1}, "zero": {"stage": 1, "offload": {}}}, "zero has an offload of its own; give one"),

@@ -1,11 +1,12 @@
 """Where an optimizer's state may lie, and which part of it lies where."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, Literal
+
+from par_groups import parse_size
 
 TIERS = ("device", "host", "disk")
 """From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
@@ -16,11 +17,7 @@ Parts = str | float | Mapping[str, float]
 Budget = int | str | Mapping[str, int | str]
 """Bytes of the device that one rank may take; or those of each tier."""
 
-_UNITS = (
-    {"B": 1}
-    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
-)
+_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 _TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, a mapping of tiers, or 'auto'"
 
@@ -171,7 +168,7 @@ class Offload:
     @property
     def piece_bytes(self) -> int:
         """Bytes of each slot that are moved as one."""
-        size = bytes_of(self.piece, "piece", "16MiB")
+        size = parse_size(self.piece, name="piece", example="16MiB")
         if size < 1:
             raise ValueError(f"piece is {self.piece!r}; give 1 byte or more")
         return size
@@ -186,7 +183,7 @@ class Offload:
             if tier not in TIERS:
                 raise ValueError(f"budget has {tier!r}; it can have {', '.join(TIERS)}")
         return {
-            tier: bytes_of(size, "budget" if size is self.budget else f"budget[{tier!r}]", "80GB")
+            tier: parse_size(size, name="budget" if size is self.budget else f"budget[{tier!r}]", example="80GB")
             for tier, size in given.items()
         }
 
@@ -232,33 +229,9 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
     return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
 
 
-def bytes_of(size: object, name: str, example: str) -> int:
-    """A number of bytes, which may be given as a text.
-
-    Args:
-        size: The number, or a text such as "16MiB".
-        name: What it is the size of, for errors.
-        example: A text for errors.
-
-    Raises:
-        TypeError: Neither of them.
-        ValueError: A text without a number or a unit, or fewer than no bytes.
-    """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{name} is {size!r}; give bytes, such as 16_000_000, or a text such as {example!r}")
-    if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", size)
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"{name} is {size!r}; give a number and one of {', '.join(_UNITS)}, such as {example!r}")
-        return int(float(match[1]) * _UNITS[match[2]])
-    if size < 0:
-        raise ValueError(f"{name} is {size} bytes; give 0 or more")
-    return size
-
-
 def text_of(size: int) -> str:
     """Bytes as errors say them, such as "2.0 GB"."""
-    for name, unit in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+    for name, unit in _UNITS.items():
         if size >= unit:
             return f"{size / unit:.1f} {name}"
     return f"{size} B"
@@ -274,7 +247,7 @@ def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
     """
     least = text_of(sum(parts.values()))
     unit = least.split()[1]
-    told = {name: f"{size / _UNITS[unit]:.{int(unit != 'B')}f}" for name, size in parts.items()}
+    told = {name: f"{size / _UNITS.get(unit, 1):.{int(unit != 'B')}f}" for name, size in parts.items()}
     said = ", ".join(f"{name} {number}" for name, number in told.items() if float(number))
     return f"the budget of the {tier} is {text_of(given)}, and {least} are the least: {said}"
 

@@ -139,7 +139,7 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_before_anything_is_c
         (AUTO, "optimizer is 'auto', as little as the budget of the device asks for, and budget is None; give that"),
         (AUTO | {"budget": {"host": "1GB"}}, "and budget is {'host': '1GB'}; give that of the device"),
         (AUTO | {"budget": {"device": "1GB", "disk": "1GB"}}, "the disk needs a path; give a folder on a local disk"),
-        ({"budget": {"host": "much"}}, r"budget\['host'\] is 'much'; give a number and one of B, KB"),
+        ({"budget": {"host": "much"}}, r"budget\['host'\]='much': a size is a number and one of B, KB"),
     ],
 )
 def test_options_that_are_refused(options, words):

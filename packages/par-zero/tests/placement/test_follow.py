@@ -388,7 +388,7 @@ def test_activations_that_leave_too_little_are_named_on_all_ranks():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"budget": "much"}, ValueError, "budget is 'much'; give a number and one of B, KB"),
+        ({"budget": "much"}, ValueError, "budget='much': a size is a number and one of B, KB"),
         ({"budget": {"device": 1, "tape": 2}}, ValueError, "budget has 'tape'; it can have device, host, disk"),
         ({"policy": 3}, TypeError, "policy is 3; give the name of a policy, such as 'next_use'"),
         ({"other": 3}, TypeError, "other is 3; give a function that returns bytes, or None"),

@@ -13,13 +13,14 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from par_groups import parse_size
+
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, make_strategy, missing
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState
-    from accelerate.utils import convert_file_size_to_int
 except ImportError as error:
     raise missing("accelerate", "accelerate", "accelerate") from error
 
@@ -231,7 +232,8 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         """Writes a model as a folder that transformers opens; see `Strategy.save`. Collective."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False; models are written as safetensors alone")
-        self.strategy.save(model, save_directory, max_file_size_gb=convert_file_size_to_int(max_shard_size) / 1e9)
+        size = parse_size(max_shard_size, name="max_shard_size", least=1)
+        self.strategy.save(model, save_directory, max_file_size_gb=size / 1e9)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **others: Any) -> str:
         """Writes everything that training needs to go on. Collective.

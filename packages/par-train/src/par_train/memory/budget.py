@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
-from .._units import bytes_of_unit, format_bytes, parse_bytes
+from par_groups import parse_size
+
+from .._units import bytes_of_unit, format_bytes
 from .tiers import Shares, Source, TooSmallError, called, most_away, share_out
 
 ACTIVATIONS = 0.25
@@ -113,10 +115,7 @@ def budget_of(given: object) -> Budget | None:
 
 def _size(name: str, value: object) -> float:
     if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        return float(parse_size(value, name=name, example="80GB"))
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ValueError(f"{name} is {value!r}; give bytes, or a text such as '80GB'")
     return float(value)

@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING, TypeAlias
 
-from .._units import parse_bytes
+from par_groups import parse_size
 
 if TYPE_CHECKING:
     from par_recompute import Drop, Keep, Layers, Ops
@@ -39,7 +39,7 @@ def read_recompute(text: str) -> tuple[str, float]:
             return "part", float(value)
     elif word == "keep" and value:
         try:
-            return "bytes", int(parse_bytes(value))
+            return "bytes", parse_size(value, example="6GB")
         except ValueError as error:
             raise ValueError(f"recompute is {text!r}, and {error}; it can be {FORMS}") from None
     raise ValueError(f"recompute is {text!r}; it can be {FORMS}")

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
-from .._tiers import TIERS, bytes_of, text_of
+from par_groups import parse_size
+
+from .._tiers import TIERS, text_of
 from .ledger import Placement, Sizes, simulate
 from .moments import Trace
 from .policies import POLICIES
@@ -66,7 +68,7 @@ def budget_of(budget: Budget) -> dict[str, int]:
             raise ValueError(f"budget has the tier {tier!r}; it can have {', '.join(TIERS)}")
     if "device" not in given:
         raise ValueError(f"budget is {budget!r}, without the device; give its bytes, such as {{'device': '80GB'}}")
-    return {tier: bytes_of(given[tier], "budget", "80GB") for tier in TIERS if tier in given}
+    return {tier: parse_size(given[tier], name="budget", example="80GB") for tier in TIERS if tier in given}
 
 
 def check_least(trace: Trace, sizes: Sizes, device: int, resident: int = 0) -> None:

@@ -1,0 +1,52 @@
+"""Sizes in bytes as people write them: the one parser of all packages, so that a text means the same everywhere."""
+
+import re
+from decimal import Decimal
+
+_UNITS = {"": 1} | {f"{prefix}": 1000**power for power, prefix in enumerate("KMGTP", 1)}
+_BINARY = {f"{prefix}I": 1024**power for power, prefix in enumerate("KMGTP", 1)}
+_FACTORS = _UNITS | _BINARY
+_SIZE = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(E[+-]?[0-9]{1,3})?\s*([KMGTP]?I?)B?\s*")
+_MOST = 1 << 63  # what torch and file systems count with
+
+
+def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: str = "5GB") -> int:
+    """Return a size in bytes, which may be given as a text.
+
+    A text is a number, with a fraction or an exponent if need be, and a unit in letters of either case: "80GB", "80 gb"
+    and "80G" are 80e9, "80GiB" and "80gi" are 80 * 2**30, "1e3", "100B" and "1_000" are bytes, and ".5GB" is 500e6.
+    Parts of a byte are dropped.
+
+    Args:
+        size: The number of bytes, or a text.
+        name: The argument that was given, for errors.
+        least: The smallest size that makes sense.
+        example: A text for errors.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        TypeError: Neither a text nor a whole number.
+        ValueError: Another text, or a size below `least` or above 2**63.
+
+    Example:
+        >>> parse_size("1.5MB")
+        1500000
+    """
+    if isinstance(size, bool) or not isinstance(size, str | int):
+        raise TypeError(f"{name}={size!r}: a size is bytes or a text; pass a number such as 5_000_000, or {example!r}")
+    if isinstance(size, int):
+        count = size
+    else:
+        match = _SIZE.fullmatch(size.upper()) if size.isascii() else None
+        if match is None or match[3] not in _FACTORS:
+            raise ValueError(
+                f"{name}={size!r}: a size is a number and one of B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, "
+                f"GiB, TiB, PiB (powers of 1024); pass for example {example!r}"
+            )
+        number = Decimal(match[1] + (match[2] or "")) * _FACTORS[match[3]]
+        count = int(number) if number < _MOST else _MOST
+    if not least <= count < _MOST:
+        raise ValueError(f"{name}={size!r}: a size is from {least} to 2**63 - 1 bytes; pass for example {example!r}")
+    return count
