@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
-from par_groups import Channels, ProcessGroups, Topology, check_owned, sharding_of, written_
+from par_groups import Channels, ProcessGroups, Topology, check_owned, part_of, sharding_of, written_
 from par_testing import StrictError, for_each
 from par_zero import ShardOptions, chunk_sizes, no_sync, residency, shard, summon
 
@@ -57,10 +57,10 @@ def test_outside_parameters_are_flat_parts_with_a_record():
     expected = uneven()
     for _ in range(2):
         for name, parameter in module.named_parameters():
-            assert parameter.ndim == 1
+            assert part_of(parameter).ndim == 1
             record, reference = sharding_of(parameter), expected.get_parameter(name).detach()
-            assert record.shape == tuple(reference.shape)
-            assert record.local_numel == parameter.numel()
+            assert record.shape == parameter.shape == tuple(reference.shape)
+            assert record.local_numel == part_of(parameter).numel()
             for box in record.boxes:
                 assert torch.equal(box.of(parameter.detach()), reference[box.slices])
         check_owned((name, sharding_of(parameter)) for name, parameter in module.named_parameters())
@@ -175,7 +175,7 @@ def test_under_no_sync_that_keeps_nothing_parameters_are_given_back_after_each_p
 def check_parts(module, reference):
     """That the state dict has what the records say, of a reference's values."""
     for name, parameter in module.state_dict(keep_vars=True).items():
-        assert parameter.numel() == sharding_of(parameter).local_numel, name
+        assert part_of(parameter).numel() == sharding_of(parameter).local_numel, name
         for box in sharding_of(parameter).boxes:
             assert torch.equal(box.of(parameter.detach()), reference.get_parameter(name).detach()[box.slices]), name
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
+from par_groups import part_of
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -62,12 +64,12 @@ def all_gather_into(gloo: Any, every: torch.Tensor, mine: torch.Tensor, timeout:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor keeps on this rank, or the tensor itself.
+    """The tensor that a DTensor or a freed parameter keeps on this rank, or the tensor itself.
 
     Since torch 2.0. `DTensor.to_local` makes a new tensor and a step of autograd each time.
     """
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return part_of(local)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ._registry import Registry
 from ._sizes import parse_size
 from .live.environment import Launch, read_environment
-from .sharding.sharding import Box, Sharding, cut, set_sharding, whole
+from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.channels import Channels
 from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
@@ -85,6 +85,7 @@ __all__ = [
     "on_settle",
     "on_written",
     "parse_size",
+    "part_of",
     "read_environment",
     "register_mode",
     "segments_of",

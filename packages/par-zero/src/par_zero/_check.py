@@ -71,6 +71,11 @@ def check(
             raise ValueError(
                 f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
             )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"{name!r} has sparse=True: its gradients are sparse, and chunks are dense; set sparse=False"
+            )
     names = {parameter: name for name, parameter in module.named_parameters()}
     by_optimizer: dict[int, list[ParamGroup]] = {}
     for group in groups:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle
+from par_groups import on_settle, on_written
 
 from ._arrive import Arrivals
+from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._order import Order
 from ._reduce import Reducer
@@ -182,6 +183,19 @@ class Engine:
                 part.register_load_state_dict_pre_hook(stream.settle)
             on_settle([member.parameter for chunk in self._trained for member in chunk.members], stream.settle)
 
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The module is made: from now on it is known as sharded, and what is read and written of it is watched.
+
+        Args:
+            parameters: All parameters that are packed, with their records.
+        """
+        on_written(parameters, self.refresh)
+        mark_packed(parameters)
+        for entry in (self._module, *called(self._module)):
+            setattr(entry, ENGINE, self)
+        if self._gatherer is not None:
+            self._gatherer.guard()
+
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
         """See `par_zero.no_sync`. It is the module's method, too."""
@@ -320,6 +334,8 @@ class Engine:
         chunks = self._stepped[number]
 
         def prepare() -> None:
+            if self._gatherer is not None:
+                self._gatherer.check_step()
             self._wait_for_parameters(chunks)
             if self._stream is not None:
                 self._stream.before_step(number)

@@ -21,8 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._order import End, Kind, Order
 from ._reduce import Reducer
+from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
-from .calls.outputs import computed, hook_, tensors_of
+from .calls.outputs import SideOutputs, computed, hook_, tensors_of
 from .calls.record import Call, Calls
 from .placement.follow import Follower
 from .placement.ledger import Placement
@@ -62,6 +63,7 @@ class Gatherer:
         reducer.at_end(self._end_backward)
         order.on_skipped = self._pass_by
         for unit in units:
+            unit.side = SideOutputs(_own_modules(unit, units))
             unit.outer = frozenset(
                 other.number
                 for other in units
@@ -99,6 +101,14 @@ class Gatherer:
         )
         order.follow(self._follower)
 
+    def check_step(self) -> None:
+        """Raises if parameters are whole for a caller, who would go on with what a step makes out of date."""
+        if self._summoners:
+            raise RuntimeError(
+                "optimizer.step() within summon(): stage 3 steps this rank's parts, and what is summoned would be out "
+                "of date and written over them; leave par_zero.summon(module) before the step"
+            )
+
     @property
     def trace(self) -> Trace | None:
         """What the last whole step has needed, where steps are recorded."""
@@ -133,6 +143,7 @@ class Gatherer:
         for unit in (*freed, *hidden):
             unit.gather()
         self._summoners += 1
+        self._keepers += 1  # a forward inside frees nothing
         checked = False
         try:
             check()
@@ -140,12 +151,19 @@ class Gatherer:
             yield
         finally:
             self._summoners -= 1
+            self._keepers -= 1
             for unit in self._units if checked else ():
                 unit.write_back()
             for unit in freed:
                 unit.free()
             for unit in hidden:
                 unit.hide()
+
+    def guard(self) -> None:
+        """Has freed parameters refuse to be read as if they were whole, from now on."""
+        for unit in self._units:
+            for chunk in unit.chunks:
+                chunk.guard(self.free_hidden)
 
     def reset(self) -> None:
         """Frees everything, and forgets a pass that has failed."""
@@ -163,8 +181,8 @@ class Gatherer:
             self._follower.end_step()
 
     def free_all(self) -> None:
-        """Frees everything."""
-        for unit in self._units:
+        """Frees everything, but for what is summoned."""
+        for unit in self._units if not self._summoners else ():
             unit.free()
         self._forget_pass()
 
@@ -219,6 +237,12 @@ class Gatherer:
             unit: The unit.
             enters: Whether the unit itself begins, and not a module within, or once more while it runs.
         """
+        if not unit.gathered and is_in_torch_func():
+            raise RuntimeError(
+                f"{unit.name} is called within a transform of torch.func, such as jvp, grad or vmap, where stage 3 "
+                "cannot gather its parameters; pass stage=2 to shard(), or enter par_zero.summon(module) around the "
+                "transform and its backward pass"
+            )
         if torch.is_grad_enabled():
             self._refuse_autocast()
         if self._follower is not None and self._follower.following:
@@ -324,15 +348,20 @@ class Gatherer:
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return False
         chunks = [chunk for unit in self._units for chunk in unit.chunks]
-        return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
+        with without_torch_functions():  # quicker, where parameters are freed
+            return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
         """A module of some units ends, and the gradient of what it returns begins their backward."""
         tensors = computed(output) if units and torch.is_grad_enabled() else []
+        if is_in_torch_func():  # within summon: its passes free nothing, and hooks would fall among those of torch.func
+            tensors = []
+        elif torch.is_grad_enabled():
+            tensors += [tensor for unit in units for tensor in unit.side.computed()]
         numbers = [unit.number for unit in units]
         calls = self._calls
         call = calls.repeat(numbers) if self._in_backward else calls.end(numbers, has_graph=bool(tensors))
-        if not units or not torch.is_grad_enabled():
+        if not units or not torch.is_grad_enabled() or is_in_torch_func():
             return
         if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
@@ -422,9 +451,9 @@ class Gatherer:
         self._forget_pass()
 
     def _forget_pass(self) -> None:
+        self._calls.end_pass(graphed=self._graphed)
         self._in_backward, self._graphed, self._mark = False, False, None
         self._begun.clear()
-        self._calls.end_pass()
 
     def _show_parts(self, *_: Any) -> None:
         """Before a state dict outside of passes and summon: the records of parameters are those of parts.
@@ -435,3 +464,13 @@ class Gatherer:
             for unit in self._units:
                 unit.wait()  # it may be on its way, and what is on its way must not be written
                 unit.hide()
+
+
+def _own_modules(unit: Unit, units: Sequence[Unit]) -> Iterator[nn.Module]:
+    """The modules of a unit and their children, but for those of other units."""
+    others = {module for other in units if other is not unit for module in other.modules}
+    left = list(unit.modules)
+    while left:
+        module = left.pop()
+        yield module
+        left += [child for child in module.children() if child not in others]

@@ -312,7 +312,13 @@ class Reducer:
         """Autograd has left a gradient in a member of a chunk."""
         chunk, arrived = self._chunks[number], self._arrived[number]
         member = chunk.members[index]
-        if member.parameter.grad is not None and member.parameter.grad.requires_grad:
+        gradient = member.parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {member.names[0]!r} is sparse, and chunks are dense; set sparse=False where it is "
+                "looked up"
+            )
+        if gradient is not None and gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of {member.names[0]!r} has a graph itself, which would end at the sum over the ranks; "
                 "leave out create_graph=True, or ask torch.autograd.grad for gradients of inputs alone"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, on_written, together
+from par_groups import Sharding, together
 
 from ._check import (
     ENGINE,
@@ -24,7 +24,6 @@ from ._check import (
     check_offload,
     check_others,
     described,
-    mark_packed,
 )
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
@@ -40,7 +39,7 @@ from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.sharers import Groups, Share, Sharers
-from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
+from .layout.units import Place, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.away import Away, bring_away_, plan_away, plan_room
 from .offload.budget import within_budgets
@@ -256,10 +255,7 @@ def shard(
         room=room,
     )
     record_(chunks, records, _same_shares(shares, each, share_of))
-    on_written(parameters, engine.refresh)
-    mark_packed(parameters)
-    for entry in (module, *called(module)):
-        setattr(entry, ENGINE, engine)
+    engine.watch(parameters)
     if abstract and filler is None:
         Unwritten(module, [tensor for tensor in abstract if not tensor.is_meta], engine.reset)
     return module, optimizer
@@ -400,7 +396,7 @@ def reset(module: nn.Module) -> None:
 
 
 def _engine_of(module: nn.Module) -> Engine:
-    engine = module.__dict__.get(ENGINE)
+    engine = getattr(module, ENGINE, None)  # what torch.compile returns has the attributes of the module inside
     if not isinstance(engine, Engine):
         raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
     return engine

@@ -6,7 +6,7 @@ that a wrapper would show in a step.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
+
+from par_groups import Box
 
 foreach_copy_ = torch._foreach_copy_
 """Copies a list of tensors to another in one call. Since torch 2.0; without it every gradient is a call of its own."""
@@ -52,11 +54,20 @@ def will_get_gradient(parameter: torch.Tensor) -> bool:
     """
     if not parameter.requires_grad:
         return False
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    with without_torch_functions():  # it makes a view of the parameter, which a freed one refuses
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def is_in_torch_func() -> bool:
+    """Whether a transform of torch.func, such as jvp, grad or vmap, runs on this thread.
+
+    `torch._C._functorch.peek_interpreter_stack` is there since torch 2.0. Nothing public tells.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def call_at_end_of_backward(call: Callable[[], None]) -> None:
@@ -86,6 +97,30 @@ def without_torch_functions() -> AbstractContextManager[None]:
     """
     manager: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return manager
+
+
+def chunk_of_dcp(box: Box) -> Any:
+    """What torch.distributed.checkpoint calls the place of a box in the whole tensor.
+
+    Tensors that are cut tell it by `__create_chunk_list__`, as DTensor does since torch 2.4. Nothing public says so of
+    tensors of another kind.
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - it is there if this is called
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.size))
+
+
+def item_of_dcp(name: str, box: Box, shape: Sequence[int], part: torch.Tensor) -> Any:
+    """What torch.distributed.checkpoint is to write of a box of a tensor, by `__create_write_items__`: see above."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
+
+    properties = TensorProperties.create_from_tensor(part)
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(box.start)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk_of_dcp(box), properties=properties, size=torch.Size(shape)),
+    )
 
 
 def has_compiled() -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ._collectives import Handle, all_gather
 from ._torch_private import without_new_version
+from .calls.outputs import SideOutputs
 from .layout.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Unit:
         kept: Whether they stay gathered for later passes too.
         running: Number of calls of forward that are under way.
         outer: Numbers of the units around it.
+        side: What its modules leave in attributes instead of returning it.
         shares: Where this rank's parts are read from, as far as they lie on a disk; None: they are in memory.
         on_read: Called with its chunks before this rank's parts of them are read: a step of them may be under way.
     """
@@ -68,6 +70,7 @@ class Unit:
         self.kept = False
         self.running = 0
         self.outer: frozenset[int] = frozenset()
+        self.side = SideOutputs([])
         self.shares: Shares | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._handles: list[Handle] = []

@@ -13,6 +13,7 @@ from par_groups import (
     Topology,
     check_owned,
     gradients,
+    part_of,
     segments_of,
     set_sharding,
     sharding_of,
@@ -129,7 +130,7 @@ def test_parameters_written_from_outside_reach_the_masters(stage):
     module, optimizer = sharded(mlp(), stage, adamw, param_dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.fill_(0.25)
+            part_of(parameter).fill_(0.25)
     written_(module.parameters())
     train(module, optimizer, [[batch(0, width=8).bfloat16()]])
     for each in whole(module).values():  # AdamW's first step is lr at most, and decay

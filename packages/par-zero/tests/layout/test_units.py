@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from par_groups import part_of
 from par_testing import count_collectives, for_each, storm
 from par_zero import no_sync, reset, shard
 from par_zero.layout.units import called, choose_units, places, sections
@@ -155,7 +156,7 @@ def test_at_stage_3_only_the_item_that_runs_is_gathered():
 
     def look(name):
         def hook(*_):
-            seen[name] = [sum(p.numel() for p in item(module, each).parameters()) for each in "ac"]
+            seen[name] = [sum(part_of(p).numel() for p in item(module, each).parameters()) for each in "ac"]
 
         return hook
 

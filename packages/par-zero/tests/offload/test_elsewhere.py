@@ -1,5 +1,6 @@
 """Parameters and gradients elsewhere at stage 3: the same losses, parameters and moments as without, bytes as told."""
 
+import copy
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import gradients as gradients_of
-from par_groups import settle_
+from par_groups import part_of, settle_
 from par_testing import for_each, storm
 from par_zero import Offload, memory, no_sync, place, residency, shard, simulate, summon, trace, transfers
 
@@ -282,7 +283,7 @@ def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_t
         loss_of(module, batch(step, width=8)).backward()
         if step:
             settle_(optimizer.param_groups[0]["params"])
-            before = [value.detach().clone() for value in module.parameters()]
+            before = [part_of(value).clone() for value in module.parameters()]
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == 1:
                     failing(patch, "preadv", 2)  # the first reads its state
@@ -291,7 +292,7 @@ def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_t
         else:
             optimizer.step()
             optimizer.zero_grad()
-    same = all(torch.equal(value, old) for value, old in zip(module.parameters(), before, strict=True))
+    same = all(torch.equal(part_of(value), old) for value, old in zip(module.parameters(), before, strict=True))
     assert same == (dist.get_rank() == 1)
 
 
@@ -336,20 +337,23 @@ def test_who_looks_at_parameters_between_steps_sees_them_and_may_write_them(tmp_
             with torch.no_grad():
                 if step == 1:  # what was read ahead is out of date
                     for parameter in module.parameters():
-                        parameter.mul_(0.5)
+                        part_of(parameter).mul_(0.5)
                 if step == 2:
                     with summon(module):
                         next(module.parameters()).mul_(0.5)
                 if step == 3:
-                    module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+                    parts = copy.deepcopy(module.state_dict())
+                    for value in parts.values():
+                        part_of(value).mul_(2)
+                    module.load_state_dict(parts)
             optimizer.step()
             optimizer.zero_grad()
-            seen |= {f"{step}.{name}": value.detach().clone() for name, value in module.named_parameters()}
+            seen |= {f"{step}.{name}": part_of(value).detach().clone() for name, value in module.named_parameters()}
             with torch.no_grad():
                 for tensor in optimizer.param_groups[0]["params"]:
                     tensor.mul_(0.9)
                 for parameter in module.parameters():
-                    parameter.mul_(0.9)
+                    part_of(parameter).mul_(0.9)
         return seen | whole(module) | moments(optimizer)
 
     assert_same(run(elsewhere(tmp_path)), run(None))

@@ -1,5 +1,6 @@
 """Stage 3, where a thread steps what is on the disk while the next forward runs: the same bits, errors on all ranks."""
 
+import copy
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import settle_
+from par_groups import part_of, settle_
 from par_testing import for_each
 from par_zero import reset, shard
 
@@ -52,7 +53,7 @@ def looked_at(offload, look):
 
 
 def gradients_stay(_, module, __):
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: part_of(value).clone() for name, value in module.state_dict().items()}
 
 
 def gradients_become_zeros(_, __, optimizer):
@@ -65,7 +66,10 @@ def state_dicts(step, module, optimizer):
     if step == 1:
         optimizer.load_state_dict(optimizer.state_dict())
     if step == 2:
-        module.load_state_dict({name: value * 0.5 for name, value in module.state_dict().items()})
+        parts = copy.deepcopy(module.state_dict())
+        for value in parts.values():
+            part_of(value).mul_(0.5)
+        module.load_state_dict(parts)
     state = optimizer.state_dict()["state"]
     return {"moment": torch.cat([state[number]["exp_avg"].view(-1) for number in sorted(state)])}
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import part_of
 from par_testing import for_each
 from par_zero import no_sync, reset, residency, summon
 from par_zero._unit import State, Unit
@@ -32,7 +33,7 @@ WAYS = {FREED: (), ARRIVING: ("begin_gathering",), HIDDEN: ("begin_gathering", "
 
 def parts(module):
     """Whether parameters show parts, which are flat; and bytes of memory for whole ones."""
-    flat = all(each.ndim == 1 for each in module.parameters())
+    flat = all(part_of(each) is not each for each in module.parameters())
     return flat, residency(module).now["device"]["units"]
 
 

@@ -78,6 +78,7 @@ class Box:
         Raises:
             ValueError: The local tensor is too small, or not contiguous where the box is only a part of it.
         """
+        local = part_of(local)
         if self.last >= local.numel():
             raise ValueError(f"box {self} ends at element {self.last}, but the local tensor has {local.numel()}")
         if self.offset == 0 and tuple(local.shape) == self.size and self.stride == row_major(self.size):
@@ -127,6 +128,15 @@ class Sharding:
     def owned(self, rank: int, ranks: Container[int]) -> int:
         """The number of elements that `rank` counts when `ranks` sum. See `Box.owns`."""
         return sum(box.numel for box in self.boxes if box.owns(rank, ranks))
+
+
+def part_of(tensor: "torch.Tensor") -> "torch.Tensor":
+    """This rank's part of a tensor that refuses to be read as if it were the part, such as a freed parameter of ZeRO.
+
+    Such a tensor has it in its attribute `par_part`. Any other tensor is returned as it is.
+    """
+    part: torch.Tensor = getattr(tensor, "par_part", tensor)
+    return part
 
 
 def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:

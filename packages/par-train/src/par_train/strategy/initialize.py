@@ -78,8 +78,8 @@ def wire(
         pair.factor = LossFactor(model, travels=travels, device=strategy.device)
     pair.models = list(model) if isinstance(model, nn.ModuleList) and len(pair.models) > 1 else [model]
     for one in pair.models:
-        if "no_sync" in model.__dict__:
-            one.__dict__["no_sync"] = model.__dict__["no_sync"]
+        if hasattr(model, "no_sync"):  # what torch.compile returns has the one of the module inside
+            one.__dict__["no_sync"] = model.no_sync
     if isinstance(pair.optimizer, MixedOptimizer) and pair.optimizer.scaling.scale is not None:
         pair.schedulers = [pair.optimizer.schedule(scheduler) for scheduler in pair.schedulers]
     handle = None

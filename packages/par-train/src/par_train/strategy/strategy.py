@@ -573,7 +573,7 @@ class Strategy(Setup):
         for plugin in self.plugins:
             if not plugin.supports_no_sync:
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
-        deferring = model.__dict__.get("no_sync")  # par-zero's own
+        deferring = getattr(model, "no_sync", None)  # par-zero's own, also of what torch.compile returns
         with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
             yield
 

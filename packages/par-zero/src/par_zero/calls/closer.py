@@ -49,6 +49,7 @@ class Closer:
         self._place: dict[int, int] = {}  # of each section in the order
         self._places: list[tuple[int, Chunk]] = []  # of the last of its sections in the order, for each chunk in turn
         self._in_backward = False
+        self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
         self._left: set[int] = set()  # the sections that the pass under way has left behind
         self._passed = 0  # how many sections of the order are left behind, and all before them
         self._closed = 0  # how many chunks are closed
@@ -77,7 +78,7 @@ class Closer:
 
     def _before_backward(self, call: Call, _: torch.Tensor) -> None:
         """The gradient of an output is there, so backward is done with what was called after that."""
-        self._in_backward = True
+        self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
         left = [number for number in self._calls.left_behind(call) if number]
         self._left.update(left)
@@ -119,8 +120,8 @@ class Closer:
             self._reducer.arrange([chunk.number for _, chunk in self._places])
 
     def _end_pass(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - as the reducer calls it
-        self._in_backward, self._passed, self._closed = False, 0, 0
+        self._calls.end_pass(graphed=self._graphed)
+        self._in_backward, self._graphed, self._passed, self._closed = False, False, 0, 0
         self._left.clear()
         self._came.clear()
-        self._calls.end_pass()
         self._arrange()

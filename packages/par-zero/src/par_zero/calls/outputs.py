@@ -46,6 +46,34 @@ def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
         yield from tensors_of(part, seen)
 
 
+class SideOutputs:
+    """Tensors that modules leave in their attributes instead of returning them, such as auxiliary losses.
+
+    Backward may begin with such a tensor, before it comes to what the module has returned. The first two calls look
+    through all attributes, and later ones at those in which something was found, so a step costs next to nothing.
+
+    Args:
+        modules: The modules, without their children.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules, self._looks = tuple(modules), 2
+        self._found: dict[tuple[int, str], nn.Module] = {}
+
+    def computed(self) -> list[torch.Tensor]:
+        """The tensors with a graph in attributes now: tensors, or items of lists, tuples and dicts."""
+        if self._looks:
+            self._looks -= 1
+            for number, module in enumerate(self._modules):
+                self._found |= {(number, name): module for name, value in vars(module).items() if _computed_in(value)}
+        return [tensor for (_, name), module in self._found.items() for tensor in _computed_in(vars(module).get(name))]
+
+
+def _computed_in(value: Any) -> list[torch.Tensor]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if isinstance(item, torch.Tensor) and item.requires_grad and not item.is_leaf]
+
+
 def _parts_of(value: Any) -> Iterable[Any]:
     """The items of a collection; of any other object what it was registered with, or else its attributes."""
     if isinstance(value, Mapping):

@@ -49,6 +49,7 @@ class Calls:
         self._ahead: list[tuple[int, int]] | None = None  # beginnings of the units that this pass comes to, ascending
         self._first: set[int] = set()  # when units began for the first time, but for the root
         self._come: list[Call] = []  # what this pass has come to
+        self._graphed: list[Call] = []  # what passes that made a graph have come to
         self.uncalled: list[int] = []
         self.returned = False
 
@@ -105,14 +106,22 @@ class Calls:
             left.append(self._ahead.pop()[1])
         return left
 
-    def end_pass(self) -> None:
-        """A backward pass has ended."""
+    def end_pass(self, *, graphed: bool = False) -> None:
+        """A backward pass has ended.
+
+        Args:
+            graphed: Whether it made a graph, as for a gradient penalty. A later pass goes through that, and from there
+                through the same calls once more.
+        """
         for number, repeated in enumerate(self._repeated):
             if repeated:
                 del self._kept[number][len(self._kept[number]) - len(repeated) :]
                 repeated.clear()
-        for call in self._come:
-            call.is_past = True
+        if graphed:  # what knows of these calls may go with their outputs, while the new graph leads into their midst
+            self._graphed += self._come
+        else:
+            for call in self._come:
+                call.is_past = True
         self._come.clear()
         self._ahead = None
         self.uncalled, self.returned = [], False
@@ -120,6 +129,7 @@ class Calls:
     def forget(self) -> None:
         """No backward pass goes through what was called before."""
         self._under_way.clear()  # what has failed there may never have ended
+        self._graphed.clear()
         for known, kept in zip(self._known, self._kept, strict=True):
             known.clear()
             kept.clear()

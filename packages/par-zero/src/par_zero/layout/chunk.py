@@ -1,6 +1,6 @@
 """A chunk: parameters that lie in one flat buffer, with their gradients, reduced and gathered as one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -9,8 +9,9 @@ from torch import nn
 
 from .._stage import Stage
 from .._tiers import Home
-from .._torch_private import foreach_add_, foreach_copy_
+from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
 from .buffers import Buffers
+from .freed import Freed, free_, unfree_
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
 from .sharers import Groups
@@ -131,6 +132,7 @@ class Chunk:
         self.groups, self.share = groups, layout.share(groups.rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
         self.meter, self.home = Meter(), Home()
+        self._guards = False
         self.sums: Sums | None = None
         low, high = self.updated
         if stage.shards_parameters:
@@ -245,6 +247,7 @@ class Chunk:
     def show_whole(self) -> None:
         """The parameters become views of `flat`, which has its memory."""
         for member, view in zip(self.members, self.views(self.flat), strict=True):
+            unfree_(member.parameter)
             member.parameter.data = view
 
     def show_share(self) -> None:
@@ -252,7 +255,24 @@ class Chunk:
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             first = min(max(start, low), high)
+            unfree_(member.parameter)
             member.parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
+            if self._guards:
+                free_(member.parameter)
+
+    def guard(self, written: Callable[[], None]) -> None:
+        """From now on parameters that show this rank's share refuse to be read as if they were whole.
+
+        Args:
+            written: Is called when a share was written.
+        """
+        low, high = self.share
+        for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
+            first = min(max(start, low, start), max(high, start), stop) - start
+            freed = Freed(name=member.names[0], shape=member.shape, start=first, written=written)
+            member.parameter.par_freed = freed  # type: ignore[attr-defined]  # a tensor takes attributes
+        self._guards = True
+        self.show_share()
 
     def resize_(self, count: int) -> None:
         """Gives the memory of `flat` back, or takes it, for that many elements.
@@ -303,7 +323,8 @@ class Chunk:
             self._earlier = self._reduced_earlier()
         elif not self._filled:
             self._adds = any(part.tensor.grad is not None for part in self.slices)
-        gradients = [member.parameter.grad for member in self.members]
+        with without_torch_functions():  # quicker, where parameters are freed
+            gradients = [member.parameter.grad for member in self.members]
         pairs = [
             (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
         ]
@@ -315,8 +336,9 @@ class Chunk:
         if given:
             (foreach_add_ if self._filled else foreach_copy_)(into, given)
         self._filled = True
-        for member in self.members:
-            member.parameter.grad = None
+        with without_torch_functions():
+            for member in self.members:
+                member.parameter.grad = None
         return [int(gradient is not None) for gradient in gradients]
 
     def _buffer(self, buffers: Buffers) -> torch.Tensor:

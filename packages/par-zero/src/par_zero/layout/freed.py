@@ -1,0 +1,245 @@
+"""Freed parameters of stage 3: this rank keeps a part, and whoever reads the parameter as a whole is told.
+
+A part is flat. It would broadcast or fit by chance where somebody reads the parameter outside of a call of its module,
+and the numbers would be wrong. So a freed parameter is of a subclass of nn.Parameter that has the shape, the dtype and
+the device of the whole one, and refuses every operation on values that it does not have.
+
+There is no cost while a unit runs: its parameters are ordinary ones then, and torch asks no Python of theirs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import GetSetDescriptorType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from par_groups import Sharding, set_sharding, sharding_of
+
+from .._torch_private import chunk_of_dcp, item_of_dcp, without_torch_functions
+
+
+@dataclass(eq=False, kw_only=True)
+class Freed:
+    """What a freed parameter says of itself.
+
+    Args:
+        name: Its name in the module.
+        shape: Its shape when it is gathered.
+        start: The first of its elements that this rank keeps.
+        written: Is called when this rank's part was written.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    written: Callable[[], None]
+
+
+class Guarded(torch.Tensor):
+    """What freed parameters, and the parts of them in a state dict, have in common: see the module."""
+
+    par_freed: Freed
+
+    @property
+    def par_part(self) -> torch.Tensor:
+        """This rank's part, flat, as an ordinary tensor in the same memory."""
+        with without_torch_functions():
+            return self.detach()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answers what can be answered from a part, and refuses the rest."""
+        if func in _NOTES:
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        answer = _ANSWERS.get(func)
+        if answer is None or not isinstance(args[0], Guarded):
+            if func in _CONVERSIONS:  # of another tensor, to the dtype and device of this one
+                with without_torch_functions():
+                    return func(*args, **(kwargs or {}))
+            _refuse(func, args, kwargs)
+        return answer(func, args, kwargs or {})
+
+    def __hash__(self) -> int:  # as of any tensor, without a way through torch
+        return id(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # what torch shows of contents is not there
+        freed = self.par_freed
+        return f"{type(self).__name__}({freed.name!r}, shape={tuple(freed.shape)}, part={self.par_part.numel()})"
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.par_freed.name!r} is pickled or saved outside of summon, where stage 3 keeps a part of it on each "
+            "rank; use par_checkpoint.save(), or save what state_dict() returns within par_zero.summon(module)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if isinstance(self, nn.Parameter):
+            _refuse(torch.Tensor.__deepcopy__, [self], None)
+        return memo.setdefault(id(self), _guard(self.par_part.clone(), self))
+
+    # torch.distributed.checkpoint asks a tensor that is cut for these.
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        return [item_of_dcp(name, box, self._record.shape, self.par_part) for box in self._record.boxes]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [chunk_of_dcp(box) for box in self._record.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        box = next(box for box in self._record.boxes if torch.Size(box.start) == index.offset)
+        return box.of(self.par_part)
+
+    @property
+    def _record(self) -> Sharding:
+        return sharding_of(self)
+
+
+class FreedParameter(Guarded, nn.Parameter):
+    """A freed parameter."""
+
+
+class FreedPart(Guarded):
+    """What `detach()`, `data` and a state dict give of a freed parameter."""
+
+
+def free_(parameter: nn.Parameter) -> None:
+    """Makes an ordinary parameter that shows its part a freed one, which has `par_freed` already."""
+    kind: type = type(parameter)
+    if kind is nn.Parameter:  # a subclass may have operations of its own
+        parameter.__class__ = FreedParameter
+
+
+def unfree_(parameter: nn.Parameter) -> None:
+    """Makes a freed parameter an ordinary one again, before it shows something else than its part."""
+    if type(parameter) is FreedParameter:
+        object.__setattr__(parameter, "__class__", nn.Parameter)
+
+
+def _guard(part: torch.Tensor, like: Guarded) -> torch.Tensor:
+    """A part in other memory, or of another dtype, that says of itself what the parameter says."""
+    guarded: torch.Tensor = part.detach().as_subclass(FreedPart)
+    guarded.par_freed = like.par_freed  # type: ignore[attr-defined]
+    set_sharding(guarded, sharding_of(like))
+    return guarded
+
+
+def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> NoReturn:
+    """Raises an error that names the parameter, the operation and the ways out."""
+    found = next(_guarded_in([*args, *(kwargs or {}).values()]))
+    what = getattr(func, "__name__", str(func))
+    if what in ("__get__", "__set__"):
+        what = f"an access to .{getattr(getattr(func, '__self__', None), '__name__', what)}"
+    raise RuntimeError(
+        f"{found.par_freed.name!r} is used by {what} outside of a call of its module, where stage 3 keeps a part of it "
+        "on each rank; read and write it within par_zero.summon(module), use it in the forward of its own module, or "
+        "pass units= to shard() that make one unit of that module and the one that reads it"
+    )
+
+
+def _guarded_in(values: Iterable[Any]) -> Any:
+    for value in values:
+        if isinstance(value, Guarded):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _guarded_in(value)
+
+
+def _copied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A copy or a view of a freed parameter is a part, too; what changes nothing gives the parameter itself."""
+    with without_torch_functions():
+        made = func(*args, **kwargs)
+    return args[0] if made is args[0] else _guard(made, args[0])
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`copy_` of the same part, or of a whole tensor, of which this rank takes its part."""
+    target, source = args[0], args[1] if len(args) > 1 else kwargs.get("src")
+    freed, mine = target.par_freed, target.par_part
+    if isinstance(source, Guarded):
+        if (source.par_freed.shape, source.par_freed.start) != (freed.shape, freed.start):
+            _refuse(func, args, kwargs)
+        source = source.par_part
+        if source.shape != mine.shape:
+            _refuse(func, args, kwargs)
+    elif isinstance(source, torch.Tensor) and source.shape == freed.shape:
+        source = source.detach().reshape(-1)[freed.start : freed.start + mine.numel()]
+    else:
+        _refuse(func, args, kwargs)
+    mine.copy_(source)
+    freed.written()
+    return target
+
+
+def _set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """An assignment of what is there changes nothing, such as in `module.to` of the same device and dtype."""
+    if args[1] is not args[0] and not (
+        isinstance(args[1], Guarded) and args[1].par_part.data_ptr() == args[0].par_part.data_ptr()
+    ):
+        _refuse(func, args, kwargs)
+
+
+def _size(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    shape = args[0].par_freed.shape
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+def _of_shape(answer: Callable[[torch.Size], Any], _: Any, args: Sequence[Any], __: dict[str, Any]) -> Any:
+    return answer(args[0].par_freed.shape)
+
+
+def _stride(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    strides = torch.empty(args[0].par_freed.shape, device="meta").stride()
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return strides if dim is None else strides[dim]
+
+
+def _nbytes(_: Any, args: Sequence[Any], __: dict[str, Any]) -> int:
+    return int(args[0].par_freed.shape.numel() * args[0].element_size())
+
+
+_T = torch.Tensor
+_OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "shape", "ndim", "nbytes"}
+
+_NOTES: frozenset[Any] = frozenset(
+    [
+        getattr(_T, name).__get__
+        for name, member in vars(torch._C.TensorBase).items()
+        if isinstance(member, GetSetDescriptorType) and name not in _OF_VALUES
+    ]
+    + [getattr(_T, name).__set__ for name in ("grad", "requires_grad")]
+    + [_T.element_size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device, _T.is_contiguous]
+    + [_T.data_ptr, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared, _T.is_inference, _T.is_conj]
+    + [_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook]
+    + [torch.is_floating_point, torch.is_complex, torch.autograd.grad, torch.autograd.backward, _T.backward]
+    + [torch._has_compatible_shallow_copy_type]
+)
+"""Operations on a parameter that read and write none of its values."""
+
+_CONVERSIONS: frozenset[Any] = frozenset([_T.to, _T.type_as])
+
+_ANSWERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
+    **dict.fromkeys(
+        [
+            *(_T.detach, torch.detach, _T.data.__get__, _T.clone, torch.clone, _T.contiguous),  # type: ignore[attr-defined]
+            *(_T.to, _T.cpu, _T.cuda, _T.float, _T.double, _T.half, _T.bfloat16, _T.pin_memory),
+        ],
+        _copied,
+    ),
+    _T.copy_: _written,
+    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _T.size: _size,
+    _T.stride: _stride,
+    _T.nbytes.__get__: _nbytes,  # type: ignore[attr-defined]
+    _T.shape.__get__: partial(_of_shape, torch.Size),  # type: ignore[attr-defined]
+    **dict.fromkeys([_T.ndim.__get__, _T.dim], partial(_of_shape, len)),  # type: ignore[attr-defined]
+    **dict.fromkeys([_T.numel, _T.nelement, torch.numel], partial(_of_shape, torch.Size.numel)),
+    _T.__len__: partial(_of_shape, lambda shape: shape[0]),
+}
+"""Operations that a part has an answer for."""
