@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from par_groups import part_of
 from par_train import Strategy
 
 from . import tiny_llama
@@ -132,7 +133,7 @@ def test_adapters_are_drawn_trained_resumed_and_written_as_on_one_device(tmp_pat
             before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
             strategy.save(model, folder / "adapters", plan="peft")
             strategy.save(model, folder / "merged", plan="merged")
-            assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+            assert all(torch.equal(part_of(before[key]), part_of(tensor)) for key, tensor in model.state_dict().items())
             if dist.get_rank() > 0:
                 continue  # the files are the same for all
             start = safetensors.torch.load_file(folder / "drawn" / "adapter_model.safetensors")
