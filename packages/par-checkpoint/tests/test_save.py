@@ -184,7 +184,7 @@ WRONG = [
     ({"max_shard_size": "5 parsecs"}, ValueError, "max_shard_size='5 parsecs': a size is a number and one of"),
     ({"max_shard_size": 1.5}, TypeError, "max_shard_size=1.5: a size is bytes"),
     ({"max_shard_size": 0}, ValueError, "max_shard_size=0: a size is from 1 to"),
-    ({"budget": "x"}, ValueError, "size 'x'"),
+    ({"budget": "x"}, ValueError, "budget='x': a size is a number"),
     ({"pending": "forget"}, ValueError, "pending is 'forget'"),
     ({"writer": "me"}, ValueError, "writer is 'me'"),
     ({"threads": 0}, ValueError, "threads is 0"),

@@ -370,7 +370,7 @@ def test_copies_and_pickles_of_a_model_have_hosts_of_their_own(reference):
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"resident": -1}, ValueError, "resident is -1 bytes; give 0 or more"),
+        ({"resident": -1}, ValueError, "resident=-1: a size is from 0 to"),
         ({"resident": "much"}, ValueError, "resident='much': a size is a number and one of"),
         ({"resident": 0.5}, TypeError, "resident is 0.5; give bytes, or a text"),
         ({"ahead": -1}, ValueError, "ahead is -1 layers; give 0 or more"),
