@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import inspect
 from par_train import Run, Strategy
+from par_train._signals import SIGNALS
 from par_train.run import run as run_module
 from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
 from par_train.run.records import Records
-from par_train.run.stop import SIGNALS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order

@@ -22,6 +22,7 @@ from .message import Reader, wire_of
 from .place import placed
 from .randomness import aside, seed_generators, seed_number
 from .shares import share
+from .workers import WorkerSignals
 
 
 class GlobalDataLoader:
@@ -53,6 +54,7 @@ class GlobalDataLoader:
             the group. An error of the one that loads is raised on all. None: this rank loads for itself.
         data_group: The ranks that have the shares of a global batch, in the order of `replica`. They tell each other
             when a lane ends or cannot be read, one all-reduce of a number a batch. None: each rank reads all lanes.
+        signals: Whether workers outlive the signals that this process catches. None: they do not.
 
     Attributes:
         device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
@@ -75,6 +77,7 @@ class GlobalDataLoader:
         seed: int,
         group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
+        signals: WorkerSignals | None = None,
     ) -> None:
         _check(loader, replica, replicas)
         self._plain = loader
@@ -86,14 +89,15 @@ class GlobalDataLoader:
         digest = getattr(loader.dataset, "digest", None)
         self.position.data = digest if isinstance(digest, str) else ""
         mine = partial(_share_of, replica=replica, replicas=replicas)
+        signals = signals or WorkerSignals()
         source: _Source
         if not isinstance(loader.dataset, IterableDataset):
-            source = _Sampled(loader, mine, seed)
+            source = _Sampled(loader, mine, seed, signals)
         elif (lanes := lanes_of(loader.dataset, loader.batch_size)) == 1:
-            source = _Streamed(loader, mine, seed)
+            source = _Streamed(loader, mine, seed, signals)
         else:
             self.position.lanes = lanes
-            source = _Sharded(loader, lanes, replica, replicas, seed, data_group)
+            source = _Sharded(loader, lanes, replica, replicas, seed, data_group, signals=signals)
         if group is not None and dist.get_world_size(group) > 1:
             source = _Received(source, Reader(group, pinned=loader.pin_memory))
         self._source: _Source | None = source
@@ -253,12 +257,13 @@ _INNER = {"sampler", "batch_sampler"}
 class _Sampled:
     """A map-style dataset: global batches are indices, and each rank loads what its share of them means."""
 
-    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int, signals: WorkerSignals) -> None:
         self._seed = seed
         self._order = _Order(loader.batch_sampler, share_of, seed)
         self._generator = torch.Generator()  # of the workers' seeds
         self._loader = _rebuilt(
             loader,
+            signals,
             dataset=_Seeded(loader.dataset),
             collate_fn=partial(_collate_loaded, loader.collate_fn),
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
@@ -313,11 +318,12 @@ class _Order:
 class _Streamed:
     """An iterable dataset: each rank reads whole global batches and keeps its share of the samples."""
 
-    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int, signals: WorkerSignals) -> None:
         self._seed = seed
         self._generator = torch.Generator()
         self._loader = _rebuilt(
             loader,
+            signals,
             dataset=loader.dataset,
             collate_fn=partial(_collate_share, loader.collate_fn, share_of),
             worker_init_fn=loader.worker_init_fn,
@@ -348,6 +354,8 @@ class _Sharded:
         replicas: int,
         seed: int,
         group: dist.ProcessGroup | None,
+        *,
+        signals: WorkerSignals,
     ) -> None:
         size = loader.batch_size or 0
         places = share(np.arange(size), replica, replicas)
@@ -364,6 +372,7 @@ class _Sharded:
         self._generator = torch.Generator()
         self._loader = _rebuilt(
             loader,
+            signals,
             dataset=self._data,
             collate_fn=partial(_collate_part, loader.collate_fn, size),
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
@@ -474,9 +483,22 @@ def _start_worker(user: Callable[[int], None] | None, worker: int) -> None:
         user(worker)
 
 
-def _rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+class _Loader(DataLoader[Any]):
+    """A DataLoader whose workers outlive the signals that this process catches."""
+
+    def __init__(self, signals: WorkerSignals, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._signals = signals
+
+    def __iter__(self) -> Any:
+        with self._signals.starting(self):
+            return super().__iter__()
+
+
+def _rebuilt(loader: DataLoader[Any], signals: WorkerSignals, **changed: Any) -> DataLoader[Any]:
     """A loader that loads in the same way, but always in order."""
-    return DataLoader(
+    return _Loader(
+        signals,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

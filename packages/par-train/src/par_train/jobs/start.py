@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from par_groups import read_environment
 
 from .._errors import UserError
+from .._signals import SIGNALS, keep_signals_from_children
 from ..run.attempt import NEAR, SAVED, has_come_to
 from ..run.output import say
-from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
+from ..run.stop import exit_code, handled_signals, leave_terminal
 from .checks import check_config, check_files
 from .options import Options
 from .rank import join

@@ -19,9 +19,10 @@ from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
+from .._signals import SIGNALS
 from ..data.shares import data_axes, share
 from ..run.metrics import load_of
-from ..run.stop import FAILED, SIGNALS
+from ..run.stop import FAILED
 from ..strategy.strategy import Strategy
 from .checkpoint import Origin, TrainingState
 from .options import Options, TrainOptions, learning_rate

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from torch.utils.data import DataLoader
+
 from par_checkpoint import Save, SaveOptions
 from par_groups import agree, check_alike, together
 
@@ -186,7 +188,8 @@ class Run:
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            held.enter_context(self._stop.caught())
+            if held.enter_context(self._stop.caught()):
+                held.enter_context(self.strategy.worker_signals.caught())
             held.enter_context(following_torchrun(self._stop))
             self._open(held)
             if self._goodput is not None and self._goodput.exposed is not None:
@@ -391,7 +394,12 @@ class Run:
 
     def _timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches, with the time that each is waited for on the clock."""
-        iterator = iter(batches)
+        with ExitStack() as starting:
+            if isinstance(
+                batches, DataLoader
+            ):  # one that `initialize` was not given; a GlobalDataLoader does so itself
+                starting.enter_context(self.strategy.worker_signals.starting(batches))
+            iterator = iter(batches)
         while True:
             if self._profile is not None:
                 self._profile.at(self.step)

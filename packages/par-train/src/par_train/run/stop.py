@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 
 from par_groups import read_environment
 
+from .._signals import SIGNALS
 from .output import drop_output
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""The signals that save and leave; SIGUSR1 is what SLURM is often told to send before the time is up."""
 
 LEAVE = 128
 """Stands, where a signal's number could, for a program that asks itself to leave."""
@@ -62,14 +60,14 @@ class Stop:
         self.signal = FAILED
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
+    def caught(self) -> Iterator[bool]:
         """Lets SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask instead of ending the process; puts their handlers back after.
 
-        Python catches signals in the main thread alone: in another one, this changes nothing.
+        Python catches signals in the main thread alone: in another one, this changes nothing, and gives False.
         """
         before = self._catch() if threading.current_thread() is threading.main_thread() else {}
         try:
-            yield
+            yield bool(before)
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -108,23 +106,6 @@ def leave_terminal() -> None:
             os.write(descriptor, b"")
         except OSError:
             drop_output(descriptor)
-
-
-@contextmanager
-def keep_signals_from_children() -> Iterator[None]:
-    """Starts processes with those signals blocked, until they catch them: they would die of one that came earlier.
-
-    Children inherit what the thread that starts them blocks. A second thread keeps the signals open for this process,
-    whose handlers run in the main thread as ever.
-    """
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True, name="open-to-signals").start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
 
 
 def follow_launcher(stop: Stop, launcher: int) -> None:

@@ -22,6 +22,7 @@ from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
 from ..data.randomness import gather_states, restore_states, seed_number
 from ..data.shares import data_axes, replica_axes
+from ..data.workers import WorkerSignals
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
 from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
@@ -89,6 +90,7 @@ class Strategy(Setup):
         schedule: The schedule of pipelines; None without a pipeline axis.
         plugins: All plugins, in the order in which they are applied.
         spent: What `memory` was spent on, once a model was initialized; printed, with the reason of each choice.
+        worker_signals: Whether workers of its data loaders outlive the signals that this process catches; see `Run`.
         resumed_from: The folder that `resume` has read, in the nearest tier that had it; None before.
 
     Raises:
@@ -165,6 +167,7 @@ class Strategy(Setup):
         self._pairs: list[Pair] = []
         self._roots: dict[Root, list[tuple[Pair, Checkpoints]]] = {}
         self.resumed_from: str | None = None
+        self.worker_signals = WorkerSignals()
         self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
@@ -328,7 +331,13 @@ class Strategy(Setup):
             data_group = self.groups[apart] if replicas > 1 else None
             for given in (given for given in objects if isinstance(given, DataLoader)):
                 loaders[id(given)] = GlobalDataLoader(
-                    given, replica=replica, replicas=replicas, seed=seed, group=group, data_group=data_group
+                    given,
+                    replica=replica,
+                    replicas=replicas,
+                    seed=seed,
+                    group=group,
+                    data_group=data_group,
+                    signals=self.worker_signals,
                 )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
