@@ -51,15 +51,16 @@ class Blocks(nn.Module):
         return x
 
 
-def steps(stage, count, order=range(BLOCKS), *, frozen=(), microbatches=1):
-    """Virtual time of some steps."""
+def steps(stage, count, order=range(BLOCKS), *, frozen=(), microbatches=1, then=None):
+    """Virtual time of some steps; the blocks may run in another order after the first one."""
     model = Blocks(order)
     for number in frozen:
         model.blocks[number].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
     shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=BLOCK)
     inputs = torch.ones(ROWS, WIDTH)
-    for _ in range(count):
+    for done in range(count):
+        model.order = then if done and then is not None else order
         strict_time()
         for number in range(microbatches):
             with no_sync(model) if number < microbatches - 1 else nullcontext():
@@ -121,6 +122,24 @@ def test_what_runs_otherwise_than_it_is_registered_holds_nothing_back(stage, how
     *_, last = steps(stage, 4, **OTHERWISE[how])
     late = 0 if how == "reversed" else 2 * GATHER if stage == 0 else GATHER
     assert last.exposed < EXPOSED[stage] + late + SLACK, last.by_site
+
+
+@pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_block_unused_on_one_rank_exposes_the_other_alone(stage):
+    """Whichever rank it is: the rank that uses the block computes it, which the other rank waits for."""
+    rows = []
+    for unused in range(2):
+        mine = dist.get_rank() == unused
+        *_, last = steps(stage, 6, then=[n for n in range(BLOCKS) if n != 6 or not mine])
+        both = torch.tensor([last.exposed, 0.0] if mine else [0.0, last.exposed], dtype=torch.float64)
+        dist.all_reduce(both)
+        rows.append(both)
+    block = 3 * FORWARD  # forward, and backward twice as long
+    of_unused, of_other = rows[1].tolist()
+    assert of_other < EXPOSED[stage] + SLACK
+    assert of_unused < EXPOSED[stage] + block + GATHER + SLACK
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2 * GATHER + SLACK)
 
 
 @pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)

@@ -1,5 +1,7 @@
 """Stage 3 where data decides which units run: gathered in one order on all ranks, or a named error on all of them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,8 +36,11 @@ class Branching(nn.Module):
         return x
 
 
-def branching():
-    return sharded(Branching(), 3, sgd, units=lambda module: type(module) is nn.ModuleList and len(module) == 2)
+def branching(**options):
+    def units(module):
+        return type(module) is nn.ModuleList and len(module) == 2
+
+    return sharded(Branching(), 3, sgd, units=units, **options)
 
 
 def backward(module, step, use, half=()):
@@ -172,6 +177,147 @@ def test_what_all_ranks_need_later_is_learned():
     assert compared[0] > 1
     assert compared[1] == 1
     assert compared[4] == 1
+
+
+@for_each(late=((0, 1, 2, 3), (1, 0, 2), (3,)), inflight=(1, 2))
+@pytest.mark.ranks(2)
+def test_unit_needed_later_under_inflight_is_named(late, inflight):
+    """The other rank waits in backward for reductions that the rank which departs would never begin by itself."""
+    module, optimizer = branching(inflight=inflight)
+    for step in range(3):
+        run(module, optimizer, step, (0, 1, 2))
+    needs_more = dist.get_rank() == 0
+    with pytest.raises(RuntimeError, match=r"rank 1 ends backward where rank 0 runs 'branches\.\d', .*; make one unit"):
+        backward(module, 3, late if needs_more else (0, 1, 2))
+    reset(module)
+    run(module, optimizer, 3, (0, 1, 2))
+    check_against_one_device(module, [[((0, 1, 2), ())] * 2] * 4)
+
+
+@pytest.mark.ranks(2)
+def test_unit_needed_later_under_no_sync_and_inflight_is_learned():
+    module, optimizer = branching(inflight=1)
+    reference = Branching()
+    its = sgd(reference.parameters())
+    for step, use in enumerate([(0, 1), (0, 1), ALL, ALL, (0, 1)]):
+        optimizer.zero_grad()
+        its.zero_grad()
+        for micro in range(2):
+            with no_sync(module) if micro == 0 else nullcontext():
+                backward(module, 10 * step + micro, use)
+            for rank in range(2):
+                data = batch(10 * step + micro, rank, width=8)
+                (reference(data, use).square().mean() / 2).backward()
+        optimizer.step()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
+@for_each(inflight=(1, 2))
+@pytest.mark.ranks(2)
+def test_units_all_ranks_need_later_under_inflight_are_learned(inflight):
+    module, optimizer = branching(inflight=inflight)
+    orders = [(0, 1), (0, 1), (3, 2, 1), (3, 2, 1), (0,), ALL, (3, 2, 1)]
+    for step, use in enumerate(orders):
+        run(module, optimizer, step, use)
+    check_against_one_device(module, [[(use, ())] * 2 for use in orders])
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_rank_that_departs_under_inflight_keeps_collectives_in_order():
+    module, optimizer = branching(inflight=1)
+    for step in range(3):
+        run(module, optimizer, step, (0, 1, 2))
+    with pytest.raises(RuntimeError, match="make one unit"):
+        backward(module, 3, ALL if dist.get_rank() == 0 else (0, 1, 2))
+    reset(module)
+    orders = [(0, 1, 2), ALL]
+    for step, use in enumerate(orders, start=3):
+        run(module, optimizer, step, use)
+    check_against_one_device(module, [[(use, ())] * 2 for use in [(0, 1, 2)] * 4 + [ALL]])
+
+
+class Recalling(Branching):
+    """Runs its last branch within backward, between the second and the first one, if it is told to."""
+
+    def forward(self, x, use, half=(), recalls=False):
+        for number in use:
+            x = x + self.branches[number](x, half=number in half)
+            if number == 0 and recalls:
+                here = x.detach()
+                x.register_hook(lambda gradient, here=here: gradient + 0 * self.branches[3](here))
+        return x
+
+
+def recalling(inflight):
+    def units(module):
+        return type(module) is nn.ModuleList and len(module) == 2
+
+    return sharded(Recalling(), 3, sgd, units=units, bucket=1, inflight=inflight)
+
+
+def recall(module, optimizer, step, *, half=(), recalls=False):
+    optimizer.zero_grad()
+    module(batch(step, width=8), (0, 1, 2), half, recalls=recalls).square().mean().backward()
+    optimizer.step()
+
+
+@for_each(inflight=(None, 1, 2))
+@pytest.mark.ranks(2)
+def test_unit_all_ranks_need_later_in_backward_is_learned(inflight):
+    module, optimizer = recalling(inflight)
+    for step in range(6):
+        recall(module, optimizer, step, recalls=step > 1)
+    check_against_one_device(module, [[((0, 1, 2), ())] * 2] * 6)
+
+
+@pytest.mark.ranks(2)
+def test_unit_needed_in_backward_amid_other_reductions_is_named():
+    module, optimizer = recalling(1)
+    for step in range(2):
+        recall(module, optimizer, step)
+    half = (1,) if dist.get_rank() == 1 else ()
+    with pytest.raises(
+        RuntimeError, match=r"backward comes to 'branches\.3'.*different numbers of reductions; pass infl"
+    ):
+        recall(module, optimizer, 2, half=half, recalls=True)
+    reset(module)
+    recall(module, optimizer, 2)
+    check_against_one_device(module, [[((0, 1, 2), ())] * 2] * 3)
+
+
+class Headed(nn.Module):
+    """Blocks that are units, and a head of the root that this rank may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x, head):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x) if head else x
+
+
+@for_each(stage=(0, 1, 3), inflight=(1, None), without=(0, 1))
+@pytest.mark.ranks(2)
+def test_head_unused_on_one_rank_holds_nothing_back(stage, inflight, without):
+    """Its gradients come first on the other rank, whose next reductions wait for that of the head."""
+    module, optimizer = sharded(Headed(), stage, sgd, bucket=1, inflight=inflight)
+    reference = Headed()
+    its = sgd(reference.parameters())
+    for step in range(6):
+        heads = [step < 3 or rank != without for rank in range(2)]
+        optimizer.zero_grad()
+        module(batch(step, width=8), heads[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        its.zero_grad()
+        losses = [reference(batch(step, rank, width=8), heads[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
 
 
 @pytest.mark.ranks(2)

@@ -98,6 +98,7 @@ class Gatherer:
             compare=order.compare,
             busy=self._is_busy,
             before=self._pass_by,
+            depart=self._depart,
         )
         order.follow(self._follower)
 
@@ -423,6 +424,11 @@ class Gatherer:
         """This rank or another comes to the backward of a unit, and begins to reduce what it has left behind."""
         self._close([])
         self._reducer.begin(before=self._units[number].chunks)
+
+    def _depart(self) -> None:
+        """This rank needs what no placement has, and begins the reductions of the pass for the other ranks."""
+        if self._reducer.is_bounded:
+            self._reducer.begin_empty()
 
     def _is_done(self, begun: Unit, unit: Unit) -> bool:
         """Whether the backward of a unit that has begun is over when that of another one begins."""

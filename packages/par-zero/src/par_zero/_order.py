@@ -138,7 +138,7 @@ class Order:
         Raises:
             RuntimeError: Some need another unit, or end their pass. All of them raise.
         """
-        self._compare(number)
+        self._meet(number)
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest that any rank has at each place of a list that is as long on all. An all-reduce."""
@@ -243,14 +243,35 @@ class Order:
         """Takes part in what the other ranks gather before that of an entry, and notes this one."""
         if not self._supervised:
             to_come = self._contract[len(self._gathered) :]
-            numbers = [gathering.number for gathering in to_come]
-            skipped = numbers.index(entry.number) if entry.number in numbers else len(to_come)
-            self._skip(to_come[:skipped])
+            # A forward does not take a gathering of the backward: before that, other ranks reduce gradients.
+            ways = [(gathering.number, gathering.in_backward) for gathering in to_come]
+            way = entry.number, entry.in_backward
+            skipped = ways.index(way) if way in ways else len(to_come)
             self._supervised = skipped == len(to_come)
+            reduces = self._kind is not None and self._kind.begins_with != "evaluation"
+            departs = self._supervised and bool(self._contract) and reduces and self._reducer.is_bounded
+            self._skip(to_come[:skipped], departs=departs)
         if self._supervised:
             self._begin_reductions(entry.in_backward)
-            self._compare(entry.number)
+            self._meet(entry.number)
         self._note(entry, needed=True)
+
+    def _meet(self, number: int) -> None:
+        """Compares with all ranks that they need a unit which is not to come in this pass.
+
+        Raises:
+            RuntimeError: Some need another unit, or end their pass, or cannot go on from here. All of them raise.
+        """
+        alike, _, _ = self._compare(number, self._reducer.begun_with_gradients)
+        if not alike:
+            self._reducer.begin_all(0)
+            self.forget()
+            raise RuntimeError(
+                f"backward comes to {self._units[number].name}, which no backward before needed there, when the ranks "
+                "have begun different numbers of reductions; pass inflight= the number of all chunks, which bounds "
+                "none, or stage=2"
+            )
+        self._reducer.rejoin()
 
     def _begin_next(self) -> None:
         """Begins to gather what comes next by contract, unless it is there still."""
@@ -269,13 +290,24 @@ class Order:
         self._gathered.append(gathering)
         self._needed.append(needed)
 
-    def _skip(self, gatherings: Sequence[Gathering]) -> None:
-        """Gives the other ranks this one's shares of units that it has no need of."""
-        for gathering in gatherings:
+    def _skip(self, gatherings: Sequence[Gathering], *, departs: bool = False) -> None:
+        """Gives the other ranks this one's shares of units that it has no need of.
+
+        Args:
+            gatherings: What is skipped.
+            departs: Whether that is all that is to come, and this rank needs something else. Then it begins the
+                reductions of the pass for the others, too, which may wait for them before they come to the end.
+        """
+        for place, gathering in enumerate(gatherings):
+            if departs and gathering.in_backward:
+                behind = {after.number for after in gatherings[place + 1 :]} - {gathering.number}
+                self._reducer.begin_empty({chunk.number for number in behind for chunk in self._units[number].chunks})
             self._units[gathering.number].take_part()
             self._note(gathering, needed=False)
-            if gathering.in_backward:
+            if gathering.in_backward and not departs:
                 self.on_skipped(gathering.number)
+        if departs:
+            self._reducer.begin_empty()
 
     def is_to_come(self, number: int) -> bool:
         """Whether other ranks may still come to a unit in this pass which this rank has not called."""

@@ -11,9 +11,10 @@ step       if none had                    -> which parameters had a gradient on 
            at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
 
 All ranks begin reductions in one order, on one communicator: that in which the first rank's chunks were complete in an
-earlier pass. So a chunk that is frozen, unused or registered elsewhere holds no other back. Nothing waits for another
-rank while backward goes on: that rank may need this one first, where backward itself exchanges, over a communicator of
-its own.
+earlier pass. So a chunk that is frozen or registered elsewhere holds no other back. A chunk that this rank alone does
+not use is due before others that are complete: autograd knows that no gradient of it will come, so it is reduced
+without one. Nothing waits for another rank while backward goes on: that rank may need this one first, where backward
+itself exchanges, over a communicator of its own.
 
 At stage 3 a chunk is closed when backward has left its unit behind, and what of it has no gradient by then is unused.
 So reductions fall at one place between the gatherings of all ranks, whatever each of them uses. Where not all ranks
@@ -21,7 +22,7 @@ share all chunks, and so exchange in backward, chunks are closed at every stage,
 fall between these exchanges too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakMethod
@@ -31,7 +32,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ._collectives import Flags, Handle, all_gather, all_reduce, reduce_scatter, scaled_sum
-from ._torch_private import call_at_end_of_backward, is_in_backward, will_get_gradient, without_torch_functions
+from ._torch_private import (
+    call_at_end_of_backward,
+    current_pass,
+    is_in_backward,
+    will_get_gradient,
+    without_torch_functions,
+)
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
 from .layout.meter import Meter
@@ -117,6 +124,11 @@ class Reducer:
         self._waits = closing and len(sharers.each) > 1  # whether chunks are reduced when they are closed
         self._left: list[int] = []  # the chunks of which this pass will bring no more gradients
         self._closed: set[int] = set()  # those of them whose gradients were taken for that
+        self._given_up: set[int] = set()  # the chunks that were reduced before others because no gradient will come
+        self._pass = -1  # the number of the backward pass under way, by autograd
+        self._nests = False  # whether gradients have ever come from a pass within the pass under way
+        self._empty: list[Handle] = []  # reductions with nothing in them, which this rank has begun for others
+        self._departed_at: int | None = None  # how many reductions had begun before these
         self._reduces: bool | None = None  # whether this pass brings gradients of parameters, if that is known
         self._came: list[int] = []  # the chunks that could be reduced in this pass, in that order
         self._order = LearnedOrder(range(len(chunks)))  # in which reductions begin
@@ -206,7 +218,59 @@ class Reducer:
         for number in self._order.numbers[self.begun : count]:
             self._chunks[number].take_gradients(self._gradients)
             self._begin(self._chunks[number])
+        self._abandon()
+
+    def begin_empty(self, stops: Container[int] = ()) -> None:
+        """Begins reductions with nothing in them, as this rank has left the order that other ranks still follow.
+
+        A rank that bounds its reductions waits in backward for those of the others. So a rank that departs, and will
+        meet the others behind all of them, has to begin its own.
+
+        Args:
+            stops: Where it stops: the chunks that no other rank can have begun yet, by number.
+        """
+        if self._departed_at is None:
+            self._departed_at = self.begun
+        order = self._order.numbers
+        while self.begun < len(order) and order[self.begun] not in stops:
+            chunk = self._chunks[order[self.begun]]
+            flat, share = chunk.without_gradients()
+            groups = chunk.groups
+            handle = reduce_scatter(flat, share, groups.shards, scale=groups.scale, buffers=self._received)
+            self.begun += 1
+            self._drop_empty(over=True)
+            self._empty.append(handle)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether backward may have to wait for a reduction before the next one begins."""
+        return self._reductions.is_bounded
+
+    @property
+    def begun_with_gradients(self) -> int:
+        """How many reductions had begun in this pass when this rank has departed; 0 if it begins none for others."""
+        return self._departed_at or 0
+
+    def rejoin(self) -> None:
+        """All ranks have departed at the same place: what they have begun with nothing in it is begun again."""
+        self._drop_empty()
+        if self._departed_at is not None:
+            self.begun, self._departed_at = self._departed_at, None
+
+    def _drop_empty(self, *, over: bool = False) -> None:
+        """Waits for reductions with nothing in them, or drops those alone that are over."""
+        left = []
+        for handle in self._empty:
+            if over and not handle.is_completed():
+                left.append(handle)
+            else:
+                handle.wait()
+        self._empty = left
+
+    def _abandon(self) -> None:
+        """Waits for all reductions on their way, and forgets them."""
         self._reductions.abandon()
+        self._drop_empty()
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Whether the pass under way has brought all gradients of a chunk; one that is not trained waits for none."""
@@ -243,11 +307,29 @@ class Reducer:
         order, stops = self._order.numbers, {chunk.number for chunk in before}
         while not self._deferring and self.begun < len(order) and order[self.begun] not in stops:
             number = order[self.begun]
-            if self._ending and number not in self._taken:
+            if number not in self._taken and (self._ending or self._gives_up(number)):
                 self._take(self._chunks[number])
             if number not in self._taken or (self._waits and not self._ending and number not in self._closed):
                 break
             self._begin(self._chunks[number])
+
+    def _gives_up(self, number: int) -> bool:
+        """Whether a chunk that is due holds back others, though no gradient of it will come.
+
+        Another rank that uses it may wait for its reduction before this rank can come to the end of backward. Autograd
+        does not announce the gradients of passes within the pass, so with these a chunk is waited for to the end.
+        """
+        holds_back = len(self._taken) > self.begun
+        if not holds_back or self._nests or self._waits or not self._order.is_agreed or not is_in_backward():
+            return False
+        arrived = self._arrived[number]
+        missing = (
+            member.parameter for index, member in enumerate(self._chunks[number].members) if index not in arrived
+        )
+        if any(will_get_gradient(parameter, if_unknown=True) for parameter in missing):
+            return False
+        self._given_up.add(number)
+        return True
 
     def _brings_gradients(self) -> bool:
         """Whether the pass under way brings gradients of parameters, and not of inputs alone."""
@@ -289,7 +371,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forgets a pass that has failed, and its gradients."""
-        self._reductions.abandon()
+        self._abandon()
         self.forget(self._chunks)
         self._forget_pass()
 
@@ -301,7 +383,7 @@ class Reducer:
     def start(self, *_: torch.Tensor) -> None:
         """A backward pass begins. Passes within it, of activation checkpointing, belong to it."""
         if not self._running:
-            self._running = True
+            self._running, self._pass = True, current_pass()
             for number in self._frozen:  # or not any more
                 self._awaited[number] = _trainable(self._chunks[number])
             call_at_end_of_backward(self._end)
@@ -331,6 +413,13 @@ class Reducer:
             )
         self.start()
         self._any = True
+        self._nests = self._nests or current_pass() != self._pass
+        if number in self._given_up:
+            raise RuntimeError(
+                f"{member.names[0]!r} got a gradient after its sum over the ranks had begun without it: it came from a "
+                "backward within backward, as of a reentrant checkpoint, which no pass before had; pass "
+                "use_reentrant=False, or use such checkpoints from the first step on"
+            )
         if number in self._closed:
             raise RuntimeError(
                 f"{member.names[0]!r} got a gradient when backward had gone on to what was called before its module, "
@@ -483,7 +572,8 @@ class Reducer:
     def _forget_pass(self) -> None:
         self._running, self._any, self._ending, self.begun = False, False, False, 0
         self._reduces = None
-        for seen in (self._taken, self._completed, self._closed, self._came, self._left):
+        self._departed_at = None
+        for seen in (self._taken, self._completed, self._closed, self._given_up, self._came, self._left):
             seen.clear()
         for arrived in self._arrived:
             arrived.clear()
@@ -521,6 +611,11 @@ class Reductions:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._under_way: list[_Reduction] = []
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether one more may have to wait for the oldest."""
+        return self._limit is not None
 
     def begin(self, steps: Iterator[Handle], *, single: bool) -> None:
         """Begins a reduction.

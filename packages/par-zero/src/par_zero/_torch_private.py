@@ -46,11 +46,16 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def will_get_gradient(parameter: torch.Tensor) -> bool:
+def will_get_gradient(parameter: torch.Tensor, *, if_unknown: bool = False) -> bool:
     """Whether the backward pass under way will leave a gradient in a parameter, asked in a hook of that pass.
 
     `torch._C._will_engine_execute_node` is there since torch 2.0; `register_multi_grad_hook` counts with it. It raises
-    where the gradient is what `torch.autograd.grad` gives back, which leaves none.
+    where the gradient is what `torch.autograd.grad` gives back, which leaves none, and where no pass of autograd's own
+    engine runs. It does not see the gradients of passes within that pass, such as those of reentrant checkpoints.
+
+    Args:
+        parameter: The parameter.
+        if_unknown: What is returned where it raises.
     """
     if not parameter.requires_grad:
         return False
@@ -59,7 +64,11 @@ def will_get_gradient(parameter: torch.Tensor) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        return False
+        return if_unknown
+
+
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs in this thread, the innermost; -1 outside of any. In torch 2.11 to 2.13."""
 
 
 def is_in_torch_func() -> bool:

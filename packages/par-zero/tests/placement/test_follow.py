@@ -57,7 +57,7 @@ def resident(sizes):
     return 3 * sum(sizes.values()) // dist.get_world_size()
 
 
-def sharded(policy=None, room=0):
+def sharded(policy=None, room=0, **options):
     """The model, its optimizer, and bytes by unit; with bytes of room for whole units."""
     module = Model()
     sizes = sizes_of(module)
@@ -65,7 +65,7 @@ def sharded(policy=None, room=0):
     if policy is not None:
         offload = Offload(budget=resident(sizes) + room, policy=policy, other=lambda: module.active)
     optimizer = sgd(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1, offload=offload)
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1, offload=offload, **options)
     return module, optimizer, sizes
 
 
@@ -262,10 +262,11 @@ def test_a_rank_skips_a_unit_in_a_pass_that_no_placement_has_too():
     assert_same(*results)
 
 
+@for_each(inflight=(None, 1))
 @pytest.mark.ranks(2)
-def test_ranks_that_need_different_units_all_raise_and_go_on_after_reset():
-    plain, its, _ = sharded()
-    module, optimizer, sizes = sharded("next_use", 30_000)
+def test_ranks_that_need_different_units_all_raise_and_go_on_after_reset(inflight):
+    plain, its, _ = sharded(inflight=inflight)
+    module, optimizer, sizes = sharded("next_use", 30_000, inflight=inflight)
     for step in range(2):
         for each, step_ in ((module, optimizer), (plain, its)):
             run(each, step)

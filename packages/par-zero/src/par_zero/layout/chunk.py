@@ -341,6 +341,15 @@ class Chunk:
                 member.parameter.grad = None
         return [int(gradient is not None) for gradient in gradients]
 
+    def without_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros in place of its gradients, for the sum that other ranks wait for, and where this rank's share goes."""
+        low, high = self.share
+        flat = torch.zeros(self.layout.size, dtype=self.reduce_dtype, device=self.own.device)
+        share = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
+        for tensor in (flat, share):
+            setattr(tensor, LABEL, self._label)
+        return flat, share
+
     def _buffer(self, buffers: Buffers) -> torch.Tensor:
         """The buffer of gradients, with zeros in its padding."""
         if self.gradient is None:

@@ -14,6 +14,7 @@ with the others, which do that at the end of the pass. What each rank has record
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from .ledger import Placement
@@ -61,6 +62,7 @@ class Follower:
         compare: Compares the number of a unit with what the other ranks come to; raises where it is something else.
         busy: Whether a unit may not be dropped, as it runs, or its backward does.
         before: Called with a unit before something is moved for its backward, of ranks that skip it too.
+        depart: Called before this rank takes part in all that is to come of a pass with a backward, and then compares.
 
     Attributes:
         trace: What the last whole step has needed; None before there was one.
@@ -78,9 +80,11 @@ class Follower:
         compare: Callable[[int], None],
         busy: Callable[[int], bool],
         before: Callable[[int], None] = lambda _: None,
+        depart: Callable[[], None] = lambda: None,
     ) -> None:
         self._units, self._recorder, self._place, self._resident = tuple(units), recorder, place, resident
         self._most, self._compare, self._busy, self._before_moves = most, compare, busy, before
+        self._depart = depart
         self._plans: dict[Needs, Plan] = {}  # by what a step needs
         self._after: dict[Needs, Needs] = {}  # by what a step needs, what the step behind it did
         self._before: Needs | None = None  # what the step before this one has needed, if all ranks know that
@@ -119,12 +123,17 @@ class Follower:
         place = next((place for place in to_come if plan.needs[place] == (kind, number)), None)
         if place is None or self._departed:
             self._departed = True
-            fetched = (place for place in to_come if (number, True) in plan.moves[place])
+            # A forward does not go on to moments of the backward, before which other ranks reduce gradients.
+            within = takewhile(lambda place: kind == "backward" or plan.needs[place][0] != "backward", to_come)
+            fetched = (place for place in within if (number, True) in plan.moves[place])
             place = next(fetched, None) if unit.freed else None
         if place is not None:
             self._move(plan, place + 1)
         if unit.freed:
             self._departed = True
+            following = plan.needs[self._position : self._end(plan)]
+            if not self.alone and (kind == "backward" or any(other == "backward" for other, _ in following)):
+                self._depart()
             self._move(plan, self._end(plan))
             self._compare(number)
             self.alone = True
