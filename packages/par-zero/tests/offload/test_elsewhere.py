@@ -1,6 +1,7 @@
 """Parameters and gradients elsewhere at stage 3: the same losses, parameters and moments as without, bytes as told."""
 
 import copy
+import errno
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from torch import nn
 from par_groups import gradients as gradients_of
 from par_groups import part_of, settle_
 from par_testing import for_each, storm
-from par_zero import Offload, memory, no_sync, place, residency, shard, simulate, summon, trace, transfers
+from par_zero import Offload, memory, no_sync, place, reset, residency, shard, simulate, summon, trace, transfers
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
@@ -240,6 +241,47 @@ def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(dtypes, call, 
     assert "cannot be written to the disk at " in raised[0]
     assert "It stays in memory, and nothing is lost; save a checkpoint" in raised[0]
     assert_same(found, expected)
+
+
+THEN = {
+    "step": lambda module, optimizer: (loss_of(module, batch(9, width=8)).backward(), optimizer.step()),
+    "evaluation": lambda module, _: evaluated(module),
+    "summon": lambda module, _: whole(module),
+    "state dict": lambda module, optimizer: (module.state_dict(), optimizer.state_dict(), whole(module)),
+    "residency": lambda module, _: (residency(module), whole(module)),
+    "reset": lambda module, _: (reset(module), whole(module)),
+}
+
+
+def evaluated(module):
+    with torch.no_grad():
+        return loss_of(module, batch(9, width=8))
+
+
+@for_each(then=THEN, overlap=(False, True), gradients=("device", "disk"))
+@pytest.mark.ranks(2)
+def test_dead_disk_on_one_rank_stops_no_rank_later(then, overlap, gradients, tmp_path):
+    """All that this rank had on the disk is in memory then, and the other ranks have theirs on their disks."""
+    module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path, overlap=overlap, gradients=gradients))
+    reference, other = sharded(mlp(), 3, small)
+    raised = []
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(4):
+            if step == 1 and dist.get_rank() == 1:
+                patch.setattr(os, "pwritev", dead)
+            for model, its in ((module, optimizer), (reference, other)):
+                despite(lambda model=model, step=step: loss_of(model, batch(step, width=8)).backward(), raised)
+                despite(its.step, raised)
+                its.zero_grad()
+        despite(lambda: THEN[then](module, optimizer), raised)
+        THEN[then](reference, other)
+        assert_same(whole(module), whole(reference))
+    assert raised
+    assert all("cannot be written to the disk at " in text for text in raised)
+
+
+def dead(*_):
+    raise OSError(errno.EIO, "Input/output error")
 
 
 @for_each(overlap=(False, True))

@@ -54,6 +54,7 @@ class Shares:
     ) -> None:
         self._disk, self._places = disk, dict(places)
         self._is_stepping, self._on_error = is_stepping, on_error
+        self._were_given = bool(places)
         self._ahead: dict[Chunk, _Ahead] = {}
         self._pool = Pool()
 
@@ -63,8 +64,11 @@ class Shares:
 
     @property
     def are_there(self) -> bool:
-        """Whether any do."""
-        return bool(self._places)
+        """Whether any did when the module was sharded.
+
+        All ranks know that alike and meet by it. Later a rank whose disk fails may have all of them in memory.
+        """
+        return self._were_given
 
     @property
     def stored_bytes(self) -> int:

@@ -71,6 +71,7 @@ class Sums:
         self._disk, self._places = disk, dict(places)
         self._on_unwritten, self._on_unread = on_unwritten, on_unread
         self._pool = Pool()
+        self._were_given = bool(places)
         self._writing: dict[Chunk, tuple[Handle, Buffer]] = {}  # the oldest first
         self._left: dict[Chunk, list[torch.Tensor]] = {}  # what could not be written
         for chunk in self._places:
@@ -78,8 +79,8 @@ class Sums:
 
     @property
     def are_there(self) -> bool:
-        """Whether any lie on the disk."""
-        return bool(self._places)
+        """Whether any lay on the disk when the module was sharded, as all ranks know alike."""
+        return self._were_given
 
     @property
     def stored_bytes(self) -> int:
