@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .strict.operation import label
     from .strict.options import Compute, Links, Strict
     from .strict.player import StrictError, strict_time
-    from .strict.step import HostWaitError, step
+    from .strict.step import FirstUseError, HostWaitError, no_first_use, step
     from .strict.streams import virtual_streams
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Compute",
     "Counted",
     "Fault",
+    "FirstUseError",
     "HostWaitError",
     "InjectedFault",
     "Links",
@@ -45,6 +46,7 @@ __all__ = [
     "live_bytes",
     "live_storages",
     "modules_called",
+    "no_first_use",
     "on_strict_ranks",
     "once",
     "peak_bytes",
@@ -71,7 +73,7 @@ _LATE = {
     "strict.clock": ("Times",),
     "strict.options": ("Compute", "Links", "Strict"),
     "strict.player": ("StrictError", "strict_time"),
-    "strict.step": ("HostWaitError", "step"),
+    "strict.step": ("FirstUseError", "HostWaitError", "no_first_use", "step"),
     "strict.streams": ("virtual_streams",),
 }
 

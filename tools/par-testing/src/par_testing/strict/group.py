@@ -19,7 +19,7 @@ from .options import Strict
 from .payloads import Share, by_tensor, bytes_of, cut, messages_to, tensor_of
 from .player import Compute, Player, StrictError, StrictWork, _players
 from .sites import batch_around, sites
-from .step import check_objects, refuse_in_step
+from .step import check_first_use, check_objects, refuse_in_step
 
 _libraries: list[torch.library.Library] = []  # of this process; a library's kernels end with it
 
@@ -51,6 +51,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
                     f"{list(members)}; let both be in it, or give ranks another order"
                 )
         self._batch: _Batch | None = None
+        self._connected: set[tuple[int, ...]] = set()  # what was used: () for all members, or the pair of a message
         # What torch asks a backend for, such as the group's name, must come from one; this one refuses to communicate,
         # so what is not overridden here fails.
         backend_class: Any = FakeProcessGroup
@@ -291,6 +292,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         **details: Any,
     ) -> StrictWork:
         check_objects(self._player.strict.objects)
+        self._connect(())
         described = inputs if items is None else items
         for tensor in (*inputs, *outputs):
             _check(name, tensor)
@@ -328,6 +330,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         if batch is not None:
             return self._add_to_batch(batch, part, tensor)
         pair = tuple(sorted((self._player.rank, other)))
+        self._connect(pair)
         sent, received = ([tensor], []) if kind == "send" else ([], [tensor])
         operation = Operation(name=kind, parts=(part,), sites=sites())
         buffers = Buffers(sent, received)
@@ -350,7 +353,19 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             self._issue_batch(batch)
         return _PartOfBatch(batch)
 
+    def _connect(self, pair: tuple[int, ...]) -> None:
+        """Notes that the communicator of all members, or of a pair of them, is used, which may be for the first time.
+
+        Raises:
+            HostWaitError, FirstUseError: It is, where communicators have to be connected.
+        """
+        if pair not in self._connected:
+            if self._player.strict.connect == "setup":
+                check_first_use(f"messages of {list(pair)} over {self._title}" if pair else self._title)
+            self._connected.add(pair)
+
     def _issue_batch(self, batch: "_Batch") -> None:
+        self._connect(())
         sent = [tensor for part, tensor in batch.parts if part.kind == "send"]
         received = [(part, tensor) for part, tensor in batch.parts if part.kind == "recv"]
         operation = Operation(name="batch", parts=tuple(part for part, _ in batch.parts), sites=sites())

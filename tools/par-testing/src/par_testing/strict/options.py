@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 Complete = Literal["late", "early", "drawn"]
 Objects = Literal["setup", "refuse", "allow"]
+Connect = Literal["setup", "allow"]
 Sums = Literal["rank order", "halves"]
 
 
@@ -71,6 +72,9 @@ class Strict:
             room on the device; None for all.
         objects: Where collectives of Python objects, which make the host wait, are refused: "setup" inside `step()`,
             "refuse" everywhere, "allow" nowhere.
+        connect: Where the first operation of a communicator is refused, for which NCCL lets the hosts of all its ranks
+            meet: "setup" inside `step()` and `no_first_use()`, "allow" nowhere. Messages between two ranks have a
+            communicator of their own for each pair, unless they are a batch.
         links: What joins the ranks, for virtual time; None: none is reckoned.
         compute: What operators take, for virtual time; None: nothing.
         sums: The order in which the ranks' numbers are added: "rank order", or "halves", a tree, which shows what
@@ -87,6 +91,7 @@ class Strict:
     draw: int = 0
     slots: int | None = None
     objects: Objects = "setup"
+    connect: Connect = "setup"
     links: Links | None = None
     compute: Compute | None = None
     sums: Sums = "rank order"
@@ -96,6 +101,7 @@ class Strict:
         for name, kinds in (
             ("complete", get_args(Complete)),
             ("objects", get_args(Objects)),
+            ("connect", get_args(Connect)),
             ("sums", get_args(Sums)),
         ):
             if (value := getattr(self, name)) not in kinds:

@@ -1,4 +1,4 @@
-"""What a training step may not do: let the host wait for a device, exchange Python objects, make communicators."""
+"""What a training step may not do: let the host wait for a device, exchange Python objects, connect communicators."""
 
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -40,12 +40,16 @@ class HostWaitError(AssertionError):
     """A step did what it may not; the message names what and where."""
 
 
+class FirstUseError(AssertionError):
+    """A communicator was used for the first time within `no_first_use`; the message names it and where."""
+
+
 @contextmanager
 def step(allow: Collection[str] = ()) -> Iterator[Seen]:
     """Refuses, on this rank, what costs a step its overlap on GPUs.
 
     That is: reading a number (`.item()`, `.tolist()`, `bool(tensor)`), asking how many there are (`nonzero`), object
-    collectives and new communicators, of strict groups.
+    collectives, new communicators and the first use of a communicator, of strict groups.
 
     Args:
         allow: Functions in which it may be done all the same, as "file.py:function".
@@ -64,6 +68,40 @@ def step(allow: Collection[str] = ()) -> Iterator[Seen]:
     finally:
         Tensor.tolist = tolist  # type: ignore[method-assign]
         _threads.step = before
+
+
+@contextmanager
+def no_first_use() -> Iterator[None]:
+    """Refuses, on this rank, the first operation of any communicator, and nothing else.
+
+    NCCL connects a communicator when it is first used. That is a meeting of the hosts of all its ranks. Inside a step
+    it may wait for a rank that waits for this one, so a program is to use each communicator once before its first step.
+
+    Raises:
+        FirstUseError: A communicator of strict groups was used for the first time.
+    """
+    before = getattr(_threads, "connected", False)
+    _threads.connected = True
+    try:
+        yield
+    finally:
+        _threads.connected = before
+
+
+def check_first_use(communicator: str) -> None:
+    """Called before the first operation of a communicator.
+
+    Raises:
+        HostWaitError: There is a step around, which does not allow it here.
+        FirstUseError: It is within `no_first_use`.
+    """
+    if getattr(_threads, "connected", False):
+        places = " < ".join([*functions()][:3])
+        raise FirstUseError(
+            f"the first operation of {communicator}, at {places}, where all communicators should be connected; use it "
+            "once before the first step"
+        )
+    refuse_in_step(f"the first operation of {communicator}")
 
 
 def refuse_in_step(what: str) -> None:
