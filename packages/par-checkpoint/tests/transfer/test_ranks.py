@@ -138,3 +138,19 @@ def test_a_sum_that_lacks_a_rank_is_a_lost_rank(monkeypatch):
     ranks._gloo = Alone()
     with pytest.raises(RuntimeError, match="1 of 2 ranks of the group have taken part"):
         ranks.agree(lambda: None)
+
+
+@pytest.mark.ranks(2)
+def test_a_text_that_cannot_be_encoded_is_raised_on_all_ranks():
+    ranks = Ranks(dist.group.WORLD, 30.0)
+
+    def fail():
+        if ranks.rank:
+            raise FileNotFoundError("weights-\udcff.bin")
+
+    for act, knows in ((lambda: ranks.agree(fail), 2), (lambda: ranks.on_first(Path("/none/\udcff").stat), 0)):
+        with pytest.raises(FileNotFoundError) as caught:
+            act()
+        if ranks.rank != knows:  # which has the error itself
+            assert r"\udcff" in str(caught.value)
+            assert str(caught.value).encode()

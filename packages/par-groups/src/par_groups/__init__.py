@@ -16,7 +16,7 @@ from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
-    from .live.agreement import agree, check_alike, together
+    from .live.agreement import agree, check_alike, error_text, together
     from .live.among import group_among
     from .live.backends import Collective, backend_of, check_collectives, sendable
     from .live.launch import Environment, launch
@@ -78,6 +78,7 @@ __all__ = [
     "check_collectives",
     "check_owned",
     "cut",
+    "error_text",
     "get_logger",
     "gradients",
     "group_among",
@@ -107,7 +108,7 @@ __all__ = [
 _MODULE_OF = {
     name: module
     for module, names in {
-        "live.agreement": ("agree", "check_alike", "together"),
+        "live.agreement": ("agree", "check_alike", "error_text", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
         "live.launch": ("Environment", "launch"),

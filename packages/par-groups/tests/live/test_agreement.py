@@ -93,3 +93,28 @@ def test_a_block_ends_well_on_all_ranks_or_raises_on_all():
     if rank:
         with pytest.raises(KeyError, match="here"):
             act("alone", fails=True)
+
+
+class Unreadable(Exception):
+    """An error whose own code fails."""
+
+    def __str__(self):
+        raise OSError("no text")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["lone surrogate", "no text", "letters"])
+def test_a_text_that_cannot_be_encoded_reaches_all_ranks(kind):
+    problem, words = {
+        "lone surrogate": (FileNotFoundError("weights-\udcff.bin"), r"FileNotFoundError: weights-\\udcff\.bin"),
+        "no text": (Unreadable(), r"Unreadable: its text cannot be read \(OSError\)"),
+        "letters": (OSError("\u00fc\u6587"), "OSError: \u00fc\u6587"),
+    }[kind]
+    if dist.get_rank():
+        with pytest.raises(type(problem)) as caught:
+            agree(problem, None, None)
+        assert caught.value is problem
+    else:
+        with pytest.raises(ValueError, match=f"^rank 1: {words}$") as caught:
+            agree(None, None, None)
+        assert str(caught.value).encode()

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from par_groups import error_text
+
 from .schedules.actions import Action
 
 _LONGEST = 300  # bytes of text: a failure fits into the header of any message
@@ -37,7 +39,7 @@ class Failure(NamedTuple):
         """
         if isinstance(error, PeerFailed):
             return error.failure
-        text = str(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")
+        text = error_text(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")
         where = ""
         if isinstance(doing, Action):
             where = f"stage {doing.stage}, microbatch {doing.microbatch}, action {doing} on rank {rank}"

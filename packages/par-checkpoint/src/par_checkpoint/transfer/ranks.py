@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
+from par_groups import error_text
+
 from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, set_timeout_of
 from ..format.bytes import bytes_of
@@ -461,7 +463,8 @@ class _Portable:
 def _portable(error: BaseException) -> _Portable:
     """An error as other ranks can raise it: of its own kind where every process has that, with its text."""
     number = error.errno if isinstance(error, OSError) else None
+    text = error_text(error)
     if isinstance(error, CheckpointError):
-        return _Portable(type(error), str(error), number)
+        return _Portable(type(error), text, number)
     kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
-    return _Portable(kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}", number)
+    return _Portable(kind, text if type(error) is kind else f"{type(error).__name__}: {text}", number)

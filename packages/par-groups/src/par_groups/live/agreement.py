@@ -38,7 +38,7 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
     except Exception as error:  # of any type: the others wait for this rank
         problem, data = error if problem is None else problem, b""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    heard = {rank: ("" if problem is None else f"{type(problem).__name__}: {problem}", data)}
+    heard = {rank: ("" if problem is None else f"{type(problem).__name__}: {error_text(problem)}", data)}
     for group in groups:
         by_member = [heard] * dist.get_world_size(group)
         dist.all_gather_object(by_member, heard, group=group)
@@ -50,6 +50,22 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
         if text:
             raise ValueError(f"rank {number}: {text}")
     return {number: pickle.loads(data) for number, (_, data) in heard.items()}  # noqa: S301 - from ranks of ours
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error in a form that any rank can receive, print and log.
+
+    Names of files that are no text come as lone surrogates, which no encoding takes, and an error's own code may fail
+    while it makes its text. A rank that stumbled over either could not tell the others why it failed.
+
+    Args:
+        error: The error.
+    """
+    try:
+        text = str(error)
+    except Exception as failure:  # of the error's own code
+        text = f"its text cannot be read ({type(failure).__name__})"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def check_alike(
