@@ -65,6 +65,53 @@ def test_a_trainer_trains_a_mixture_of_experts(tmp_path):
         trainer.strategy.close()
 
 
+def balanced(kind, folder, batch, accumulate, **options):
+    """The loss of a step and of an evaluation with the balance of routers, and a router's weights after the step."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    model = mixture()
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = 1.0
+    same = [next(iter(rows(1)))] * 4  # so that the balance of a part is that of the whole batch
+    trainer = kind(model, arguments, train_dataset=same, eval_dataset=same, **options)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    (loss,) = (line["loss"] for line in trainer.state.log_history if "loss" in line)
+    return [loss, evaluated], model.model.layers[0].mlp.gate.weight.detach()
+
+
+def balanced_alone(folder):
+    with alone():
+        return balanced(transformers.Trainer, folder, 4, 1)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_the_balance_of_routers_counts_once_a_step(tmp_path):
+    """Over data ranks, tensor ranks and parts of a batch: it is a mean already, and the Trainer adds up its losses."""
+    losses, router = once(balanced_alone, tmp_path / "alone")
+    cut = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    for batch, accumulate, strategy in ((2, 1, {}), (1, 2, {}), (1, 4, cut)):
+        where = tmp_path / f"{batch} {accumulate}"
+        found, weight = balanced(ParTrainer, where, batch, accumulate, strategy=strategy)
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        torch.testing.assert_close(weight, router, rtol=TOLERANCE, atol=1e-6)  # fp32: sums in another order
+
+
 def looped(accelerator):
     """Losses and norms of two steps."""
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(8)]

@@ -354,7 +354,7 @@ class Checkpoints:
         layout: Mapping[str, Sharding] | None = None,
         names: Names | None = None,
         convert: Convert | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
         verify: str = "auto",
         variant: str | None = None,
         stem: str = "model",

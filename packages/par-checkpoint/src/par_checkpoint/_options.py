@@ -114,8 +114,8 @@ class LoadOptions:
         convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
             where it is there as it is. Default: what transformers does to its own models.
         dtype: Which tensors of the model may be filled from files of another dtype: its floating-point tensors of this
-            dtype. Their values are cast on the way; no tensor of the model changes its own dtype. None: the dtypes in
-            the files and in the model must agree.
+            dtype, or of a tuple of these. Their values are cast on the way; no tensor of the model changes its own
+            dtype. None: the dtypes in the files and in the model must agree.
         verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
             changed; "off" checks sizes and headers alone.
         variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
@@ -136,7 +136,7 @@ class LoadOptions:
     layout: Mapping[str, Sharding] | None = None
     names: Names | None = None
     convert: Convert | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     verify: str = "auto"
     variant: str | None = None
     stem: str = "model"

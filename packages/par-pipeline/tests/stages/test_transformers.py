@@ -122,3 +122,25 @@ def test_a_stage_keeps_nothing_of_what_went_through_it_even_if_it_raises():
     del given, x
     assert has_raised
     assert kept() is None
+
+
+class Towered(Scaling):
+    """With a head of its own beside what the plan names, or with a tower inside the named part."""
+
+    def __init__(self, where):
+        super().__init__()
+        if where == "score":
+            self.score = nn.Sequential(nn.Linear(WIDTH, 2))
+        elif where == "model.tower":
+            self.model.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        else:
+            self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize("where", ["score", "model.tower", ""])
+def test_parameters_that_the_plan_does_not_name_are_refused(where):
+    model = Towered(where)
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(TypeError, match=f"has parameters in '{where}' .* nothing says which stage runs it"):
+        stages_of(model, 2)
+    assert [name for name, _ in model.named_modules()] == names

@@ -83,7 +83,12 @@ class Targets:
     _scales: Scales | None = None
 
     def match(
-        self, places: Places, key: str, sharding: Sharding, tensor: torch.Tensor, cast_to: torch.dtype | None = None
+        self,
+        places: Places,
+        key: str,
+        sharding: Sharding,
+        tensor: torch.Tensor,
+        cast_to: torch.dtype | tuple[torch.dtype, ...] | None = None,
     ) -> None:
         """Notes one tensor as something to fill, or what is wrong with it.
 
@@ -92,7 +97,7 @@ class Targets:
             key: The tensor's section and name in the files.
             sharding: How the local tensor is cut out of the global one.
             tensor: The tensor to fill.
-            cast_to: If this is the tensor's dtype, it is filled from another floating-point dtype, too.
+            cast_to: If this is, or has, the tensor's dtype, it is filled from another floating-point dtype, too.
 
         Raises:
             ValueError: A tensor whose elements share memory.
@@ -115,7 +120,8 @@ class Targets:
             self.used.update(key_of(section_of(key), scale) for scale in scales)
             self.mismatched.append(quantised(name, scales))
             return
-        may_cast = cast_to == tensor.dtype and tensor.is_floating_point() and place.dtype.is_floating_point
+        casts = cast_to if isinstance(cast_to, tuple) else (cast_to,)
+        may_cast = tensor.dtype in casts and tensor.is_floating_point() and place.dtype.is_floating_point
         has_shape = tuple(place.shape) == tuple(sharding.shape)
         if not has_shape or (place.dtype != tensor.dtype and not may_cast):
             self.mismatched.append(
@@ -144,7 +150,7 @@ def model_targets(
     layout: Mapping[str, Sharding] | None,
     names: Names | None,
     convert: Convert | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None,
 ) -> Targets:
     """The tensors of a model, matched with what the files hold.
 
@@ -156,7 +162,7 @@ def model_targets(
         names: From a tensor's name in the model to its name in the files.
         convert: From a tensor's name and global shape to the tensors on disk that make it up; None: what transformers
             does to its own models, where the files have no tensor of the name.
-        dtype: Floating-point tensors of this dtype may be filled from files of another one.
+        dtype: Floating-point tensors of this dtype, or of these, may be filled from files of another one.
 
     Raises:
         ValueError: A tensor that cannot be filled.

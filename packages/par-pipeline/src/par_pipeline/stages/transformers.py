@@ -36,8 +36,12 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
     Args:
         model: The model, with all its layers.
         runs: For each stage, the positions of its layers.
+
+    Raises:
+        TypeError: The model has no plan for pipelines, or a module with parameters that the plan does not name.
     """
     plan, layers = _plan(model)
+    _check_named(model, plan)
     count = len(layers_of(model))
     stages: list[nn.Module] = []
     for run in runs:
@@ -138,6 +142,27 @@ def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str
             "give a list of layers, an nn.Sequential, or stages of your own"
         )
     return plan, lists[0]
+
+
+def _check_named(model: nn.Module, plan: Iterable[str]) -> None:
+    """Makes sure that the plan says for each parameter which stage has it.
+
+    A head of a classifier, whose plan names the layers alone, would otherwise be trained on every stage, and a tower
+    for images would run on each of them. Both read what a stage alone does not have, such as ids or all tokens.
+
+    Raises:
+        TypeError: A module with parameters is not in the plan.
+    """
+    named = {id(parameter) for name in plan for parameter in model.get_submodule(name).parameters()}
+    for path, module in model.named_modules():
+        if any(id(parameter) not in named for parameter in module.parameters(recurse=False)):
+            paths = [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."]
+            outermost = next((one for one in paths if not any(f"{name}.".startswith(f"{one}.") for name in plan)), path)
+            what = f"{outermost!r} ({type(model.get_submodule(outermost)).__name__})"
+            raise TypeError(
+                f"{type(model).__name__} has parameters in {what}, which its _pp_plan does not name, so nothing says "
+                "which stage runs it; train it without a pipeline, or pass stages of your own"
+            )
 
 
 def _replace(model: nn.Module, name: str, instead: nn.Module) -> None:

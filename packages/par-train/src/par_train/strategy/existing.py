@@ -80,7 +80,52 @@ def unlike_causal(model: nn.Module) -> str | None:
     shifts: bool = own is losses.ForCausalLMLoss
     if not getattr(own, "shifts", shifts):
         return f"{kind} computes {getattr(own, '__name__', 'its own')}"
+    if (name := sees_later_tokens(pretrained)) is not None:
+        return f"{name!r} of {kind} shows each token those behind it"
     return None
+
+
+def sees_later_tokens(model: nn.Module) -> str | None:
+    """The name of an attention of a language model that shows a token the tokens behind it; None if none is known.
+
+    An encoder such as BERT has a class with the causal loss too, whose attention looks both ways unless the config says
+    `is_decoder=True`. Its loss of the next token, which each token sees, means nothing.
+
+    Args:
+        model: A model of transformers.
+    """
+    whole: Any = model
+    text: nn.Module | None = whole.get_decoder() if hasattr(whole, "get_decoder") else None
+    name: str
+    for name, module in (text or model).named_modules():
+        said: dict[str, Any] = vars(module)
+        kind = type(module).__name__
+        if "cross" in name.lower() or "Cross" in kind or "Vision" in kind or "Attention" not in kind:
+            continue
+        if said.get("is_decoder") is False or ("is_decoder" not in said and said.get("is_causal") is False):
+            return name
+    return None
+
+
+def balance_factor(model: Any) -> float:
+    """What a model of transformers multiplies the loss of its routers by, before it adds that to its own.
+
+    Args:
+        model: The model, which has it as an attribute, or in its config.
+
+    Raises:
+        ValueError: It has it under no name that families use.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for holder in (model, config, text):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if isinstance(factor := getattr(holder, name, None), int | float):
+                return float(factor)
+    raise ValueError(
+        f"{type(model).__name__} gives an aux_loss, and neither it nor its config has router_aux_loss_coef or "
+        "aux_loss_coef, so nothing says how much of it is added; pass a criterion, or set config.router_aux_loss_coef"
+    )
 
 
 class CausalModel:
@@ -135,7 +180,7 @@ class CausalModel:
             total, count = self._known.cross_entropy(logits_of(outputs), labels, shift=False)
         balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
         if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
-            total = total + self._model.router_aux_loss_coef * balance * count
+            total = total + balance_factor(self._model) * balance * count
         return total, count
 
 

@@ -1,5 +1,6 @@
 """What one pipeline rank has of a model."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -150,7 +151,9 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
         TypeError: The model does not say where it may be cut.
         ValueError: It adds up a loss of its routers over all layers, of which a stage sees its own.
     """
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model with images, too
+    if getattr(text, "output_router_logits", False):
         raise ValueError(
             f"this {type(model).__name__} adds a loss of its routers, from all layers, and a stage sees its own alone; "
             "set config.output_router_logits = False, or train it without a pipeline"
@@ -168,6 +171,25 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
             part.register_forward_pre_hook(_WholeLength(sequence_ranks), with_kwargs=True)
     tied = [{used[0]: parameter} if id(parameter) in own else {} for parameter, used in often]
     return Stages(parts, dict(_merged(made)._modules), tied, pretrained=made[-1])  # type: ignore[arg-type]
+
+
+def check_stages(models: Iterable[nn.Module], schedule: Schedule | None, rank: int) -> None:
+    """Makes sure that models of transformers can be cut into stages, before anything is changed.
+
+    Args:
+        models: Models; those of other kinds are not looked at.
+        schedule: Says how many stages there are; None: there is no pipeline.
+        rank: In the pipeline.
+
+    Raises:
+        TypeError, ValueError: As `build_model_stages`, which shares the modules of a model and leaves it as it is.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if schedule is None or modeling is None:
+        return
+    for model in models:
+        if isinstance(model, modeling.PreTrainedModel):
+            build_model_stages(model, schedule, rank)
 
 
 class _WholeLength:

@@ -44,7 +44,7 @@ from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .sequence import attend_over_, check_pretrained, cut_by, cut_dict, no_use, reaches_other_tokens
 from .setup import Setup, check_axes
-from .stages import Layers, build_stages
+from .stages import Layers, build_stages, check_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -323,6 +323,7 @@ class Strategy(Setup):
                 for model in pair.models:
                     trained = pair.optimizer is not None
                     check_pretrained(model, self.context, tensor_ranks=self.groups.size("tensor"), trained=trained)
+            check_stages(models, self.schedule, self.groups.rank("pipeline"))
             apart, seed = self.data_axes, self.options.seed
             replica, replicas = self.groups.rank(apart), self.groups.size(apart)
             axes = replica_axes(self.groups.topology)

@@ -37,9 +37,7 @@ def balance_over_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
     Example:
         model = balance_over_(MixtralForCausalLM(config), strategy.groups)
     """
-    found = [
-        module for module in model.modules() if "router_aux_loss_coef" in vars(module)
-    ]  # not what adapters hand on
+    found = [module for module in model.modules() if _factor_of(module) is not None]
     numbers = ("num_experts", "num_experts_per_tok")
     if len(found) != 1 or not all(isinstance(vars(found[0]).get(name), int) for name in numbers):
         who = ", ".join(type(module).__name__ for module in found) or type(model).__name__
@@ -88,8 +86,7 @@ class _Whole:
         mask = kwargs.get("attention_mask", args[self.mask_at] if len(args) > self.mask_at else None)
         outputs.aux_loss = self._balance(logits, module.num_experts, module.num_experts_per_tok, mask).to(own)
         if outputs.loss is not None:
-            more = module.router_aux_loss_coef * outputs.aux_loss.to(outputs.loss.device)
-            outputs.loss = outputs.loss - module.router_aux_loss_coef * own.to(outputs.loss.device) + more
+            outputs.loss = outputs.loss + _factor_of(module) * (outputs.aux_loss - own).to(outputs.loss.device)
         return outputs
 
     def _balance(self, layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None) -> Tensor:
@@ -116,6 +113,12 @@ class _Whole:
             dist.all_reduce(everywhere, group=group)
         shares = everywhere[:-1] / everywhere[-1].clamp(min=1.0)
         return experts * (shares.to(scores) * scores).sum() / tokens.clamp(min=1.0)
+
+
+def _factor_of(module: nn.Module) -> float | None:
+    """What a model multiplies its loss of balance by; None for one that has none itself, as adapters around one."""
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((vars(module)[name] for name in names if name in vars(module)), None)
 
 
 def _owner(hook: Any) -> Any:

@@ -75,7 +75,9 @@ def put_around_(model: Any, adapter: Any) -> None:
         )
     config.inference_mode = False
     with torch.device("meta"):
-        model.add_adapter(config)
+        # What transformers' add_adapter does; that one asks for releases of peft that may not be out yet.
+        peft.inject_adapter_in_model(config, model)
+    model._hf_peft_config_loaded = True  # for transformers: the model has adapters of peft
     adapters_in(model)
 
 

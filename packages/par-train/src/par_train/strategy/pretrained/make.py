@@ -1,6 +1,7 @@
 """A folder that transformers writes becomes this rank's part of a model."""
 
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from par_groups import together
 from par_layers import parallelize
 
 from ..._disk import config_file
-from ..existing import PathLike, Plan
+from ..existing import PathLike, Plan, sees_later_tokens
 from ..sequence import attend_over_, check_pretrained
 from ..setup import Setup
 from ..stages import build_model_stages
@@ -59,9 +60,9 @@ def make_part(
         with together("drawing weights", None):
             draw_(part, twin, seed, device)
     elif adapter is None:
-        load(path, model=part, device=device, dtype=model.dtype)
+        load(path, model=part, device=device, dtype=(model.dtype, torch.float32))
     else:
-        _load_base(path, part, device, model.dtype)
+        _load_base(path, part, device, (model.dtype, torch.float32))
     return part.to(device)
 
 
@@ -86,16 +87,46 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
     config_file(Path(path), repr(path))
     config = transformers.AutoConfig.from_pretrained(path)
     chosen = {} if attention is None else {"attn_implementation": attention}
+    own = config.dtype or torch.float32 if dtype == "auto" else dtype
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype, **chosen
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=own, **chosen)
+    _widen_(model, own)
+    if (name := sees_later_tokens(model)) is not None:
+        made = " ".join(getattr(config, "architectures", None) or []) or config.model_type
+        raise ValueError(
+            f"{path!r} holds {made}, and {name!r} of a {type(model).__name__} made from it shows each token those "
+            "behind it, so that a causal loss would mean nothing; set is_decoder=True in its config.json to train a "
+            "decoder, or load it with transformers and pass the model to initialize() with a criterion of your own"
         )
     if Path(path, "generation_config.json").is_file():  # which tokens end a text, among others
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()  # as transformers' own from_pretrained gives it
 
 
-def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _widen_(model: Any, dtype: Any) -> None:
+    """Makes fp32 what transformers keeps so when it loads a model in half precision, such as biases of routers.
+
+    Args:
+        model: The model, on the meta device.
+        dtype: The dtype that it was asked for.
+    """
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype in (torch.float16, "float16"):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    elif dtype not in (torch.bfloat16, "bfloat16"):
+        return
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]  # as transformers reads them
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                full = f"{path}.{name}" if path else name
+                if tensor is None or not tensor.is_floating_point() or not any(each.search(full) for each in kept):
+                    continue
+                wide = tensor.detach().float()
+                tensors[name] = nn.Parameter(wide, tensor.requires_grad) if tensors is module._parameters else wide
+
+
+def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: tuple[torch.dtype, ...]) -> None:
     """Reads what lies within adapters, which the files know nothing of.
 
     Raises:
