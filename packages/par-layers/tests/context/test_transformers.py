@@ -1,6 +1,7 @@
 """Models of transformers over a cut sequence: losses and gradients of one device, and what is refused."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -381,15 +382,123 @@ def test_what_a_mask_of_a_call_cannot_say_is_refused():
     hidden = {**mine, "attention_mask": (torch.arange(24) < 20).expand(2, -1).long()}
     with pytest.raises(RuntimeError, match=r"attention_mask has padding; documents say it: context\.cut makes them"):
         model(**hidden, par_tokens=tokens)
-    with pytest.raises(ValueError, match="the model adds an or_mask_function or and_mask_function of its own"):
-        masking_utils.create_causal_mask(
-            config=model.config,
-            inputs_embeds=torch.zeros(2, 24, 32),
-            attention_mask=mine["attention_mask"],
-            past_key_values=None,
-            position_ids=mine["position_ids"],
-            or_mask_function=lambda _row, _head, query, key: key == query,
+    unread = masking_utils.create_causal_mask(
+        config=model.config,
+        inputs_embeds=torch.zeros(2, 24, 32),
+        attention_mask=mine["attention_mask"],
+        past_key_values=None,
+        position_ids=mine["position_ids"],
+        or_mask_function=lambda _row, _head, query, key: key == query,
+    )
+    x = torch.zeros(2, 4, 24, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="LlamaAttention: the model adds an or_mask_function or and_mask_function of"):
+        _attention(model.model.layers[0].self_attn, x, x, x, unread, par_tokens=tokens)
+
+
+BOTH_WAYS = {  # windows of both, and of neither: what their masks show is read
+    "Qwen2-MoE": lambda **more: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            **{key: value for key, value in SIZES.items() if key != "head_dim"},
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            experts_implementation="eager",
+            **more,
         )
+    ),
+    "ModernBERT": lambda **more: transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(
+            **{key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+            num_hidden_layers=3,
+            local_attention=6,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+            **more,
+        )
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+def test_windows_of_every_convention_are_those_of_one_device():
+    """A window that no layer has, which is 0 in the config; and those of encoders, which count themselves, or not."""
+    windowed = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ids = batch_of()["input_ids"]
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": "gather"}}, 2)) as groups:
+        context = Context(groups, block=4)
+        for name, more in (("Qwen2-MoE", {}), ("Qwen2-MoE", windowed), ("ModernBERT", {})):
+            torch.manual_seed(0)
+            expected = BOTH_WAYS[name](**more).eval()(input_ids=ids).logits
+            torch.manual_seed(0)
+            model = context.transformers_(BOTH_WAYS[name](**more)).eval()
+            mine, tokens = context.cut({"input_ids": ids})
+            logits = context.gather(model(**mine, par_tokens=tokens).logits, tokens)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # fp32: sums in another order
+
+
+def small(stem, kind, **more):
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    return getattr(transformers, f"{stem}{kind}")(getattr(transformers, f"{stem}Config")(**sizes, **more))
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: small("Llama", "ForSequenceClassification", num_labels=1), "has a head that reads one token of each"),
+        (lambda: small("Llama", "ForQuestionAnswering"), "LlamaForQuestionAnswering has a head that reads one token"),
+        (lambda: small("Bert", "Model"), "BertModel has 'pooler'.*add_pooling_layer=False"),
+        (
+            lambda: transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**{**SIZES, **LATENT})),
+            "is GlmMoeDsaAttention, whose code computes with its attention_mask",
+        ),
+    ],
+    ids=["reward model", "question answering", "pooler", "indexer"],
+)
+def test_what_reads_several_tokens_is_refused_before_anything_changes(make, message):
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        Context(None).transformers_(model)
+    assert model.config._attn_implementation == before
+    assert not hasattr(model, NAME)
+
+
+def test_logits_of_whole_rows_are_refused():
+    """Of a class of one's own, whose name tells nothing."""
+
+    class Scores(transformers.LlamaForCausalLM):
+        def forward(self, *args, **keywords):
+            output = super().forward(*args, **keywords)
+            output.logits = output.logits[:, -1]
+            return output
+
+    model, context = Scores(transformers.LlamaConfig(**SIZES)), Context(None)
+    Scores.forward.__signature__ = inspect.signature(transformers.LlamaForCausalLM.forward)
+    context.transformers_(model)
+    mine, tokens = context.cut(batch_of())
+    with pytest.raises(ValueError, match=r"Scores gave logits \[2, 50\] of whole rows"):
+        model(**mine, par_tokens=tokens)
 
 
 def test_layers_whose_attention_is_their_own_are_refused():

@@ -15,6 +15,7 @@ from par_groups import Axes, ProcessGroups, agree, check_alike
 from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .balance import CAUSAL, CUTS, cut_tokens
+from .decoders import check_decoder
 from .exchange import all_highest, all_sum, all_tokens
 from .kernels import check_kernel, choose
 from .mask import Mask
@@ -23,7 +24,7 @@ from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ri
 from .modes.ulysses import HeadShares, to_heads, to_tokens
 from .steps import Attention
 from .tokens import Documents, Tokens
-from .transformers import check_decoder, local_batch, prepare, whole_batch
+from .transformers import local_batch, prepare, whole_batch
 
 PLANS = 32
 """How many plans a context keeps."""

@@ -5,12 +5,11 @@ here: the second gives a `Mask` instead of a tensor, which the model hands throu
 mask function about tokens far from any data, so that the window or chunk that a layer really uses is read, not guessed.
 """
 
-import dis
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from inspect import CO_VARKEYWORDS, getargs, signature, unwrap
+from inspect import signature
 from itertools import pairwise
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._torch_private import apart, assert_async
+from .decoders import check_decoder, check_outputs, fixed
 from .mask import Mask
 from .tokens import Documents, Tokens
 
@@ -37,111 +37,6 @@ STEP = 4096
 
 KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch"})
 """Tensors that models hand to attention among other keywords, and that are not for it."""
-
-CARRY = (
-    "Mamba",
-    "LinearAttention",
-    "Lightning",
-    "GatedDelta",
-    "ShortConv",
-    "RWKV",
-    "Rwkv",
-    "RecurrentBlock",
-    "CrossAttention",
-)
-"""Parts of the names of layers that carry state along the sequence, or attend to another one."""
-
-
-def check_decoder(model: nn.Module) -> None:
-    """Makes sure that the attention of a model can be computed by a context. Changes nothing.
-
-    Args:
-        model: A decoder of transformers.
-
-    Raises:
-        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens are
-            or counts them from another number than 0, a layer carries state along the sequence, caps the scores of
-            its attention or hands it no keywords, or its loss has a part that is no sum over tokens.
-    """
-    import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
-
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is no model of transformers; call context.attention in its code")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} has an encoder, whose tokens are not cut; use a decoder alone")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            f"{type(model).__name__} adds a loss of its routers, of the tokens of all ranks together; set "
-            "config.output_router_logits = False"
-        )
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
-            raise ValueError(
-                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
-                "cannot be cut"
-            )
-        if getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None:
-            raise ValueError(
-                f"{name or kind} has a position of padding and counts from behind it, as RoBERTa does, and cut tokens "
-                "have positions from 0; give the ranks of 'sequence' to data, tensor or pipeline"
-            )
-        for key, cap in _soft_caps(module).items():
-            raise ValueError(
-                f"{name or kind} caps the scores of its attention, with {key}={cap}, which attention over ranks cannot "
-                f"do; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
-                "weights shall be trained without it"
-            )
-    of_text = set(model.get_decoder().modules())
-    for name, module in model.named_modules():
-        child = next((child for child in module.children() if _attends(child)), None)
-        if child is not None and module in of_text and not isinstance(module, nn.ModuleList) and _is_deaf(module):
-            raise ValueError(
-                f"{name or type(model).__name__} is {type(module).__name__}, whose code hands no keywords on to its "
-                f"{type(child).__name__}, which is then not told how its tokens are cut; hand **kwargs on, or give the "
-                "ranks of 'sequence' to data, tensor or pipeline"
-            )
-    can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
-    if can_be_set is not None and not can_be_set():
-        raise _fixed(model)
-    if "position_ids" not in signature(type(model).forward).parameters:
-        raise ValueError(
-            f"{type(model).__name__} takes no position_ids: on each rank it would count its tokens from the first one "
-            "there; call context.attention and context.positions in its code"
-        )
-
-
-def _soft_caps(module: nn.Module) -> dict[str, float]:
-    """By attribute, the soft cap that a module hands to its attention; others, as Gemma 3, have one and ignore it."""
-    code = _code(module)
-    constants = () if code is None else code.co_consts  # names of keywords are constants, or tuples of them
-    if not any(entry == "softcap" or (isinstance(entry, tuple) and "softcap" in entry) for entry in constants):
-        return {}
-    return {key: value for key, value in vars(module).items() if "softcap" in key and isinstance(value, int | float)}
-
-
-def _attends(module: nn.Module) -> bool:
-    """Whether a module calls the attention that transformers dispatches by name."""
-    code = _code(module)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _is_deaf(module: nn.Module) -> bool:
-    """Whether the code of a module never reads the keywords that it does not name."""
-    code = _code(module)
-    if code is None:
-        return False
-    if not code.co_flags & CO_VARKEYWORDS:
-        return True
-    keywords = getargs(code).varkw
-    read = (step.argval for step in dis.get_instructions(code))
-    return not any(value == keywords or (isinstance(value, tuple) and keywords in value) for value in read)
-
-
-def _code(module: nn.Module) -> CodeType | None:
-    """The code of a module's forward, without what wraps it; None where it is not Python's."""
-    code: CodeType | None = getattr(unwrap(type(module).forward), "__code__", None)
-    return code
 
 
 def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
@@ -163,7 +58,8 @@ def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tenso
     transformers.AttentionMaskInterface.register(NAME, _mask)
     decoder.set_attn_implementation(NAME)
     if decoder.config._attn_implementation != NAME:
-        raise _fixed(model)
+        raise fixed(model)
+    model.register_forward_hook(check_outputs)
     for module in model.modules():
         setattr(module, NAME, context)
         if hasattr(type(module), "generate"):
@@ -258,10 +154,6 @@ def _with_last_position(
 def _without_last_position(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The cosines and sines [..., s, D] of this rank's tokens alone."""
     return tuple(each[..., :-1, :] for each in output)
-
-
-def _fixed(model: nn.Module) -> ValueError:
-    return ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
 
 
 class NoGeneration:
@@ -369,6 +261,8 @@ def _attention(  # noqa: PLR0917 - the signature that models call
         raise ValueError(f"{type(module).__name__} has no context; call context.transformers_(model)")
     if not isinstance(tokens, Tokens):
         raise ValueError("attention was not told how its tokens are cut; call model(**batch, par_tokens=tokens)")
+    if isinstance(attention_mask, Unreadable):
+        raise ValueError(f"{type(module).__name__}: {attention_mask.why}")
     if not isinstance(attention_mask, Mask):
         raise ValueError(
             f"{type(module).__name__} was given {type(attention_mask).__name__} in the place of a mask of positions; "
@@ -380,8 +274,10 @@ def _attention(  # noqa: PLR0917 - the signature that models call
         if (refused := keywords.pop(name, None)) is not None and refused is not False:
             raise ValueError(f"{type(module).__name__} wants {name}, which attention over ranks has not")
     window, sinks = keywords.pop("sliding_window", None), keywords.pop("s_aux", None)
-    # Where a mask is not causal, transformers' windows have one place more than their number on either side.
-    if window is not None and attention_mask.window != window + (not attention_mask.causal):
+    # Where a mask is not causal, some families count the token itself in the number that they give flash attention
+    # (ModernBERT), and others do not. What they see with any other attention is their mask function's, which was read.
+    windows = (window,) if attention_mask.causal else (window, (window or 0) + 1)
+    if window is not None and attention_mask.window not in windows:
         raise ValueError(f"{type(module).__name__} has a window of {window}, but its mask is {attention_mask}")
     for name, value_of in keywords.items():
         if isinstance(value_of, Tensor) and name not in KNOWN:
@@ -422,20 +318,38 @@ def _mask(
     kv_offset: int = 0,
     use_vmap: bool = False,
     **_: Any,
-) -> Mask:
-    """The mask of a kind of layer, in the place of the tensor that transformers would make."""
+) -> "Mask | Unreadable":
+    """The mask of a kind of layer, in the place of the tensor that transformers would make.
+
+    Models make the masks of all kinds of layers, also of those that they have none of. So a mask that cannot be read
+    is an error only in a layer that attends with it.
+    """
     if q_length != kv_length or kv_offset or (not isinstance(q_offset, Tensor) and q_offset):
         raise ValueError(
             "past_key_values have tokens of earlier calls, which are not cut; call model(..., use_cache=False)"
         )
+    if attention_mask is not None:
+        assert_async(attention_mask.all(), PADDING)
     if use_vmap:
-        raise ValueError(
+        return Unreadable(
             "the model adds an or_mask_function or and_mask_function of its own, which may be no interval a token; "
             "call context.attention in its code"
         )
-    if attention_mask is not None:
-        assert_async(attention_mask.all(), PADDING)
-    return read(mask_function)
+    try:
+        return read(mask_function)
+    except ValueError as error:
+        return Unreadable(str(error))
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In the place of a mask that is none of positions.
+
+    Args:
+        why: What a layer that attends with it says.
+    """
+
+    why: str
 
 
 def read(function: Callable[..., Tensor]) -> Mask:

@@ -1,0 +1,197 @@
+"""What a model of transformers must be, for its attention to be a context's: looked for before anything is changed."""
+
+import ast
+import dis
+import textwrap
+from inspect import CO_VARKEYWORDS, getargs, getsource, signature, unwrap
+from types import CodeType
+
+from torch import Tensor, nn
+
+OF_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+"""Parts of the names of models whose head reads one token of a row, which a rank may not have."""
+
+CARRY = (
+    "Mamba",
+    "LinearAttention",
+    "Lightning",
+    "GatedDelta",
+    "ShortConv",
+    "RWKV",
+    "Rwkv",
+    "RecurrentBlock",
+    "CrossAttention",
+)
+"""Parts of the names of layers that carry state along the sequence, or attend to another one."""
+
+
+def check_decoder(model: nn.Module) -> None:
+    """Makes sure that the attention of a model can be computed by a context. Changes nothing.
+
+    Args:
+        model: A decoder of transformers.
+
+    Raises:
+        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens are
+            or counts them from another number than 0, a layer carries state along the sequence, caps the scores of
+            its attention, computes with masks or hands it no keywords, its head reads several tokens, or its loss has a
+            part that is no sum over tokens.
+    """
+    import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is no model of transformers; call context.attention in its code")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder, whose tokens are not cut; use a decoder alone")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss of its routers, of the tokens of all ranks together; set "
+            "config.output_router_logits = False"
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
+            raise ValueError(
+                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
+                "cannot be cut"
+            )
+        if getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None:
+            raise ValueError(
+                f"{name or kind} has a position of padding and counts from behind it, as RoBERTa does, and cut tokens "
+                "have positions from 0; give the ranks of 'sequence' to data, tensor or pipeline"
+            )
+        for key, cap in _soft_caps(module).items():
+            raise ValueError(
+                f"{name or kind} caps the scores of its attention, with {key}={cap}, which attention over ranks cannot "
+                f"do; give the ranks of 'sequence' to data, tensor or pipeline, or set config.{key} = None if the "
+                "weights shall be trained without it"
+            )
+    _check_head(model)
+    of_text = set(model.get_decoder().modules())
+    for name, module in model.named_modules():
+        child = next((child for child in module.children() if _attends(child)), None)
+        if child is not None and module in of_text and not isinstance(module, nn.ModuleList) and _is_deaf(module):
+            raise ValueError(
+                f"{name or type(model).__name__} is {type(module).__name__}, whose code hands no keywords on to its "
+                f"{type(child).__name__}, which is then not told how its tokens are cut; hand **kwargs on, or give the "
+                "ranks of 'sequence' to data, tensor or pipeline"
+            )
+    in_layers = {type(each): name for name, each in model.named_modules() if each in of_text and _is_in_layers(name)}
+    for kind_of_layer, name in in_layers.items():
+        if _computes_with_mask(kind_of_layer):
+            raise ValueError(
+                f"{name} is {kind_of_layer.__name__}, whose code computes with its attention_mask, as sparse attention "
+                "and its indexers do, and not every rank has all pairs; give the ranks of 'sequence' to data, tensor "
+                "or pipeline"
+            )
+    can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
+    if can_be_set is not None and not can_be_set():
+        raise fixed(model)
+    if "position_ids" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no position_ids: on each rank it would count its tokens from the first one "
+            "there; call context.attention and context.positions in its code"
+        )
+
+
+def _soft_caps(module: nn.Module) -> dict[str, float]:
+    """By attribute, the soft cap that a module hands to its attention; others, as Gemma 3, have one and ignore it."""
+    code = _code(module)
+    constants = () if code is None else code.co_consts  # names of keywords are constants, or tuples of them
+    if not any(entry == "softcap" or (isinstance(entry, tuple) and "softcap" in entry) for entry in constants):
+        return {}
+    return {key: value for key, value in vars(module).items() if "softcap" in key and isinstance(value, int | float)}
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module calls the attention that transformers dispatches by name."""
+    code = _code(module)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_deaf(module: nn.Module) -> bool:
+    """Whether the code of a module never reads the keywords that it does not name."""
+    code = _code(module)
+    if code is None:
+        return False
+    if not code.co_flags & CO_VARKEYWORDS:
+        return True
+    keywords = getargs(code).varkw
+    read = (step.argval for step in dis.get_instructions(code))
+    return not any(value == keywords or (isinstance(value, tuple) and keywords in value) for value in read)
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    """The code of a module's forward, without what wraps it; None where it is not Python's."""
+    code: CodeType | None = getattr(unwrap(type(module).forward), "__code__", None)
+    return code
+
+
+def fixed(model: nn.Module) -> ValueError:
+    """The error for a model whose attention is its own."""
+    return ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
+
+
+def _check_head(model: nn.Module) -> None:
+    """Makes sure that what comes after the layers treats each token by itself.
+
+    Raises:
+        ValueError: It scores a row by one of its tokens, which is another one on each rank.
+    """
+    who = type(model).__name__
+    takes = signature(type(model).forward).parameters
+    if any(part in who for part in OF_ROWS) or "start_positions" in takes:
+        raise ValueError(
+            f"{who} has a head that reads one token of each row, and each rank would read one of its own; give the "
+            "ranks of 'sequence' to data, tensor or pipeline, or use the decoder without the head"
+        )
+    pooler = next((name for name, module in model.named_modules() if type(module).__name__.endswith("Pooler")), None)
+    if pooler is not None:
+        raise ValueError(
+            f"{who} has {pooler!r}, which reads the first token of each row, and each rank would read one of its own; "
+            "make the model with add_pooling_layer=False"
+        )
+
+
+def check_outputs(model: nn.Module, args: object, output: object) -> None:
+    """Raises unless a model gave logits of tokens; a hook of its forward.
+
+    Args:
+        model: The model.
+        args: What it was called with.
+        output: What it gave.
+
+    Raises:
+        ValueError: The logits are of whole rows.
+    """
+    del args
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.dim() < 3:  # [rows, tokens, classes]
+        raise ValueError(
+            f"{type(model).__name__} gave logits {list(logits.shape)} of whole rows, each rank those of its own "
+            "tokens; use a head that scores tokens, or give the ranks of 'sequence' to data, tensor or pipeline"
+        )
+
+
+def _is_in_layers(name: str) -> bool:
+    """Whether a name is that of a module in a list of layers."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _computes_with_mask(kind: type[nn.Module]) -> bool:
+    """Whether a module's code does more with its attention_mask than to hand it on and to ask whether it is None."""
+    try:
+        tree = ast.parse(textwrap.dedent(getsource(unwrap(kind.forward))))
+    except (OSError, TypeError, SyntaxError):  # it was not read from a file
+        return False
+    for node in ast.walk(tree):
+        operands: list[ast.expr] = []
+        if isinstance(node, (ast.Subscript, ast.Attribute)):
+            operands = [node.value]
+        elif isinstance(node, ast.BinOp):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
+            operands = [node.operand]
+        if any(isinstance(each, ast.Name) and each.id == "attention_mask" for each in operands):
+            return True
+    return False
