@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, together
+from par_groups import Sharding, backend_of, together
 
 from ._check import (
     ENGINE,
@@ -230,7 +230,8 @@ def shard(
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
     _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
-    connect(_made(each, [*sharers, gathers]), chunks[0].own.device)
+    where = chunks[0].own.device
+    connect(_unconnected(each, [*sharers, gathers], tensor, where), where)
     gathered = [
         Unit(
             number,
@@ -552,7 +553,18 @@ def _communicators(
     )
 
 
-def _made(each: Sequence[Groups], given: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """The communicators that were not given, in the order in which they were made."""
-    groups = [group for one in each for group in (*one.both, one.gathers)]
-    return [group for group in dict.fromkeys(groups) if group not in given]
+def _unconnected(
+    each: Sequence[Groups],
+    given: Sequence[dist.ProcessGroup | None],
+    tensor: dist.ProcessGroup | None,
+    device: torch.device,
+) -> list[dist.ProcessGroup]:
+    """The communicators that a step may be the first to use, in one order on all ranks.
+
+    Those that were made here, and those that were given, whose owner may have used them for nothing yet. Gloo connects
+    a communicator when it is made.
+    """
+    used = [group for one in each for group in (*one.both, one.gathers)]
+    used += [] if tensor is None else [tensor]
+    made = [group for group in used if group not in given and group is not tensor]
+    return [group for group in dict.fromkeys(used) if group in made or backend_of(group, device.type) != "gloo"]

@@ -228,11 +228,12 @@ class ProcessGroups:
         """Waits until every rank has connected all its groups: destroyed before that, a group would be left half-made.
 
         NCCL connects a group when it is first used, and a batch of sends that only some of its ranks take part in must
-        not be the first use; so every group is used once here.
+        not be the first use; so every group is used once here. Gloo connects a group when it is made.
         """
         number = torch.zeros(1, device=self.device)
-        for group in self._live() if self.device.type != "cpu" else ():
-            dist.all_reduce(number, group=group)
+        for group in self._live():
+            if backend_of(group, self.device.type) != "gloo":
+                dist.all_reduce(number, group=group)
         dist.all_reduce(number)  # over the world
 
     def _declare(self, wanted: Axes | Channels) -> None:

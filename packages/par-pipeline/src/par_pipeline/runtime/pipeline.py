@@ -177,6 +177,8 @@ class Pipeline:
         self._recorded: list[Recorded] = []
         self._failed = self._closed = False
         self._is_spent = False  # whether the connections have told of the end of the data, and are to be made anew
+        self._equipment.wire.connect(self._program(training=self._has_loss).arrivals)
+        _connect(group if broadcast_loss else None, weight_group if self.is_last else None)
 
     def __enter__(self) -> Self:
         return self
@@ -352,6 +354,17 @@ class Pipeline:
             raise PipelineError("the step before failed; call reset() on all ranks first")
         if self._is_spent:
             self.reset(timeout=self.options.timeout)
+        program = self._program(training=training)
+        run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
+        try:
+            self._equipment.wire.begin(program)
+            return self._execute(run, fetch)
+        except BaseException as error:
+            self._fail(run, error)
+            raise
+
+    def _program(self, *, training: bool) -> Program:
+        """What this rank does in a step, or in an evaluation."""
         if training not in self._programs:
             self._programs[training] = compile_program(
                 self.schedule,
@@ -360,14 +373,7 @@ class Pipeline:
                 holders=self._holders,
                 broadcasts_loss=self.options.broadcast_loss,
             )
-        program = self._programs[training]
-        run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
-        try:
-            self._equipment.wire.begin(program)
-            return self._execute(run, fetch)
-        except BaseException as error:
-            self._fail(run, error)
-            raise
+        return self._programs[training]
 
     def _execute(self, run: Run, fetch: Callable[[], Batch]) -> Result:
         """Runs a step to its end: whatever fails here, the other ranks hear of it."""
@@ -484,6 +490,14 @@ class Pipeline:
         value = torch.empty((), dtype=word, device=device) if loss is None else loss.to(device)
         dist.broadcast(value, group=self.group, group_src=root)
         return value
+
+
+def _connect(*groups: dist.ProcessGroup | None) -> None:
+    """Uses communicators that a step needs on a device once, as NCCL connects one when it is first used."""
+    for group in groups:
+        device = torch.device("cpu") if group is None else _device_of(group)
+        if group is not None and backend_of(group, device.type) != "gloo":
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

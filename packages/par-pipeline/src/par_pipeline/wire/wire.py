@@ -1,6 +1,7 @@
 """A rank's connection with the other ranks of its pipeline."""
 
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from .._errors import Failure
 from .._program import STATUS, Message, Program
 from .inbox import Inbox
-from .lanes import Lanes, MakeLanes
+from .lanes import APART, Lanes, MakeLanes
 from .meeting import Meeting
 from .message import Contents
 from .outbox import Outbox
@@ -45,6 +46,7 @@ class Wire:
         self._inboxes: dict[int, Inbox] = {}
         self._lanes: Lanes | None = make_lanes(group, device, timeout)
         self.are_apart = self._lanes.are_apart
+        self._peers: tuple[int, ...] = ()  # that tensors go to or come from
         self._last_step: torch.cuda.Event | None = None  # a GPU comes to it when it has done all steps that are over
         self._meeting = Meeting(group)
 
@@ -62,6 +64,30 @@ class Wire:
         self.close("reset() was called on it", is_idle=False)
         self._meeting.meet(timeout)
         self._lanes = self._make_lanes(self._group, self._device, self._timeout)
+        self.connect(self._peers)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Sends a byte to each peer, and receives one. Collective over the ranks that are peers of each other.
+
+        NCCL connects two ranks when they first exchange anything, which lets their hosts meet. In a step that would
+        be a wait that the schedule does not know of. All ranks go through their pairs in one order, so nobody waits for
+        a rank that waits for it.
+
+        Args:
+            peers: The ranks that this one exchanges tensors with in a step.
+
+        Raises:
+            ConnectionError: A peer is gone.
+        """
+        self._peers = tuple(peers)
+        if self._lanes is None or not self.are_apart:
+            return
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for low, high in sorted((min(self._rank, peer), max(self._rank, peer)) for peer in self._peers):
+            to_peer, from_peer = self._lanes.to(high if low == self._rank else low)
+            for sends in (low == self._rank, high == self._rank):
+                lane = to_peer if sends else from_peer
+                lane.wait(lane.send(byte, APART) if sends else lane.receive(byte, APART), APART)
 
     def close(self, why: str, *, is_idle: bool) -> None:
         """Ends this rank's connections, and waits for nobody. A peer that waits for this rank hears why.
