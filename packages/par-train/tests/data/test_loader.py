@@ -382,3 +382,73 @@ def test_what_is_no_dataloader_is_refused():
         GlobalDataLoader([1, 2], replica=0, replicas=1, seed=0)
     with pytest.raises(ValueError, match="replica is 2 of 2"):
         GlobalDataLoader(DataLoader(Numbers(4)), replica=2, replicas=2, seed=0)
+
+
+class OwnGenerator(Sampler):
+    """Draws the order from a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, make, draw):
+        self.random, self.draw = make(), draw
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter([int(each) for each in self.draw(self.random)])
+
+
+class Counting(Sampler):
+    """Counts its epochs itself."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        yield from torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+
+
+class Chained(Sampler):
+    """Holds other samplers in a list."""
+
+    def __init__(self, samplers):
+        self.samplers = samplers
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return itertools.islice(itertools.chain(*self.samplers), 12)
+
+
+OWN_GENERATORS = {
+    "torch": lambda: OwnGenerator(torch.Generator, lambda own: torch.randperm(12, generator=own)),
+    "numpy": lambda: OwnGenerator(np.random.default_rng, lambda own: own.permutation(12)),
+    "RandomState": lambda: OwnGenerator(np.random.RandomState, lambda own: own.permutation(12)),
+    "random": lambda: OwnGenerator(random.Random, lambda own: own.sample(range(12), 12)),
+    "inside": lambda: Chained([OwnGenerator(np.random.default_rng, lambda own: own.permutation(12))]),
+    "counting": Counting,
+}
+
+
+@pytest.mark.parametrize("make", OWN_GENERATORS.values(), ids=OWN_GENERATORS)
+def test_order_of_a_sampler_with_a_generator_resumes(make):
+    """Under any number of replicas, in a new process, and in the one that has read on."""
+    dataset = TensorDataset(torch.arange(12))
+    collate = {"collate_fn": lambda samples: torch.stack([number for (number,) in samples])}
+
+    def loaders(replicas):
+        return parts(DataLoader(dataset, batch_size=4, sampler=make(), **collate), replicas)
+
+    [whole] = loaders(1)
+    expected = take(whole, 9)  # three epochs
+    epochs = [flat(expected[3 * epoch : 3 * epoch + 3]) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    for replicas, loaded in ((1, [whole]), (1, loaders(1)), (2, loaders(2))):
+        for loader in loaded:
+            loader.load_state_dict({"samples": 16})
+        assert joined(loaded, 5) == expected[4:], replicas

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from par_groups import parse_size
 
+from ..data.alike import draw_alike
+from ..data.randomness import Draws
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, make_strategy, missing
 
@@ -145,6 +147,20 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         """Gives back an optimizer that is prepared; one that is not comes to `prepare` with its model."""
         del device_placement
         prepared: Optimizer = self.prepare(optimizer)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **keywords: Any) -> Any:
+        """As Accelerate's; all ranks draw one order, and those of a replica the same rows. Collective."""
+        if _is_prepared(data_loader):
+            return super().prepare_data_loader(data_loader, *args, **keywords)
+        sampler = data_loader.sampler if data_loader.batch_sampler is None else data_loader.batch_sampler
+        synchronized = ("generator",) if self.num_processes > 1 else ()  # by Accelerate, in each epoch
+        draws = Draws(states=self.strategy.loader_states(sampler, leave_out=synchronized))
+        with draws.entered():  # samplers of Accelerate's own take a seed
+            prepared = super().prepare_data_loader(data_loader, *args, **keywords)
+        prepared.base_dataloader = draw_alike(
+            prepared.base_dataloader, draws.states, replica=self.process_index, replicas=self.num_processes
+        )
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from par_precision import MixedOptimizer
 
+from ..data.alike import draw_alike
 from ..strategy.strategy import Strategy
 from ._clip import Clipping
 from ._options import StrategyKeywords, missing
@@ -26,6 +28,7 @@ try:
     from lightning.fabric.plugins import Precision
     from lightning.fabric.strategies import DDPStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 except ImportError as error:
     raise missing("fabric", "lightning", "fabric") from error
 
@@ -94,6 +97,14 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         """Samples are shared out over the data ranks."""
         groups, apart = self.strategy.groups, self.strategy.data_axes
         return {"num_replicas": groups.size(apart), "rank": groups.rank(apart)}
+
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+        """Lets samplers draw one order on all ranks, and datasets the same rows on those of a replica. Collective."""
+        place = self.distributed_sampler_kwargs
+        sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+        is_shared = isinstance(sampler, DistributedSamplerWrapper)  # else it is Fabric's own, or shared by the user
+        states = self.strategy.loader_states(sampler.dataset._sampler if is_shared else None)
+        return draw_alike(dataloader, states, replica=place["rank"], replicas=place["num_replicas"])
 
     # What is done once
 

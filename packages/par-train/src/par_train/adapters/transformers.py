@@ -107,7 +107,11 @@ class ParTrainerMixin:
 
     def _prepare_for_training(self, max_steps: int, *others: Any, **keywords: Any) -> Any:
         self._count_parameters()
-        return super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
+        self.strategy.comparison.begin_anew()
+        ready = super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
+        if not self.accelerator._models:  # train() has dropped it, and stages are not prepared again
+            self.accelerator._models.append(self.model_wrapped)
+        return ready
 
     def _count_parameters(self) -> None:
         """Counts what takes arithmetic, once, while the model is whole."""
@@ -116,6 +120,7 @@ class ParTrainerMixin:
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         """As the Trainer's; a model that may be trained later is prepared for that, for this is done once."""
+        self.strategy.comparison.begin_anew()
         if not self.accelerator._models and self.train_dataset is not None:  # type: ignore[attr-defined]
             self._count_parameters()
             self.create_optimizer()  # type: ignore[attr-defined]
@@ -143,6 +148,7 @@ class ParTrainerMixin:
         """Forward and backward of a batch. Returns what it adds to the mean loss of the step."""
         if not self._runs_batches:
             self._weigh_additions(model)
+            self._compare(inputs, "training")
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return loss
         model.train()
@@ -158,6 +164,11 @@ class ParTrainerMixin:
         if getattr(self, "_weighed", None) is not model:
             self._weighed = model
             weigh_additions_(model, shifts=getattr(self, "_loss_shifts_labels", True))
+
+    def _compare(self, inputs: Any, of: str) -> None:
+        """Compares first batches over tensor ranks, as `Strategy.execute_pipeline` does where they go through that."""
+        if self.strategy.comparison.is_due(of):
+            self.strategy.comparison.compared(lambda: inputs, f"{of} batches")
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], optimizer: Any = None, outputs: bool = False) -> Any:
         """The mean loss of a batch and, if asked for, its logits on the last stage; each microbatch has a row."""
@@ -182,6 +193,7 @@ class ParTrainerMixin:
         """Loss, logits and labels of a batch, on every rank."""
         if not self._runs_batches:
             self._weigh_additions(model)
+            self._compare(inputs, "evaluation")
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
         if not prediction_loss_only and self.strategy.cuts_sequence:
             raise ValueError(

@@ -5,6 +5,7 @@ how many ranks there are only decides who loads which part of it.
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
@@ -13,7 +14,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 
 from par_groups import agree
 
@@ -33,7 +42,7 @@ class GlobalDataLoader:
 
     - Every rank gets its contiguous share of each global batch; shares differ by one sample at most.
     - A sampler is iterated anew in each epoch, with random numbers that are a function of (seed, epoch), after its
-      `set_epoch` if it has one. A generator that it holds is replaced for that.
+      `set_epoch` if it has one. Generators that it holds, torch's, numpy's or `random.Random`, are replaced for that.
     - An IterableDataset is read whole by every rank, which must find the same samples in it. Each rank collates its own
       samples alone. To resume, it is read up to the position.
     - One that has `num_shards` and `shard(num_shards=, index=)`, as those of Hugging Face have, is read in lanes, of
@@ -549,16 +558,38 @@ def _epoch_size(batch_sampler: Any) -> int | None:
 
 
 def _prepared(sampler: Any, epoch: int, generator: torch.Generator) -> Any:
-    """A sampler, and those inside, ready for an epoch; the user's own stay as they are."""
+    """A sampler, and those inside, ready for an epoch; the user's own stay as they are.
+
+    Generators that it holds, under any name, begin anew: a run that resumes in this epoch has not drawn the others.
+    """
     if not hasattr(sampler, "__dict__"):
         return sampler  # a list of indices
     sampler = copy(sampler)
-    for name in _INNER & vars(sampler).keys():
-        setattr(sampler, name, _prepared(getattr(sampler, name), epoch, generator))
+    for name, value in vars(sampler).items():
+        if name in _INNER or isinstance(value, Sampler):
+            setattr(sampler, name, _prepared(value, epoch, generator))
+        elif isinstance(value, list | tuple) and any(isinstance(each, Sampler) for each in value):
+            setattr(sampler, name, [_prepared(each, epoch, generator) for each in value])
+        elif (made := _generator_like(value, generator.initial_seed())) is not None:
+            setattr(sampler, name, made)
     if hasattr(sampler, "generator"):
         sampler.generator = generator
-    set_epoch(sampler, epoch)
+    if hasattr(sampler, "set_epoch"):
+        set_epoch(sampler, epoch)
+    elif isinstance(getattr(sampler, "epoch", None), int):  # one that counts by itself
+        sampler.epoch = epoch
     return sampler
+
+
+def _generator_like(value: Any, seed: int) -> Any:
+    """A generator of the kind of another one, with a seed; None: it is none, or none that has a seed."""
+    if isinstance(value, torch.Generator):
+        return torch.Generator(value.device).manual_seed(seed)
+    if isinstance(value, np.random.Generator):
+        return np.random.Generator(type(value.bit_generator)(seed))
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState(seed % 2**32)
+    return random.Random(seed) if type(value) is random.Random else None
 
 
 def _check(loader: Any, replica: int, replicas: int) -> None:
@@ -589,6 +620,27 @@ def _check(loader: Any, replica: int, replicas: int) -> None:
     rest = (_epoch_size(loader.batch_sampler) or 0) % (size or 1)
     if 0 < rest < replicas:
         raise _too_few(rest, replicas)
+
+
+def check_last_batch(loader: DataLoader[Any], least: int) -> None:
+    """Checks that the last batch of an epoch has rows for all microbatches, as far as that is known beforehand.
+
+    Else it would be refused when an epoch ends, after hours.
+
+    Args:
+        loader: The loader, whose other batches have at least as many rows.
+        least: The number of rows that a batch needs.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    size = loader.batch_size
+    rest = (_epoch_size(loader.batch_sampler) or 0) % (size or 1)
+    if size is not None and 0 < rest < least <= size:
+        raise ValueError(
+            f"batch_size={size}: the last batch of an epoch has {rest} rows, and the microbatches of all replicas "
+            f"need {least}; set drop_last=True, use another batch_size, or set fewer microbatches"
+        )
 
 
 def _samplers(sampler: Any) -> Iterator[Any]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from par_groups import ProcessGroups
 from par_pipeline import Batch, Pipeline, Schedule
+from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from ..data.shares import cuts_sequence
+from ..data.shares import cuts_sequence, data_axes
 from .existing import CausalModel, pretrained_of, unlike_causal
 from .mixture.factor import LossFactor
 from .stages import Stages
@@ -52,14 +53,15 @@ class Execution:
         self._weights: list[float] = []  # what each microbatch of the batch weighs
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
-        self.pipeline = Pipeline(
-            model.runners(schedule.stages - 1, factor) if isinstance(model, Stages) else [model],
-            schedule,
-            groups["pipeline"],
-            loss_fn=self._loss,
-            weight=self._weigh,
-            **options,
+        stages = model.runners(schedule.stages - 1, factor) if isinstance(model, Stages) else [model]
+        group = groups["pipeline"]
+        self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
+            stages, plan, group, loss_fn=self._loss, weight=self._weigh, **options
         )
+        self.pipeline = self._make(schedule)
+        axes, microbatches = (data_axes(groups.topology), "pipeline"), schedule.microbatches
+        self._fits = microbatches > 1 and all(groups.size(each) == 1 for each in axes) and "split" not in options
+        self._smaller: dict[int, Pipeline] = {}  # by microbatches; of one rank, for batches with fewer rows
 
     def run(
         self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, return_outputs: bool
@@ -86,13 +88,28 @@ class Execution:
         self._weights, self._sum, self._count = [], 0.0, 0.0
         causal = None if criterion is not None else self._causal
         self._criterion = criterion or (_none if causal is None else causal.loss)
+        pipeline = self.pipeline
+        if self._fits:
+            batch, next_batch = read_once(next_batch)
+            pipeline = self._fit_for(rows_of(batch))
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
-            outputs, _, _ = self.pipeline.forward_backward_step(
+            outputs, _, _ = pipeline.forward_backward_step(
                 _Batches(lambda: self._called_with(next_batch(), criterion)),
                 forward_only=forward_only,
                 return_outputs=return_outputs,
             )
         return self._mean(), outputs
+
+    def _fit_for(self, rows: int) -> Pipeline:
+        """The pipeline, or one of fewer microbatches where a batch has fewer rows than they are.
+
+        Only where no other rank has as many: stage 3, for example, gathers parameters in each microbatch.
+        """
+        if not 0 < rows < self._schedule.microbatches:
+            return self.pipeline
+        if rows not in self._smaller:
+            self._smaller[rows] = self._make(make_schedule("1f1b", 1, rows))
+        return self._smaller[rows]
 
     def _called_with(self, batch: Any, criterion: Criterion | None) -> Any:
         """The batch as the pipeline takes it.
@@ -117,7 +134,8 @@ class Execution:
 
     def close(self) -> None:
         """Releases the pipeline's connections, and waits for no other rank."""
-        self.pipeline.close()
+        for pipeline in (self.pipeline, *self._smaller.values()):
+            pipeline.close()
 
     def _weigh(self, target: Any) -> float:
         """A microbatch weighs its rows: the pipeline multiplies each loss by its part of the sum of all weights.
@@ -182,6 +200,22 @@ class _Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._next_batch()
+
+
+def read_once(next_batch: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
+    """A batch, and a function that gives it again; where reading raises, None, and a function that raises that."""
+    batch, problem = None, None
+    try:
+        batch = next_batch()
+    except Exception as error:  # of any kind: other ranks hear of it where the batch is used
+        problem = error
+
+    def again() -> Any:
+        if problem is not None:
+            raise problem
+        return batch
+
+    return batch, again
 
 
 def rows_of(value: Any) -> int:

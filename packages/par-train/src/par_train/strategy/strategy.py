@@ -1,7 +1,7 @@
 """`Strategy`: the order in which the packages are applied to a model, and nothing that they do not do themselves."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,14 +18,16 @@ from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
-from ..data.loader import GlobalDataLoader, Position
+from ..data.alike import order_of
+from ..data.loader import GlobalDataLoader, Position, check_last_batch
 from ..data.place import placed
-from ..data.randomness import gather_states, restore_states, seed_number
+from ..data.randomness import Draws, gather_states, random_states, restore_states, seed_number
 from ..data.shares import data_axes, replica_axes
 from ..data.workers import WorkerSignals
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
 from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
+from .alike import Comparison
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
 from .existing import Plan, pretrained_in
@@ -89,6 +91,7 @@ class Strategy(Setup):
         device: The device on which this rank computes.
         schedule: The schedule of pipelines; None without a pipeline axis.
         plugins: All plugins, in the order in which they are applied.
+        comparison: What compares batches over the ranks of a replica, where they come from another's data loader.
         spent: What `memory` was spent on, once a model was initialized; printed, with the reason of each choice.
         worker_signals: Whether workers of its data loaders outlive the signals that this process catches; see `Run`.
         resumed_from: The folder that `resume` has read, in the nearest tier that had it; None before.
@@ -171,9 +174,14 @@ class Strategy(Setup):
         self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
+        self._draws, self._drawn_in = Draws(), -1  # of batches that come from another's loader, and their step
+        self.comparison = Comparison(self.groups)
         self._checked: set[Optimizer] = set()
         self._hooks: list[RemovableHandle] = []  # on optimizers, which may live longer than this
         self._steps = 0  # optimizer steps, of all optimizers together
+        self._seeded: int | None = None  # the seed that this strategy has given torch's generator
+        self._program = random_states()[0]  # of torch's generator, as the program left it when the strategy seeded it
+        self._loaders_made = 0  # of other trainers
         self._closed = False
         self.spent = None
         self.plans: Mapping[nn.Module, Plan] = {}  # of the models that are initialized now
@@ -331,6 +339,7 @@ class Strategy(Setup):
             group = self.groups[axes] if is_shared else None
             data_group = self.groups[apart] if replicas > 1 else None
             for given in (given for given in objects if isinstance(given, DataLoader)):
+                self._check_last(given, replicas, is_run=bool(pairs or self._pairs))
                 loaders[id(given)] = GlobalDataLoader(
                     given,
                     replica=replica,
@@ -392,9 +401,42 @@ class Strategy(Setup):
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""
         seed = (self._place + 0x9E3779B97F4A7C15 * self._steps) % 2**63
+        if torch.initial_seed() != self._seeded:  # the program has seeded it since
+            self._program = torch.get_rng_state()
+        self._seeded = seed
         torch.default_generator.manual_seed(seed)  # torch.manual_seed goes through all kinds of devices
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
+
+    def loader_states(self, sampler: Any = None, *, leave_out: Collection[str] = ()) -> Any:
+        """The state of generators that a data loader of another trainer draws its order from, the same on all ranks.
+
+        It is that of rank 0's program, which may have seeded its generators; torch's is as it was before this strategy
+        seeded it by the rank's place. Each call gives other numbers. Collective.
+
+        Args:
+            sampler: A sampler that has to give one order on all ranks; None: none has.
+            leave_out: Names of its attributes that its trainer makes equal.
+
+        Raises:
+            ValueError: The sampler holds generators or indices that differ between ranks; on every rank.
+        """
+        program, *others = random_states()
+        if torch.initial_seed() == self._seeded:
+            program = self._program
+        said = (program, *others) if self.environment.is_master else None
+        found = agree(None, (said, "" if sampler is None else order_of(sampler, leave_out=leave_out)), None)
+        differing = [rank for rank, (_, order) in found.items() if order != found[0][1]]
+        if differing:
+            name = type(getattr(sampler, "sampler", sampler)).__name__
+            raise ValueError(
+                f"sampler={name}: ranks {differing} would draw another order than rank 0, as its "
+                "generators or indices differ; set them to one seed on all ranks, or pass shuffle=True instead"
+            )
+        draws = Draws(states=found[0][0])
+        draws.skip(self._loaders_made)
+        self._loaders_made += 1
+        return draws.states
 
     # What is done in each step
 
@@ -474,8 +516,15 @@ class Strategy(Setup):
 
         cut_here = self.cuts_sequence and execution.takes_dicts
 
+        def read() -> Any:
+            return self._next_batch(data_iter)
+
+        is_shared = isinstance(data_iter, GlobalDataLoader) and self.options.readers == "one"
+        if not is_shared and self.comparison.is_due((model, forward_only)):
+            read = self.comparison.compared(read, f"data_iter={type(data_iter).__name__}")
+
         def next_batch() -> Any:
-            batch = self._next_batch(data_iter)
+            batch = read()
             if cut_here and isinstance(batch, Mapping):
                 batch = cut_dict(batch, self.context, compare=True)
             return placed(batch, self.device) if comes_to_device else batch
@@ -488,13 +537,31 @@ class Strategy(Setup):
     def _next_batch(self, source: Any) -> Any:
         """The next batch of an iterator; or of a data loader, whose next epoch begins where one ends.
 
-        A GlobalDataLoader is its own cursor. The iterator of another loader is kept as long as the loader is.
+        A GlobalDataLoader is its own cursor. The iterator of another loader is kept as long as the loader is. Stages
+        have other seeds, so what another source draws is a function of the step and the data rank; unless the program
+        has seeded torch itself.
         """
-        if isinstance(source, Iterator):
-            return next(source)
         if isinstance(source, GlobalDataLoader):
             return next(iter(source))
+        if self.schedule is None or torch.initial_seed() != self._seeded:
+            return self._next_of(source)
+        if self._drawn_in != self._steps:
+            replica = self.groups.rank(self.data_axes)
+            self._draws, self._drawn_in = Draws((self.options.seed, self._steps, replica)), self._steps
+        with self._draws.entered():
+            return self._next_of(source)
+
+    def _check_last(self, loader: DataLoader[Any], replicas: int = 1, *, is_run: bool = True) -> None:
+        """Raises if the last batch of an epoch is too small; one rank alone cuts it into fewer microbatches."""
+        if is_run and (self.schedule is not None or self.groups.size(self.data_axes) > 1):
+            check_last_batch(loader, replicas * self.make_schedule().microbatches)
+
+    def _next_of(self, source: Any) -> Any:
+        if isinstance(source, Iterator):
+            return next(source)
         if source not in self._batches:
+            if isinstance(source, DataLoader):
+                self._check_last(source)
             self._batches[source] = iter(source)
         try:
             return next(self._batches[source])
