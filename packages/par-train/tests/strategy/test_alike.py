@@ -77,11 +77,11 @@ def test_stages_read_the_same_rows_of_another_loader(name):
         source, batches = SOURCES[name](), []
         module = next(iter(model.parts.values()))
         module.register_forward_pre_hook(lambda _, args: batches.append(args[0].detach().flatten()))
-        for _ in range(20):
+        for _ in range(4):
             first = strategy.execute_pipeline(source, model, summed, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        inputs = [torch.cat(batches[i : i + 2]).sum() * 3 for i in range(0, 40, 2)]
+        inputs = [torch.cat(batches[i : i + 2]).sum() * 3 for i in range(0, 8, 2)]
         said = torch.stack([inputs[-1], 2 * first.float()]) if strategy.groups.rank("pipeline") == 0 else torch.zeros(2)
         dist.all_reduce(said)
         assert said[0].item() == pytest.approx(said[1].item(), rel=1e-5, abs=1e-5)  # fp32 sums in another order
