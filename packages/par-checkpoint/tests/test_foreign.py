@@ -418,6 +418,47 @@ def test_links_are_followed(tmp_path):
     assert_equal(copies(model), state)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (
+            "version https://git-lfs.github.com/spec/v1\nsize 9\n",
+            "is a pointer of Git LFS to weights; use",
+        ),
+        ("<!DOCTYPE html><html><body>Please log in</body></html>", "is a web page, such as a login or an error; use"),
+        ("<html>404</html>", "is a web page"),
+    ],
+)
+def test_load_names_what_came_instead_of_weights(name, first, words, tmp_path):
+    (tmp_path / name).write_text(first)
+    with pytest.raises(CorruptError, match=rf"{name} {words}"):
+        load(tmp_path, model={"w": torch.zeros(1)})
+
+
+def test_load_of_a_file_names_its_folder(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"this is a file; pass its folder, '{tmp_path}'"):
+        load(tmp_path / "model.safetensors", model={"w": torch.zeros(1)})
+
+
+def test_a_dangling_link_matters_only_if_it_is_needed(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "tf_model.h5").symlink_to(tmp_path / "nowhere")
+    into = {"w": torch.zeros(1)}
+    load(tmp_path, model=into)
+    assert into["w"] == 1
+    (tmp_path / "model.safetensors").rename(tmp_path / "other")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorruptError, match=r"model\.safetensors is a link to a file that is missing: fetch it again"):
+        load(tmp_path, model=into)
+    save(tmp_path / "ours", model=into)
+    (tmp_path / "ours" / "par_checkpoint.json").unlink()
+    (tmp_path / "ours" / "par_checkpoint.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorruptError, match=r"par_checkpoint\.json is a link to a file that is missing"):
+        load(tmp_path / "ours", model=into)
+
+
 def test_a_foreign_folder_has_no_optimizer_and_no_checksums(tmp_path):
     write_shards(tmp_path, copies(build()))
     model = build(1)

@@ -15,7 +15,7 @@ from par_groups import Sharding
 
 from ._handle import Save
 from ._load import Report, load
-from ._options import Alike, LoadOptions, SaveOptions, kinds_of, takes_options, usable_timeout
+from ._options import Alike, LoadOptions, SaveOptions, kinds_of, takes_options, usable_timeout, whole_number
 from ._save import save
 from .state.conversion import Convert
 from .state.model import Model, Names
@@ -92,7 +92,7 @@ class Checkpoints:
         self._roots = in_tiers(self.root, tiers)  # the folder of the steps in each tier
         self._keep_last = self._kept_in_each(keep_last)
         for name, value in (("every", every), *(("keep_last", n) for n in self._keep_last), ("keep_every", keep_every)):
-            if value is not None and value < 1:
+            if value is not None and whole_number(name, value) < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         self.every = every
         self._keep_every, self._group = keep_every, group
@@ -102,7 +102,7 @@ class Checkpoints:
 
     def _kept_in_each(self, keep_last: int | Sequence[int | None] | None) -> list[int | None]:
         """How many steps stay in each tier."""
-        if keep_last is None or isinstance(keep_last, int):
+        if not isinstance(keep_last, Sequence):
             return [keep_last] * len(self._roots)
         if self.tiers is None or len(keep_last) != len(self._roots):
             raise ValueError(
@@ -238,6 +238,7 @@ class Checkpoints:
             CheckpointError, OSError: It could not be written; or an old step could not be removed, but the new one is
                 there whole. With `async_` the handle, or the next save, raises it.
         """
+        step = whole_number("step", step)
         if not force and not self.due(step):
             return None
         with self._calling("save", timeout) as session:

@@ -1,9 +1,11 @@
 """How to save and load, apart from what and where: the keywords of `save` and `load` as objects that check them."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +96,8 @@ class SaveOptions:
         _one_of("copy", self.copy, _COPY)
         _one_of("pending", self.pending, _PENDING)
         _one_of("writer", self.writer, _WRITERS)
+        if self.step is not None:
+            object.__setattr__(self, "step", whole_number("step", self.step))
         parse_size(self.max_shard_size, name="max_shard_size", least=1)
         _check_common(self)
         _check_assets(self.assets)
@@ -254,6 +258,19 @@ def usable_timeout(timeout: object) -> float:
     """The seconds that were asked for; the usual ones in place of what is no such number, which is refused later."""
     usable = isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0
     return float(timeout) if usable else LoadOptions.timeout  # type: ignore[arg-type]
+
+
+def whole_number(name: str, value: object) -> int:
+    """A whole number as Python's int, such as one of NumPy or a tensor of one element.
+
+    Raises:
+        TypeError: Anything else, truth values and floats included.
+    """
+    of_truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    with contextlib.suppress(TypeError, ValueError):  # torch raises the second for a tensor of several elements
+        if not of_truth:
+            return operator.index(value)  # type: ignore[arg-type]
+    raise TypeError(f"{name}={value!r:.80}: a {type(value).__name__} is no whole number; pass an int")
 
 
 def check_style(style: str) -> None:

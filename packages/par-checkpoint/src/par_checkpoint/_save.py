@@ -31,7 +31,7 @@ from ._options import (
     usable_timeout,
 )
 from ._progress import Bar
-from ._torch_style import write_objects
+from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
@@ -201,12 +201,17 @@ def save(
                 dtype=dtype,
                 stem=stem,
             )
+            if style == "torch":
+                check_loadable(content)
             if ranks.rank == 0:
                 beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
                 content = replace(content, beside=beside)
             claims = Claims.of(content.entries)
             folders = [open_folder(each) for each in in_tiers(path, tiers)]
             folder = folders[0]
+            for each in folders:
+                if isinstance(each, LocalFolder):
+                    each.check_replaceable_here()
             if copies is not None:
                 check_copies(copies, tiers, folder, style)
             if writer == "pwrite" and not folder.positional:
@@ -233,7 +238,7 @@ def save(
                     "writer": writer,
                     "stem": stem,
                     "dtype": dtype,
-                    "step": step,
+                    "step": chosen.step,
                     "max_shard_size": parse_size(max_shard_size),
                     "budget": parse_size(budget),
                 }

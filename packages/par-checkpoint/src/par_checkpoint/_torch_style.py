@@ -5,6 +5,8 @@ out with `torch.save`.
 """
 
 import io
+import pickle
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +62,8 @@ def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memor
         state = content.state
         if state.groups is not None and not any(file.section == "optimizer" for file in prepared.files):
             objects["optimizer"] = _optimizer({}, content)  # it has not stepped yet
+        if state.parts["model"] is not None and not any(file.section == "model" for file in prepared.files):
+            objects["model"] = _model({}, content)  # it has no tensors
         for section in ("scheduler", "extra"):
             if state.parts[section] is not None:
                 objects[section] = decode(state.parts[section], state.tensors)
@@ -88,6 +92,26 @@ def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[st
     for entries in [] if content.state.own is None else decode(content.state.own, content.state.tensors):  # type: ignore[attr-defined]
         own.update(entries)
     return {**own, "state": state, "param_groups": groups}
+
+
+def check_loadable(content: Content) -> None:
+    """Checks that `torch.load` would open the files of model and optimizer, from which they are loaded again.
+
+    Raises:
+        TypeError: A value that it refuses, for its class could run code.
+    """
+    for section, value in (("model", _model({}, replace(content, tied={}))), ("optimizer", _optimizer({}, content))):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            raise TypeError(
+                f"style='torch': the state of the {section} holds a value of {found[1] if found else 'a class'}, which "
+                "torch.load(weights_only=True) refuses; pass style='huggingface', or numbers, texts and tensors instead"
+            ) from error
 
 
 def _write(work: Work, name: str, value: object) -> FileRecord:

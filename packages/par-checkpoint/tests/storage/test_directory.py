@@ -26,6 +26,7 @@ class Memory:
 
     url = "memory://folder"
     in_flight = 0
+    dangling = ()
 
     def __init__(self, files):
         self.files, self.reads = dict(files), []

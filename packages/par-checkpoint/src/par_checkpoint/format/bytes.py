@@ -37,3 +37,20 @@ def copy_elements_(into: torch.Tensor, source: torch.Tensor) -> None:
         as_integers(into).copy_(as_integers(source))
     else:
         into.copy_(source)
+
+
+_OTHERS = {
+    b"version https://git-lfs": "a pointer of Git LFS to weights; use `git lfs pull` in its folder, with git-lfs",
+    b"<!doctype html": "a web page, such as a login or an error; use another address to download it again",
+    b"<html": "a web page, such as a login or an error; use another address to download it again",
+}
+
+
+def other_kind(first: bytes) -> str | None:
+    """What a file is that came in place of weights, and what helps; None if it is not known.
+
+    Args:
+        first: The first bytes of the file, 8 or more.
+    """
+    first = first.lower()
+    return next((text for start, text in _OTHERS.items() if first.startswith(start[: len(first)])), None)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._errors import CheckpointError, corrupt
+from .._errors import CheckpointError, CorruptError, corrupt
+from .bytes import other_kind
 from .dtypes import dtype_of, order_of, safetensors_name
 from .strict_json import is_count, parse_object, text_map
 
@@ -106,8 +107,11 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> He
         CorruptError: Anything that is not exactly as safetensors would have written it.
         CheckpointError: A tensor whose elements are smaller than a byte.
     """
-    length = int.from_bytes(read(0, 8), "little") if size >= 8 else -1
+    first = read(0, 8) if size >= 8 else b""
+    length = int.from_bytes(first, "little") if first else -1
     if not 2 <= length <= min(MAX_HEADER, size - 8):
+        if first and (kind := other_kind(first)) is not None:
+            raise CorruptError(f"{file} is {kind}")
         raise corrupt(file, f"{size} bytes with a header of {length}, which must be 2 to {MAX_HEADER} and fit the file")
     entries = parse_object(read(8, 8 + length), file)
     metadata = text_map(entries.pop(_METADATA, {}), f"{file}, {_METADATA}")

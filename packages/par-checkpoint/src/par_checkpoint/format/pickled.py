@@ -12,6 +12,7 @@ from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt, corrupt_block
 from .._torch_private import checkpoint_offset
+from .bytes import other_kind
 from .manifest import BLOCK, FileRecord
 
 _ZIP = b"PK\x03\x04"
@@ -100,7 +101,9 @@ def load_object(path: Path) -> object:
         CorruptError: A broken file.
     """
     with path.open("rb") as file:
-        zipped = file.read(len(_ZIP)) == _ZIP
+        first = file.read(8)
+        zipped = first.startswith(_ZIP)
+        _check_kind(first, str(path))
         if zipped:
             _check_stored(file, str(path))
     return _load(path, str(path), map_location="cpu", mmap=zipped)
@@ -233,6 +236,12 @@ def _load(file: Path | IO[bytes] | io.RawIOBase, path: str, **options: Any) -> o
         raise corrupt(path, f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
 
 
+def _check_kind(first: bytes, path: str) -> None:
+    """Raises CorruptError if a file's first bytes show what came in the place of weights."""
+    if len(first) == 8 and (kind := other_kind(first)) is not None:
+        raise CorruptError(f"{path} is {kind}")
+
+
 def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
     """Refuses what would be more in memory than on disk."""
     try:
@@ -255,7 +264,9 @@ def _check_readable_in_place(file: io.RawIOBase, path: str) -> None:
 
     These are compressed files, those of before torch 1.6, and those of machines with another byte order.
     """
-    if file.read(len(_ZIP)) != _ZIP:
+    first = file.read(8)
+    _check_kind(first, path)
+    if not first.startswith(_ZIP):
         raise CheckpointError(
             f"{path} is no zip file, as torch.save writes it, and is read from local disks only; copy it here"
         )

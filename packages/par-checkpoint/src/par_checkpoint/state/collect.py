@@ -160,11 +160,13 @@ def collect(
         entries += of_optimizer.entries
     for entry in entries:
         safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it
+    # Without tensors and without this, a model would be taken for one that was not saved.
+    objects = found.objects if found.objects or (model is not None and not found.tensors) else None
     tied = {names_on_disk[name]: names_on_disk[stored] for name, stored in found.tied.items()}
     return Content(
         entries=entries,
         tied={name: stored for name, stored in tied.items() if name != stored},
-        state=_encoded(objects=found.objects, optimizer=of_optimizer, scheduler=scheduler, extra=extra),
+        state=_encoded(objects=objects, optimizer=of_optimizer, scheduler=scheduler, extra=extra),
         samples=samples,
     )
 
@@ -273,7 +275,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
         names = dict.fromkeys(name for some, _ in of_ranks for name in some)
         groups.append((list(names), json.loads(of_ranks[0][1])))
     return EncodedState(
-        parts={**mine.parts, "model": modules or None},
+        parts={**mine.parts, "model": modules if any(each.parts["model"] != "null" for each in summaries) else None},
         groups=None if counts[0] is None else groups,
         slots=slots,
         own=mine.own,
@@ -327,14 +329,18 @@ def _check_same(what: str, texts: Sequence[str]) -> None:
 
 
 def _encoded(
-    *, objects: Mapping[str, object], optimizer: OptimizerState | None, scheduler: object, extra: object
+    *, objects: Mapping[str, object] | None, optimizer: OptimizerState | None, scheduler: object, extra: object
 ) -> EncodedState:
     """Encodes this rank's state, and makes sure that it comes back as it was.
 
     Raises:
         TypeError: Something that JSON with our tags cannot say; the message names where it is.
     """
-    values = {"model": dict(objects) or None, "scheduler": _scheduler_state(scheduler), "extra": extra}
+    values = {
+        "model": None if objects is None else dict(objects),
+        "scheduler": _scheduler_state(scheduler),
+        "extra": extra,
+    }
     tensors: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         check_round_trip(value, name)

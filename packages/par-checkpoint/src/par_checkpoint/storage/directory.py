@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 from crc32c import crc32c
 
-from .._errors import CheckpointError, corrupt
+from .._errors import CheckpointError, CorruptError, corrupt
 from ..format.header import Header, decode_header
 from ..format.index import decode_index, is_base_name
 from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
@@ -27,6 +27,10 @@ class ReadableFolder(Protocol):
     @property
     def in_flight(self) -> int:
         """How many files to ask for at a time."""
+
+    @property
+    def dangling(self) -> Collection[str]:
+        """Names of links to files that are missing, as of the last look at sizes."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -99,7 +103,7 @@ def read_directory(
     """
     sizes = folder.sizes()
     records = {} if manifest is None else manifest.files
-    form, name = _choose(_forms(stem, variant), folder.url, sizes, records)
+    form, name = _choose(_forms(stem, variant), folder, sizes, records)
     index, weight_map = None, None
     if name == form.single:
         files = [name]
@@ -174,7 +178,7 @@ def _forms(stem: str, variant: str | None) -> list[_Form]:
 
 
 def _choose(
-    forms: list[_Form], url: str, sizes: Mapping[str, int], records: Mapping[str, FileRecord]
+    forms: list[_Form], folder: ReadableFolder, sizes: Mapping[str, int], records: Mapping[str, FileRecord]
 ) -> tuple[_Form, str]:
     """The first form that is there, and its file: what the manifest lists counts, if it lists any of them."""
     for names in (records, sizes):
@@ -182,19 +186,29 @@ def _choose(
             present = [name for name in (form.single, form.index) if name in names]
             if len(present) == 2:
                 raise CheckpointError(
-                    f"{url} has both {form.single} and {form.index}, and one is stale; remove that one"
+                    f"{folder.url} has both {form.single} and {form.index}, and one is stale; remove that one"
                 )
             if present:
                 return form, present[0]
-    wanted = ", ".join(name for form in forms for name in (form.single, form.index) if name)
+    looked_for = [name for form in forms for name in (form.single, form.index) if name]
+    for name in looked_for:
+        check_linked(folder, name)
+    wanted = ", ".join(looked_for)
     raise CheckpointError(
-        f"{url} has no weights under any of these names: {wanted}. It has: "
+        f"{folder.url} has no weights under any of these names: {wanted}. It has: "
         f"{', '.join(sorted(sizes)) or 'nothing'}. Give the folder of the weights, or their variant"
     )
 
 
+def check_linked(folder: ReadableFolder, name: str) -> None:
+    """Raises CorruptError if a file that is needed is a link to one that is missing."""
+    if name in folder.dangling:
+        raise CorruptError(f"{folder.url}/{name} is a link to a file that is missing: fetch it again")
+
+
 def _check_size(folder: ReadableFolder, name: str, sizes: Mapping[str, int], records: Mapping[str, FileRecord]) -> None:
     path = f"{folder.url}/{name}"
+    check_linked(folder, name)
     if name not in sizes:
         raise corrupt(path, "is missing, but the index or the manifest lists it")
     if name in records and records[name].size != sizes[name]:

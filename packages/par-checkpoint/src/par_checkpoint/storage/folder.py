@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from ..format.index import is_base_name
@@ -140,6 +140,10 @@ class Folder(Protocol):
 
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
+
+    @property
+    def dangling(self) -> Collection[str]:
+        """Names of links to files that are missing, as of the last look at sizes."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in it and in the folders that checkpoints have."""

@@ -7,7 +7,7 @@ import shutil
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ class LocalFolder:
     cached = True
     in_flight = 0
     stages_beside = True
+    dangling: Collection[str] = ()
+    """Names of links to files that are missing, as of the last look at sizes."""
 
     def __init__(
         self,
@@ -106,13 +108,22 @@ class LocalFolder:
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in the folder and in the folders that checkpoints have."""
         if not self._seen.is_dir():
+            if self._seen.exists():
+                raise CheckpointError(f"path={self.url!r}: this is a file; pass its folder, {str(self.path.parent)!r}")
             raise CheckpointError(f"there is no folder {self.url}: check the path")
-        sizes = {}
+        sizes: dict[str, int] = {}
+        dangling: set[str] = set()
         for top in dict.fromkeys((self._seen, self._where())):
             for folder in ("", OPTIMIZER, TEMPLATES):
                 for entry in scan(top / folder):
-                    if not entry.is_dir():
-                        sizes[f"{folder}{entry.name}"] = _size(entry)
+                    if entry.is_dir():
+                        continue
+                    name, size = f"{folder}{entry.name}", _size(entry)
+                    if size is None:
+                        dangling.add(name)
+                    else:
+                        sizes[name] = size
+        self.dangling = dangling
         return sizes
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -150,8 +161,28 @@ class LocalFolder:
         del by_owner  # who writes a file from beginning to end may do so here, too
         return LocalStaging(self, nonce)
 
+    def check_replaceable_here(self) -> None:
+        """Raises CheckpointError if this process works in the folder, or if its name leaves no room for a save's.
+
+        A save puts another folder in its place, and who works in it then stands in a removed one.
+        """
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the working directory already
+            here, own = Path.cwd(), Path(os.path.realpath(self.path))
+            if own == here or own in here.parents:
+                raise CheckpointError(
+                    f"path={self.url!r}: this process works in {str(here)!r}, and a save puts another folder in the "
+                    "place of its path; pass a folder below it, such as './checkpoint'"
+                )
+        longest = len(os.fsencode(self.target.beside("lease", "0" * 12).name))
+        if longest > _NAME:
+            raise CheckpointError(
+                f"path={self.url!r}: its last name has {len(os.fsencode(self.path.name))} bytes, and a save needs "
+                f"{longest - len(os.fsencode(self.path.name))} more of {_NAME} beside it; pass a shorter name"
+            )
+
     def check_target(self, *, overwrite: bool) -> None:
         """Raises if what is there now must not be replaced."""
+        self.check_replaceable_here()
         if self.path.is_mount():
             raise CheckpointError(f"{self.url} is a mount point and cannot be swapped: save to a folder below it")
         deadline = time.monotonic() + self.target.patience
@@ -419,6 +450,8 @@ _WORTH = 1 << 20
 """Bytes of a write that is worth the system calls."""
 _UNDER_WAY = 16
 """Such writes to a file that may be on their way; the next one waits for the oldest."""
+_NAME = 255
+"""Bytes that a name may have on the file systems of Linux, macOS and Windows."""
 _WAIT_BEFORE, _WRITE = 1, 2
 """Flags of Linux' sync_file_range."""
 
@@ -440,11 +473,13 @@ def _link_or_copy(old: Path, new: Path) -> None:
             sync(new)
 
 
-def _size(entry: os.DirEntry[str]) -> int:
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """The bytes of a file; None for a link to one that is missing, such as a blob that left a cache."""
     try:
         return entry.stat().st_size
     except OSError as error:
         if error.errno not in GONE:
             raise
-        what = "is a link to a file that is missing: fetch it again" if entry.is_symlink() else "is gone: load again"
-        raise CorruptError(f"{entry.path} {what}") from error
+        if entry.is_symlink():
+            return None
+        raise CorruptError(f"{entry.path} is gone: load again") from error

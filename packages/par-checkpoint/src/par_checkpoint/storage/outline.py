@@ -16,7 +16,7 @@ from ..format.index import STEMS, index_of
 from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, check_optimizer, decode_manifest
 from ..format.pickled import flat_tensors, load_outline, load_pickle, place_of
 from ..format.tagged import decode, split_ranks
-from .directory import Directory, Place, check_index, read_directory, read_small
+from .directory import Directory, Place, check_index, check_linked, read_directory, read_small
 from .folder import Folder
 
 
@@ -135,6 +135,7 @@ def read_outline(
     if not folder.exists():
         raise CheckpointError(f"there is no folder {folder.url!r}; give the folder that holds the checkpoint")
     sizes = folder.sizes()
+    check_linked(folder, MANIFEST)
     manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
     side = {}
     if manifest is not None:
@@ -160,6 +161,8 @@ def read_outline(
         if manifest is not None and manifest.style == "torch":
             beside = decode(manifest.model, side) if section == "model" and manifest.model is not None else ()
             directories[section] = _read_object(folder, manifest, section, cast("Container[object]", beside))
+        elif section == "model" and manifest is not None and _is_empty(manifest):
+            directories[section] = Directory({})
         elif section == "model":
             found = read_directory(folder, stem=stem, variant=variant, manifest=manifest)
             directories[section] = _with_pickles(folder, found)
@@ -168,6 +171,12 @@ def read_outline(
     outline = Outline(manifest=manifest, directories=directories, side=side)
     outline.check_state()
     return outline
+
+
+def _is_empty(manifest: Manifest) -> bool:
+    """Whether a model was saved that has no tensors."""
+    weights = (name for name in manifest.files if name.endswith(".safetensors") and name != SIDE_FILE)
+    return manifest.model is not None and all("/" in name for name in weights)
 
 
 def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -61,6 +61,7 @@ class RemoteFolder:
 
     cached = False
     stages_beside = False
+    dangling = ()
     settles = 0.0
     in_flight = IN_FLIGHT
 
