@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._order import End, Kind, Order
+from ._order import KINDS, End, Order
 from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
@@ -238,7 +238,7 @@ class Gatherer:
             unit: The unit.
             enters: Whether the unit itself begins, and not a module within, or once more while it runs.
         """
-        if not unit.gathered and is_in_torch_func():
+        if unit.state is not State.SHOWN and not unit.gathered and is_in_torch_func():
             raise RuntimeError(
                 f"{unit.name} is called within a transform of torch.func, such as jvp, grad or vmap, where stage 3 "
                 "cannot gather its parameters; pass stage=2 to shard(), or enter par_zero.summon(module) around the "
@@ -255,9 +255,10 @@ class Gatherer:
             unit.show()
             return
         without = "forward" if torch.is_grad_enabled() else "evaluation"
-        kind = Kind("backward" if self._in_backward else without, self._keepers > 0)
+        kind = KINDS["backward" if self._in_backward else without, self._keepers > 0]
         self._order.gather(unit, kind, in_backward=self._in_backward, enters=enters)
-        unit.show()
+        if unit.state is not State.SHOWN:
+            unit.show()
         if self._keepers:
             unit.kept = True
 
@@ -280,14 +281,21 @@ class Gatherer:
     def _enter(self, unit: Unit, *_: Any) -> None:
         """A module of a unit begins. The units that ran before are done, unless this is backward."""
         self._calls.begin()
-        self._leave_if_over()
-        if unit.chunks and not self._keepers and not self._in_backward and self._frees_behind:
+        if self._follower is not None:
+            self._leave_if_over()
+        if (
+            unit.chunks
+            and not self._keepers
+            and not self._in_backward
+            and (self._follower is None or self._frees_behind)
+        ):
             for other in self._units[1:]:
                 if other.gathered and other is not unit and not other.running and not other.kept:
                     other.free()
         unit.running += 1
         self._gather(unit, enters=unit.running == 1)
-        self._note(unit, "backward" if self._in_backward else "forward")
+        if self._follower is not None:
+            self._note(unit, "backward" if self._in_backward else "forward")
 
     @property
     def _frees_behind(self) -> bool:
@@ -302,22 +310,36 @@ class Gatherer:
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
         self._calls.begin()
-        self._leave_if_over()
+        if self._follower is not None:
+            self._leave_if_over()
+        # Most modules within a unit are called while it runs, and no rank gathers it for them: they must cost little.
+        nothing = not (self._in_backward or self._order.has_within) and self._follower is None
         for unit in units:
+            if nothing and unit.running and unit.state is State.SHOWN:
+                if torch.is_grad_enabled():
+                    self._refuse_autocast()
+                continue
             begins = not unit.running and unit.state is not State.SHOWN
-            if begins or not self._following:
+            if begins or self._follower is None or not self._following:
                 self._gather(unit, enters=False)
             if begins:
                 self._note(unit, "backward" if self._in_backward else "forward")
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
+        for unit in units:
+            if not unit.running:
+                break
+        else:  # as is usual
+            self._calls.end_within()
+            return
         called = [unit for unit in units if not unit.running]
         self._expect_backward(called, output)
-        if called:
-            self._end_evaluation(output)
+        self._end_evaluation(output)
 
     def _end_evaluation(self, output: Any) -> None:
         """Frees what no backward pass will free: after a forward without gradients, or of a frozen module."""
+        if self._units[0].running:  # as is so of all calls but the root's own
+            return
         if self._is_outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
             if output is None and sys.exception() is not None:  # forward has failed
                 self.reset()
@@ -354,15 +376,15 @@ class Gatherer:
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
         """A module of some units ends, and the gradient of what it returns begins their backward."""
-        tensors = computed(output) if units and torch.is_grad_enabled() else []
-        if is_in_torch_func():  # within summon: its passes free nothing, and hooks would fall among those of torch.func
-            tensors = []
-        elif torch.is_grad_enabled():
+        # In torch.func, within summon, passes free nothing, and hooks would fall among those of torch.func.
+        expects = torch.is_grad_enabled() and not is_in_torch_func()
+        tensors = computed(output) if expects else []
+        if expects:
             tensors += [tensor for unit in units for tensor in unit.side.computed()]
         numbers = [unit.number for unit in units]
         calls = self._calls
         call = calls.repeat(numbers) if self._in_backward else calls.end(numbers, has_graph=bool(tensors))
-        if not units or not torch.is_grad_enabled() or is_in_torch_func():
+        if not expects:
             return
         if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
@@ -402,13 +424,16 @@ class Gatherer:
         self._close(self._calls.left_behind(call))
         done = [] if mark is self._mark else [begun for begun in self._begun if self._is_done(begun, unit)]
         self._begun = [begun for begun in self._begun if begun not in done]
-        self._free_behind(done)  # before what comes is gathered, and what comes behind that
+        if done:
+            self._free_behind(done)  # before what comes is gathered, and what comes behind that
         self._gather(unit)
-        self._free_behind(done)  # where the ranks have just left a placement that kept them
+        if done:
+            self._free_behind(done)  # where the ranks have just left a placement that kept them
         self._mark = mark
         if unit not in self._begun:
             self._begun.append(unit)
-        self._note(unit, "backward")
+        if self._follower is not None:
+            self._note(unit, "backward")
 
     def _close(self, numbers: Iterable[int]) -> None:
         """This pass brings no more gradients of some units, nor of those that no rank has called or comes to."""

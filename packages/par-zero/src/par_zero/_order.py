@@ -22,6 +22,7 @@ chunks, a reduction begins as soon as its gradients are complete.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from operator import itemgetter
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
@@ -53,6 +54,8 @@ class Gathering(NamedTuple):
     in_backward: bool
     entry: int
 
+
+_ENTRY = itemgetter(2)
 
 Contract = tuple[Gathering, ...]
 """Units in the order in which they are gathered, and for which of their entries."""
@@ -95,6 +98,14 @@ class Kind(NamedTuple):
     kept: bool
 
 
+KINDS = {
+    (begins_with, kept): Kind(begins_with, kept)
+    for begins_with in ("forward", "backward", "evaluation")
+    for kept in (False, True)
+}
+"""All kinds by their fields, as each call of a module asks for one."""
+
+
 class Order:
     """The order in which the units of one module are gathered.
 
@@ -107,6 +118,7 @@ class Order:
         reducer: Begins reductions between gatherings, and brings all ranks to the same of them before they raise.
 
     Attributes:
+        has_within: Whether the contract of the pass has gatherings for modules within a unit, not for the unit itself.
         on_skipped: Called with a unit by number when other ranks come to it in backward, and this one does not.
     """
 
@@ -156,6 +168,7 @@ class Order:
         self._kind: Kind | None = None
         self._contract: Contract = ()
         self._for_entries: set[Gathering] = set()  # those of the contract
+        self.has_within = False
         self._entries: Counter[tuple[int, bool]] = Counter()  # how often each was entered, forward and backward
         self._gathered: list[Gathering] = []  # as they were gathered in this pass
         self._needed: list[bool] = []  # of these, which were for this rank too
@@ -179,14 +192,18 @@ class Order:
             latest = self._latest.get(kind, ())
             self._kind, self._contract = kind, self._contracts.get((kind, self._before), latest)
             self._for_entries = set(self._contract)
-        way = unit.number, in_backward
-        entry = Gathering(*way, self._entries[way] if enters else -1)
-        self._entries[way] += enters
+            self.has_within = -1 in map(_ENTRY, self._contract)
+        # Most calls end here: the unit is there, because it runs already or stays. They must cost little.
+        way, count = (unit.number, in_backward), -1
+        if enters:
+            count = self._entries[way]
+            self._entries[way] = count + 1
         if unit.gathered:
-            if entry in self._for_entries:
-                self._pass_by(entry)
+            if (*way, count) in self._for_entries:
+                self._pass_by(Gathering(*way, count))
             if self._ahead is None:
-                self._begin_reductions(in_backward)
+                if in_backward:
+                    self._reducer.begin()
                 return
         ahead = None if self._ahead is None else self._units[self._gathered[self._ahead].number]
         if ahead is unit and unit.state is not State.FREED and self._ahead is not None:
@@ -196,7 +213,7 @@ class Order:
             return
         if unit.state is State.FREED:
             self._drop_ahead()
-            self._come_to(entry)
+            self._come_to(Gathering(*way, count))
             unit.begin_gathering()
         self._begin_reductions(in_backward)
         unit.wait()

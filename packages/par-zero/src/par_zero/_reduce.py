@@ -25,7 +25,7 @@ fall between these exchanges too.
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -156,7 +156,7 @@ class Reducer:
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
-                _on_gradient(member.parameter, _weakly(self._gradient_arrived, number, index))
+                _on_gradient(member.parameter, _weakly(self, number, index))
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -390,7 +390,7 @@ class Reducer:
             for call in () if self._deferring else self._at_start:
                 call()
 
-    def _gradient_arrived(self, number: int, index: int) -> None:
+    def note_gradient(self, number: int, index: int) -> None:
         """Autograd has left a gradient in a member of a chunk."""
         chunk, arrived = self._chunks[number], self._arrived[number]
         member = chunk.members[index]
@@ -411,7 +411,8 @@ class Reducer:
                 "that reads memory past torch's functions, such as a captured graph or an extension; enter "
                 "par_zero.summon(module) before that, which waits"
             )
-        self.start()
+        if not self._running:
+            self.start()
         self._any = True
         self._nests = self._nests or current_pass() != self._pass
         if number in self._given_up:
@@ -663,14 +664,14 @@ def _trainable(chunk: Chunk) -> int:
     return sum(member.parameter.requires_grad for member in chunk.members)
 
 
-def _weakly(method: Callable[[int, int], None], number: int, index: int) -> Callable[[torch.Tensor], None]:
+def _weakly(reducer: Reducer, number: int, index: int) -> Callable[[torch.Tensor], None]:
     """A hook that keeps nothing alive: the garbage collector does not see through the hooks of a tensor."""
-    weak = WeakMethod(method)
+    weak = ref(reducer)
 
     def hook(_: torch.Tensor) -> None:
         alive = weak()
         if alive is not None:
-            alive(number, index)
+            alive.note_gradient(number, index)
 
     return hook
 

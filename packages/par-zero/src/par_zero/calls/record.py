@@ -75,6 +75,12 @@ class Calls:
                 self._kept[number].append(call)
         return call
 
+    def end_within(self) -> None:
+        """The module ends that began last, within a call of its unit that goes on."""
+        if self._under_way:
+            self._under_way.pop()
+        self._clock += 1
+
     def repeat(self, units: Sequence[int]) -> Call:
         """The module ends that began last, in a backward pass, which needs again what was computed in forward.
 

@@ -11,7 +11,7 @@ from .._stage import Stage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
 from .buffers import Buffers
-from .freed import Freed, free_, unfree_
+from .freed import Freed, FreedParameter
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
 from .sharers import Groups
@@ -247,18 +247,21 @@ class Chunk:
     def show_whole(self) -> None:
         """The parameters become views of `flat`, which has its memory."""
         for member, view in zip(self.members, self.views(self.flat), strict=True):
-            unfree_(member.parameter)
-            member.parameter.data = view
+            parameter = member.parameter
+            if type(parameter) is FreedParameter:
+                object.__setattr__(parameter, "__class__", nn.Parameter)
+            parameter.data = view
 
     def show_share(self) -> None:
         """The parameters become views of this rank's share in `own`, flat, where parameters are sharded."""
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
-            first = min(max(start, low), high)
-            unfree_(member.parameter)
-            member.parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
-            if self._guards:
-                free_(member.parameter)
+            first, parameter = min(max(start, low), high), member.parameter
+            if type(parameter) is FreedParameter:
+                object.__setattr__(parameter, "__class__", nn.Parameter)
+            parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
+            if self._guards and type(parameter) is nn.Parameter:  # a subclass may have operations of its own
+                parameter.__class__ = FreedParameter
 
     def guard(self, written: Callable[[], None]) -> None:
         """From now on parameters that show this rank's share refuse to be read as if they were whole.

@@ -101,24 +101,11 @@ class Guarded(torch.Tensor):
 
 
 class FreedParameter(Guarded, nn.Parameter):
-    """A freed parameter."""
+    """A freed parameter: an ordinary one whose class was changed. `Chunk` changes it back before it is whole."""
 
 
 class FreedPart(Guarded):
     """What `detach()`, `data` and a state dict give of a freed parameter."""
-
-
-def free_(parameter: nn.Parameter) -> None:
-    """Makes an ordinary parameter that shows its part a freed one, which has `par_freed` already."""
-    kind: type = type(parameter)
-    if kind is nn.Parameter:  # a subclass may have operations of its own
-        parameter.__class__ = FreedParameter
-
-
-def unfree_(parameter: nn.Parameter) -> None:
-    """Makes a freed parameter an ordinary one again, before it shows something else than its part."""
-    if type(parameter) is FreedParameter:
-        object.__setattr__(parameter, "__class__", nn.Parameter)
 
 
 def _guard(part: torch.Tensor, like: Guarded) -> torch.Tensor:

@@ -346,10 +346,14 @@ class Apart:
         pieces = self._pieces[tensor][1]
         return Taken(tensor, gradient, state, scalars, list(zip(groups.values(), pieces, strict=True)))
 
-    @torch.inference_mode(mode=False)  # where what is made would have no version
-    @torch.no_grad()
     def enter(self) -> None:
         """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
+        if self._spans or isinstance(self._optimizer, torch.optim.SGD):
+            self._enter()
+
+    @torch.inference_mode(mode=False)  # where what is made would have no version
+    @torch.no_grad()
+    def _enter(self) -> None:
         for group in self._optimizer.param_groups if self._spans else ():
             held: list[torch.Tensor] = []
             for tensor in group["params"]:
@@ -397,10 +401,14 @@ class Apart:
                 )
             state.update({tensor: {"momentum_buffer": torch.zeros_like(tensor)} for tensor in new})
 
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def join_(self) -> None:
         """The optimizer has stepped: it holds slices again."""
+        if self._taken or self._lists:
+            self._join_()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _join_(self) -> None:
         skipped = False
         if any(taken.has_new for taken in self._taken.values()):
             found_inf = getattr(self._optimizer, "found_inf", None)  # of torch's GradScaler, for kernels that skip
@@ -413,9 +421,13 @@ class Apart:
                 self._optimizer.state[tensor] = taken.state
         self.leave()
 
-    @torch.no_grad()
     def leave(self, *_: object) -> None:
         """The optimizer holds slices again, as they were if it has not stepped."""
+        if self._taken or self._lists:  # else a step, which calls this several times, pays for `no_grad` each time
+            self._leave()
+
+    @torch.no_grad()
+    def _leave(self) -> None:
         for taken in self._taken.values():
             taken.show_gradients()
             for part in taken.parts:
