@@ -56,10 +56,12 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
         args = split(inputs, microbatches, how)
     targets = [] if target is None else split(target, microbatches, how)
     target_rows = [rows_of(part) for part in targets]
-    if isinstance(how, partial):  # a caller's own function may give keywords whole
-        check_keywords(kwargs, [rows_of(part) for part in args] or target_rows)
+    rows = [rows_of(part) for part in args]
+    if kwargs and isinstance(how, partial):  # a caller's own function may give keywords whole
+        check_keywords(kwargs, rows or target_rows)
     keywords = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
-    rows = [rows_of(part) for part in args or keywords]
+    if not args:
+        rows = [rows_of(part) for part in keywords] if kwargs else [None] * microbatches
     if args and not isinstance(target, Microbatches):
         for number, (of_inputs, of_target) in enumerate(zip(rows, target_rows, strict=bool(targets))):
             if of_inputs not in (None, of_target) and (of_target is not None or isinstance(target, Tensor)):

@@ -153,5 +153,8 @@ def _hides_tensors(leaf: Any) -> bool:
 
 def rows_of(value: Any) -> int | None:
     """The number of rows of a microbatch: the length of its first tensor with dims; None if it has none."""
+    first = value[0] if type(value) is tuple and value else value
+    if isinstance(first, Tensor) and first.dim():  # as is usual, and asks for no walk through what is nested
+        return first.shape[0]
     tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
     return next((len(tensor) for tensor in tensors if tensor.dim()), None)
