@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +37,9 @@ def train(folder, logged, until=4, **keywords):
         ([[{}, {"loss": 5.0, "rows": 2}]] * 2, {"loss": 5.0, "rows": 8}),
         ([[{"part": WHOLE}, {"part": 0.5}]] * 2, {"part": 0.25}),
         ([[{"part": 1}] * 2, [{"part": 0.5}] * 2], {"part": 0.75}),
+        ([[{"loss": np.float32(0.5), "rows": np.int64(2)}] * 2] * 2, {"loss": 0.5, "rows": 16}),
     ],
-    ids=["alternating", "names", "order", "rank-0", "rank-1", "kinds-of-ranks", "kinds-of-steps"],
+    ids=["alternating", "names", "order", "rank-0", "rank-1", "kinds-of-ranks", "kinds-of-steps", "numpy"],
 )
 def test_run_log_other_names_on_each_rank_have_own_means(tmp_path, logged, expected):
     lines = train(tmp_path, logged, log_every=2)

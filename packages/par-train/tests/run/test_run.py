@@ -198,6 +198,8 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
 
     refused("checkpoint_every is 0; give 1 or more, or None", checkpoint_every=0)
     refused("keep_last is 0; give 1 or more, or None", keep_last=0)
+    refused("keep_last is '3'; give 1 or more, or None", keep_last="3")
+    refused("log_every is 2.5; give 1 or more", log_every=2.5)
     refused("log_every is -1; give 1 or more", log_every=-1)
     refused("save_options is 'fast'; give a par_checkpoint.SaveOptions, or None", save_options="fast")
     refused("resume='auto' goes on with a run and overwrite=True replaces it", resume="auto", overwrite=True)

@@ -37,6 +37,8 @@ def test_options_that_make_no_sense():
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
     with ProcessGroups(Topology({"data": 1, "expert": 2})) as groups:
         raises("has expert=2 and no view 'experts', .* with Topology.from_config", Strategy, groups=groups)
+    raises(r"plugins='my.mod:Plugin': it must be a list; pass plugins=\['my", Strategy, plugins="my.mod:Plugin")
+    raises("gradient_handlers='data_parallel': it must be a list", Strategy, gradient_handlers="data_parallel")
     raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
     raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
     raises("zero is 1, .* leave out 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])

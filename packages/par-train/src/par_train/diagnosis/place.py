@@ -4,10 +4,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-Value = Tensor | float | int
+Value = Tensor | float | int | np.integer[Any] | np.floating[Any]
 
 _KEPT = 64
 """How many of the last values of a name are kept."""

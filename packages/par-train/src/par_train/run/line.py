@@ -3,25 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from par_groups import agree
 
-Value = Tensor | float | int
-"""A number, or a tensor with one element, on any device."""
+from ..diagnosis.place import Value
 
 
 @dataclass(kw_only=True)
 class _Sum:
     """What was logged under one name: the sum, the number of values, and whether one of them was floating-point."""
 
-    total: Value = 0
+    total: Tensor | float = 0
     times: int = 0
     floating: bool = False
 
-    def add(self, number: Value, *, floating: bool) -> None:
+    def add(self, number: Tensor | float, *, floating: bool) -> None:
         # A sum is new memory: the caller may overwrite the given tensor, as a CUDA graph does.
         if floating and not self.floating:
             self.floating = True
@@ -62,8 +62,9 @@ class Gathered:
                 number = given.detach().reshape(())
                 number = number.double() if given.is_floating_point() else number.long()
                 self._sums.setdefault(name, _Sum()).add(number, floating=given.is_floating_point())
-            elif isinstance(given, int | float):
-                self._sums.setdefault(name, _Sum()).add(given, floating=isinstance(given, float))
+            elif isinstance(given, int | float | np.integer | np.floating):
+                floating = isinstance(given, float | np.floating)
+                self._sums.setdefault(name, _Sum()).add(float(given) if floating else int(given), floating=floating)
             else:
                 raise TypeError(f"log() was given {name} as a {type(given).__name__}; give a number or a tensor of one")
 
@@ -98,7 +99,7 @@ class Gathered:
         """Whether a rank has news, then sum and number of values for each name of the table, over the data ranks."""
         none = _Sum()
         sums = [self._sums.get(name, none) for name in self._is_mean]
-        numbers: list[Value] = [news, *(number for each in sums for number in (each.total, each.times))]
+        numbers: list[Tensor | float] = [news, *(number for each in sums for number in (each.total, each.times))]
         packed = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self._device) for each in numbers])
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(packed, group=self._group)

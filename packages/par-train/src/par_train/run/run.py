@@ -16,13 +16,13 @@ from par_checkpoint import Save, SaveOptions
 from par_groups import agree, check_alike, together
 
 from .._errors import TrainingError, UserError
-from ..diagnosis.place import Place
+from ..diagnosis.place import Place, Value
 from ..diagnosis.watch import Diagnosis
 from ..strategy.strategy import Strategy
 from .attempt import BEGUN, NEAR, SAVED, has_begun, is_restarted, note_of
 from .files import RunFiles, writing
 from .goodput import Clock, Exposed, Goodput, peak_of
-from .line import Gathered, Value
+from .line import Gathered
 from .lock import Lock, lock_folder
 from .metrics import Line, draw_load, draw_loss, read_metrics, truncate_metrics
 from .output import say
@@ -176,9 +176,9 @@ class Run:
             *(("keep_last", number) for number in kept),
             ("log_every", self._log_every),
         ):
-            if number is not None and number < 1:
+            if number is not None and (not isinstance(number, int) or number < 1):
                 remedy = "1 or more" if name == "log_every" else "1 or more, or None"
-                raise UserError(f"{name} is {number}; give {remedy}")
+                raise UserError(f"{name} is {number!r}; give {remedy}")
         if self._save_options is not None and not isinstance(self._save_options, SaveOptions):
             raise UserError(f"save_options is {self._save_options!r}; give a par_checkpoint.SaveOptions, or None")
         if self._resume is not None and self._overwrite:

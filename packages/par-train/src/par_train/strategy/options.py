@@ -39,6 +39,9 @@ class StrategyOptions:
     readers: Literal["one", "every"] = "one"
 
     def __post_init__(self) -> None:
+        for name, given in (("plugins", self.plugins), ("gradient_handlers", self.gradient_handlers)):
+            if isinstance(given, str) or not isinstance(given, Sequence):  # a string would be taken letter by letter
+                raise TypeError(f"{name}={given!r}: it must be a list; pass {name}=[{given!r}]")
         precision_of(self.precision)
         policy_of(self.recompute)
         budget_of(self.memory)
