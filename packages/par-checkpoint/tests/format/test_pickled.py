@@ -107,8 +107,8 @@ def test_entries_that_overlap_are_refused(tmp_path):
         load_pickle(tmp_path / "x.bin")
 
 
-def test_a_missing_file_stays_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError):
+def test_load_of_a_missing_pickle_names_it(tmp_path):
+    with pytest.raises(CorruptError, match="cannot be opened"):
         load_object(tmp_path / "none.bin")
 
 

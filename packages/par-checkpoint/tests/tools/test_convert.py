@@ -188,18 +188,33 @@ def test_convert_of_deflated_dcp_items_is_refused(tmp_path):
         converted(tmp_path / "dcp", tmp_path / "new")
 
 
-def test_convert_of_expanded_or_sparse_tensors_is_refused(tmp_path):
-    for name, value, words in (
-        ("expanded", torch.zeros(1).expand(1 << 40), "is expanded, 4398046511104 bytes of which 4 are stored"),
-        ("sparse", torch.eye(3).to_sparse(), "is torch.sparse_coo on cpu, not a dense tensor"),
-        ("meta", torch.empty(3, device="meta"), "on meta, not a dense tensor"),
-    ):
-        torch.save({"w": value}, tmp_path / f"{name}.pt")
-        (tmp_path / name).mkdir()
-        torch.save({"w": value}, tmp_path / name / "pytorch_model.bin")
-        for source in (f"{name}.pt", name):
-            with pytest.raises(pc.CheckpointError, match=words):
-                converted(tmp_path / source, tmp_path / "new")
+BASE = torch.zeros(1000)
+
+GROWN = {
+    "expanded": ({"w": torch.zeros(1).expand(1 << 40)}, "is expanded, 4398046511104 bytes of which 4 are stored"),
+    "views": ({f"w{at}": BASE[at:] for at in range(20)}, "views that share 4000 bytes, and would take 79240"),
+    "sparse": ({"w": torch.eye(3).to_sparse()}, "is torch.sparse_coo on cpu, not a dense tensor"),
+    "meta": ({"w": torch.empty(3, device="meta")}, "on meta, not a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", GROWN)
+def test_convert_of_tensors_that_the_file_does_not_hold_is_refused(tmp_path, kind):
+    value, words = GROWN[kind]
+    torch.save(value, tmp_path / "a.pt")
+    (tmp_path / "a").mkdir()
+    torch.save(value, tmp_path / "a" / "pytorch_model.bin")
+    for source in ("a.pt", "a"):
+        with pytest.raises(pc.CheckpointError, match=words):
+            converted(tmp_path / source, tmp_path / "new")
+
+
+def test_convert_of_tied_and_fused_tensors_is_no_growth(tmp_path):
+    fused = torch.arange(6.0)
+    torch.save(
+        {"qkv": fused, "q": fused[:2], "k": fused[2:4], **{f"tied{n}": fused for n in range(20)}}, tmp_path / "a"
+    )
+    assert converted(tmp_path / "a", tmp_path / "new")[1]["k"].tolist() == [2, 3]
 
 
 def test_convert_to_dcp_at_a_url_is_refused(tmp_path):

@@ -42,6 +42,7 @@ GENERATION = re.compile("generation-[0-9A-Za-z]+")
 """The names of folders that hold the files of one save, on stores where nothing can be renamed."""
 
 _FORMAT = 1
+_MOST = 1 << 62  # bytes of a file or a block: planning counts in 64 bits
 _HEAD = b'{"checksum": "%08x"'
 _HEAD_SIZE = len(_HEAD % 0)
 _VALUES = ("model", "optimizer", "scheduler", "extra")
@@ -275,7 +276,7 @@ def _decode_record(name: str, value: object) -> FileRecord:
         raise corrupt(
             where, f"size {size!r:.40}, data_begin {data_begin!r:.40}, block {block!r:.40}: not all are counts"
         )
-    if block < 1 or data_begin > min(size, MAX_HEADER + 8):
+    if block < 1 or data_begin > min(size, MAX_HEADER + 8) or max(size, block) > _MOST:
         raise corrupt(where, f"blocks of {block} bytes from {data_begin} on do not fit a file of {size}")
     crcs, header_crc = _checksums(value["crcs"], where), _checksums(value["header_crc"], where)
     if len(crcs) != -(-(size - data_begin) // block) or len(header_crc) != 1:

@@ -1,9 +1,11 @@
 """Files of torch.save, which are never trusted more than `weights_only` asks for."""
 
+import errno
 import io
 import pickle
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -15,6 +17,7 @@ from .._torch_private import checkpoint_offset
 from .bytes import other_kind
 from .manifest import BLOCK, FileRecord
 
+_SHARED = 8  # tensors that share a byte, at most, such as the three parts of a fused projection beside the whole
 _ZIP = b"PK\x03\x04"
 
 
@@ -40,8 +43,7 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
         CorruptError: A broken file.
     """
     tensors = flat_tensors(load_object(path), str(path))
-    for name, tensor in tensors.items():
-        check_whole(name, tensor, str(path))
+    check_whole(tensors, str(path))
     return tensors
 
 
@@ -67,21 +69,36 @@ def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check_whole(name: str, tensor: torch.Tensor, path: str) -> None:
-    """Checks that each element of a tensor has bytes of its own in the file: one byte may be expanded to terabytes.
+def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
+    """Checks that tensors have about as many bytes in memory as in the file: one byte may be expanded to terabytes.
+
+    Args:
+        tensors: What the file holds, as torch.load gives it.
+        path: The file's name, for messages.
 
     Raises:
-        CheckpointError: It has not, or is no plain tensor.
+        CheckpointError: A tensor has more elements than the file has of it, is no dense one, or many share their bytes.
     """
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    views: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], int] = {}
+    storages: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise CheckpointError(
+                f"{path}: {name!r:.80} is {tensor.layout} on {tensor.device}, not a dense tensor with values; save it "
+                "dense"
+            )
+        size, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
+        if size > storage.nbytes():
+            raise CheckpointError(
+                f"{path}: {name!r:.80} is expanded, {size} bytes of which {storage.nbytes()} are stored; call "
+                ".contiguous() on it before torch.save"
+            )
+        storages[storage.data_ptr()] = storage.nbytes()
+        views[storage.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()] = size
+    if sum(views.values()) > _SHARED * sum(storages.values()):
         raise CheckpointError(
-            f"{path}: {name!r:.80} is {tensor.layout} on {tensor.device}, not a dense tensor with values; save it dense"
-        )
-    size, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-    if size > stored:
-        raise CheckpointError(
-            f"{path}: {name!r:.80} is expanded, {size} bytes of which {stored} are stored; call .contiguous() on it "
-            "before torch.save"
+            f"{path}: its tensors are views that share {sum(storages.values())} bytes, and would take "
+            f"{sum(views.values())}; call .clone() on them before torch.save"
         )
 
 
@@ -100,12 +117,17 @@ def load_object(path: Path) -> object:
         CheckpointError: What weights_only refuses, or deflated data.
         CorruptError: A broken file.
     """
-    with path.open("rb") as file:
-        first = file.read(8)
-        zipped = first.startswith(_ZIP)
-        _check_kind(first, str(path))
-        if zipped:
-            _check_stored(file, str(path))
+    try:
+        with path.open("rb") as file:
+            first = file.read(8)
+            zipped = first.startswith(_ZIP)
+            _check_kind(first, str(path))
+            if zipped:
+                _check_stored(file, str(path))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
+            raise
+        raise corrupt(str(path), f"cannot be opened ({error.strerror})") from error
     return _load(path, str(path), map_location="cpu", mmap=zipped)
 
 

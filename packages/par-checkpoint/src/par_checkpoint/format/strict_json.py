@@ -16,10 +16,20 @@ def parse_object(data: bytes, file: str) -> dict[str, object]:
     except RecursionError:
         raise corrupt(file, "JSON that is nested too deep") from None
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
+        check_no_pointer(data, file)
         raise corrupt(file, f"not the JSON that it should be ({error})") from error
     if not isinstance(value, dict):
         raise corrupt(file, f"holds a JSON {type(value).__name__} where an object belongs")
     return value
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_no_pointer(data: bytes, file: str) -> None:
+    """Raises CorruptError for what Git LFS keeps in the place of a file that was not downloaded."""
+    if data.startswith(_POINTER):
+        raise corrupt(file, "is a pointer of Git LFS, in whose place `git lfs pull` puts the file itself")
 
 
 def text_map(value: object, where: str) -> dict[str, str]:

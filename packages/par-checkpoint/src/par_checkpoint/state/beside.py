@@ -17,6 +17,7 @@ import torch
 
 from ..format.index import is_base_name
 from ..format.manifest import CONFIG, GENERATION_CONFIG, MANIFEST, OBJECTS, TEMPLATES
+from ..format.strict_json import check_no_pointer
 from ..storage.owned import is_data, is_of_tokenizer, is_standard
 from .model import Model
 from .transformers import pretrained_of
@@ -63,6 +64,7 @@ def files_beside(
             raise ValueError(f"assets has {str(path)!r}, but {name} comes from elsewhere too; leave one of the two")
         _check_asset(path)
         found[name] = path.read_bytes()
+        check_no_pointer(found[name], str(path))
     pretrained = pretrained_of(model)
     if pretrained is not None and style == "huggingface" and stem == "model":
         for name, data in _of_transformers(pretrained, dtype, found.keys()):

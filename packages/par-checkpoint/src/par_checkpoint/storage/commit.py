@@ -44,6 +44,10 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """What systems say of a file that is not there, or that another machine has removed while it was open."""
 
 
+UNREADABLE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG)
+"""What systems say besides of a name under which there can be no file to read: links in a circle, folders."""
+
+
 class OutrunError(CheckpointError):
     """Another saver was first: nothing of this one has been put in place."""
 
@@ -281,9 +285,17 @@ def scan(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in UNREADABLE:
             raise
         return []
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False
 
 
 def _changed(path: Path) -> int:

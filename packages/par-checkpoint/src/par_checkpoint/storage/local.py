@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, OPTIMIZER, TEMPLATES, Manifest, generation_in
-from .commit import GONE, OutrunError, Target, erase, scan, sync
+from .commit import GONE, UNREADABLE, OutrunError, Target, erase, is_folder, scan, sync
 from .owned import carried, check_name, check_replaceable, parents
 from .sharing import Sharing, sharing_of
 
@@ -94,21 +94,30 @@ class LocalFolder:
             finally:
                 os.close(file)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in UNREADABLE:
                 raise
             return None
         return f"{self._seen.name}:{status.st_dev}:{status.st_ino}:{status.st_mtime_ns}"
 
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
-        if self._seen.is_symlink() or not self._seen.is_dir():
+        if not self._is_there() or self._seen.is_symlink():
             return os.path.lexists(self._seen)
         return bool(scan(self._seen))
 
+    def _is_there(self) -> bool:
+        """Whether there is a folder, or a link to one; under a name that is too long there is none."""
+        try:
+            return self._seen.is_dir()
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            return False
+
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in the folder and in the folders that checkpoints have."""
-        if not self._seen.is_dir():
-            if self._seen.exists():
+        if not self._is_there():
+            if os.path.lexists(self._seen):
                 raise CheckpointError(f"path={self.url!r}: this is a file; pass its folder, {str(self.path.parent)!r}")
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         sizes: dict[str, int] = {}
@@ -116,7 +125,7 @@ class LocalFolder:
         for top in dict.fromkeys((self._seen, self._where())):
             for folder in ("", OPTIMIZER, TEMPLATES):
                 for entry in scan(top / folder):
-                    if entry.is_dir():
+                    if is_folder(entry):
                         continue
                     name, size = f"{folder}{entry.name}", _size(entry)
                     if size is None:
@@ -149,7 +158,7 @@ class LocalFolder:
 
     def folders(self) -> list[str]:
         """The names of the folders in it."""
-        return sorted(entry.name for entry in scan(self.path) if entry.is_dir())
+        return sorted(entry.name for entry in scan(self.path) if is_folder(entry))
 
     def child(self, name: str) -> "LocalFolder":
         """A folder in it."""
@@ -356,7 +365,7 @@ class LocalSource:
             self.size = os.fstat(self._fd).st_size
         except OSError as error:
             self.close()
-            if error.errno not in GONE:
+            if error.errno not in UNREADABLE:
                 raise
             raise CorruptError(f"{path} is missing: restore it, or load another checkpoint") from error
 
@@ -478,7 +487,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     try:
         return entry.stat().st_size
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in UNREADABLE:
             raise
         if entry.is_symlink():
             return None

@@ -202,7 +202,10 @@ class RemoteFolder:
             listed = self.store.objects(self.path)
             is_known = MANIFEST in listed and listed[MANIFEST].tag and listed[MANIFEST].tag == self._manifest[1]
             if MANIFEST in listed and not is_known:
-                self._manifest = self.store.get_tagged(f"{self.path}/{MANIFEST}")
+                try:
+                    self._manifest = self.store.get_tagged(f"{self.path}/{MANIFEST}")
+                except FileNotFoundError as error:  # it was listed: a link that leads nowhere, or removed right then
+                    raise missing(f"{self.url}/{MANIFEST}") from error
             manifest = self._manifest[0] if MANIFEST in listed else b""
             root, generations = {}, dict[str, dict[str, int]]()
             for name, (size, _) in listed.items():

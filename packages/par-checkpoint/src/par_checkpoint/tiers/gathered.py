@@ -11,7 +11,7 @@ from par_groups import Box, cut, whole
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import MANIFEST, block_ranges, decode_manifest
-from ..storage.commit import scan
+from ..storage.commit import is_folder, scan
 from ..storage.directory import Place
 from ..storage.folder import Folder, open_folder
 from ..storage.local import LocalFolder
@@ -53,7 +53,7 @@ def part_folders(path: AnyPath) -> list[Path]:
     path = fspath(path)
     if not isinstance(path, str) or "://" in path:
         return []
-    folders = [Path(path), *sorted(Path(entry.path) for entry in scan(Path(path)) if entry.is_dir())]
+    folders = [Path(path), *sorted(Path(entry.path) for entry in scan(Path(path)) if is_folder(entry))]
     return [folder for folder in folders if part_of(folder.name) is not None]
 
 

@@ -113,8 +113,7 @@ def _read_model(source: str) -> _Found:
     """All tensors of a model, whole, and what lies beside them."""
     if Path(source).is_file():
         tensors, left_out = named_tensors(load_object(Path(source)))
-        for name, tensor in tensors.items():
-            check_whole(name, tensor, source)
+        check_whole(tensors, source)
         return _Found(tensors=tensors, left_out=left_out)
     if (Path(source) / ".metadata").is_file():
         from .dcp import open_dcp  # noqa: PLC0415 - slow to import

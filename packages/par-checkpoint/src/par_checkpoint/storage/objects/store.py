@@ -193,18 +193,22 @@ class FsspecStore:
         """
         try:
             yield
-        except (CheckpointError, FileExistsError, NotADirectoryError, IsADirectoryError, MemoryError):
+        except (CheckpointError, FileExistsError, NotADirectoryError, MemoryError):
             raise
         except FileNotFoundError as error:
             if writes and not isinstance(self.fs, LocalFileSystem):
                 raise self._no_bucket(error) from error
             raise
+        except IsADirectoryError as error:
+            raise FileNotFoundError(str(error)) from error
         except PermissionError as error:
             raise StoreError(
                 f"{self._url}: the store refuses access ({error}); set the credentials, and allow to list, read, write "
                 "and delete there"
             ) from error
         except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ELOOP:
+                raise FileNotFoundError(str(error)) from error
             if passes(error) or (isinstance(error, OSError) and isinstance(self.fs, LocalFileSystem)):
                 raise  # it is asked again, or is an error of the disk, such as that it is full
             if type(error).__name__ in _NOT_THERE:
