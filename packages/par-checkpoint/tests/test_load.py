@@ -186,7 +186,7 @@ def test_what_the_caller_got_wrong_is_said_on_every_rank(tmp_path):
         ({"async_": True}, TypeError, "unknown keyword 'async_'; there are path, .*layout"),
         ({"options": 3}, TypeError, "options is 3; give a LoadOptions"),
         ({"names": {"w": 3}}, TypeError, "names are strings"),
-        ({"budget": 0}, ValueError, "size 0"),
+        ({"budget": 0}, ValueError, "budget=0: a size is from 1 to"),
         ({"variant": "a/b"}, ValueError, "variant 'a/b'"),
     ]
     for keywords, kind, words in wrong:
