@@ -15,10 +15,10 @@ A, B = {"math": 1.0}, {"code": 3.0}
 WHOLE = torch.tensor(0)
 
 
-def train(folder, logged, until=4, **keywords):
+def train(folder, logged, until=4, parallel=None, **keywords):
     """Takes steps, in which each rank logs what `logged` has for the parity of the step and for the rank."""
-    with Run(folder, Strategy(), progress=False, diagnose=None, **keywords) as run:
-        linear = torch.nn.Linear(2, 2)
+    with Run(folder, Strategy(parallel=parallel), progress=False, diagnose=None, **keywords) as run:
+        linear = run.strategy.layers.Linear(2, 2)
         run.strategy.initialize(linear, torch.optim.SGD(linear.parameters()))
         for _ in run.steps([0], until):
             run.log(**logged[run.step % 2][dist.get_rank()])
@@ -60,6 +60,22 @@ def test_run_log_count_that_becomes_a_mean_is_no_count(tmp_path):
     assert [line["part"] for line in lines] == [2, 0.75, 1.0, 0.75]
     assert "part_per_second" in lines[0]
     assert "part_per_second" not in lines[1]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("logs", [(0, 1, 2, 3), (1, 3), (3,)])
+def test_run_log_ranks_of_a_tensor_group_count_once(tmp_path, logs):
+    logged = [[{"loss": float(rank // 2), "rows": 5} if rank in logs else {} for rank in range(4)]] * 2
+    (line,) = train(tmp_path, logged, log_every=4, parallel={"tensor": {"size": 2, "mode": "1d"}})
+    data = {rank // 2 for rank in logs}
+    assert (line["loss"], line["rows"]) == (sum(data) / len(data), 4 * 5 * len(data))
+
+
+@pytest.mark.ranks(2)
+def test_run_log_name_of_a_lower_rank_takes_over(tmp_path):
+    logged = [[{}, {"loss": 1.0}], [{"loss": 3.0}, {"loss": 1.0}]]
+    lines = train(tmp_path, logged, log_every=1, parallel={"tensor": {"size": 2, "mode": "1d"}})
+    assert [line.get("loss") for line in lines] == [1.0, 3.0, 3.0]
 
 
 @pytest.mark.ranks(2)

@@ -441,11 +441,12 @@ class Run:
         and for each count its number a second, such as `tokens_per_second`.
 
         Args:
-            **values: Numbers, or tensors of one element. The line has the mean of all floating-point values that rank
-                0's data ranks have logged under a name since the last line. An integer, such as
-                `tokens=inputs.numel()`, counts something: the line has what all data ranks have counted since training
-                began. A name that a rank gives an integer and a floating-point value is a mean. Where a sequence is
-                cut, `strategy.context.ranks` times the number of this rank's tokens are counted.
+            **values: Numbers, or tensors of one element. The line has the mean of all floating-point values that the
+                data ranks have logged under a name since the last line. An integer, such as `tokens=inputs.numel()`,
+                counts something: the line has what all data ranks have counted since training began. Where several
+                ranks of a tensor group or a pipeline log a name, it counts once. A name that receives an integer and a
+                floating-point value is a mean. Where a sequence is cut, `strategy.context.ranks` times the number of
+                this rank's tokens are counted.
 
         Raises:
             ValueError, TypeError: A value that is not one number, or the name of something that every line has.
