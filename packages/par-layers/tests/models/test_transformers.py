@@ -255,7 +255,7 @@ def test_calls_that_would_be_silently_wrong(tmp_path):
         with pytest.raises(ValueError, match="output_hidden_states=True gives activations that are cut"):
             cut(input_ids=tokens(), output_hidden_states=True)
         with pytest.raises(ValueError, match=r"has 1 tokens, .* To generate, call model.eval\(\)"):
-            cut.train().generate(tokens(), max_new_tokens=2, do_sample=False, pad_token_id=0)
+            cut.train()(input_ids=tokens(length=1))
         with torch.no_grad():
             assert len(cut.eval()(input_ids=tokens(), output_hidden_states=True).hidden_states) == 3
             with pytest.raises(ValueError, match="output_attentions=True gives the heads of this rank alone"):

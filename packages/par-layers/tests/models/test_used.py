@@ -148,6 +148,71 @@ def test_dropout_that_stays_on_drops_alike_where_nothing_is_cut():
 
 
 @pytest.mark.ranks(2)
+def test_dropout_of_ranks_with_other_seeds_is_refused():
+    """In the first forward in training, on every rank; a model that drops nothing may be seeded by rank."""
+    with live() as groups:
+        for options in ({"resid_pdrop": 0.3}, {"attn_pdrop": 0.3}):
+            cut = parallelize(make("gpt2", dtype=torch.float32, **options), groups)
+            torch.manual_seed(dist.get_rank())
+            cut.eval()
+            cut(input_ids=tokens())
+            cut.train()
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"other random numbers for dropout.*such as seed \+ data rank"):
+                    cut(input_ids=tokens())
+            torch.manual_seed(0)
+            cut(input_ids=tokens())
+            torch.manual_seed(dist.get_rank())
+        parallelize(make("gpt2", dtype=torch.float32), groups)(input_ids=tokens())
+
+
+@pytest.mark.ranks(2)
+def test_generate_in_training_mode_cuts_no_sequence():
+    """As online reinforcement learning does between steps; 7 tokens and then one at a time divide by no ranks."""
+    options = {"attention_mask": torch.ones(2, 7, dtype=torch.int64), "max_new_tokens": 4, "do_sample": False}
+    with live(sequence_parallel=True) as groups, stays_wide():
+        whole, cut = make("llama").train(), parallelize(make("llama"), groups).train()
+        for _ in range(2):
+            expected = whole.generate(tokens(length=7), **options)
+            assert torch.equal(cut.generate(tokens(length=7), **options), expected)
+            losses = [model(input_ids=tokens(), labels=labels(2)).loss for model in (whole, cut)]
+            close(*losses)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
+def test_adapters_are_switched_off_and_over_as_on_one_device():
+    """As for the reference of DPO, which is the model without its adapter, or with another one."""
+    peft = pytest.importorskip("peft", minversion="0.21")
+
+    def adapted():
+        model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["o_proj", "up_proj"]))
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+                parameter.data = parameter.data.double()
+        return model
+
+    for sequence in (False, True):
+        with live(sequence_parallel=sequence) as groups, stays_wide():
+            whole, cut = adapted(), parallelize(adapted(), groups)
+            with whole.disable_adapter(), cut.disable_adapter():
+                close(cut(input_ids=tokens()).logits, whole(input_ids=tokens()).logits)
+            for adapter in ("other", "default"):
+                outputs = []
+                for model in (whole, cut):
+                    model.set_adapter(adapter)
+                    outputs.append(model(input_ids=tokens(), labels=labels(2)).loss)
+                    outputs[-1].backward()
+                close(*outputs)
+            PartialGradients(cut, groups).handle_gradient()
+            assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
+
+
+@pytest.mark.ranks(2)
 def test_plan_auto_that_cuts_no_layer_is_refused():
     """Of some families transformers' plan has the head alone."""
     with live() as groups:

@@ -1,13 +1,19 @@
 """Dropouts of an existing model, which drop the same elements on any number of tensor ranks."""
 
+import hashlib
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from par_groups import agree, check_alike
 
 from ..layers.dropout import dropped
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout
+from .hooks import Hook
 from .regions import Region
 from .sequence import CutSequence
 
@@ -42,6 +48,40 @@ class AdoptedDropout(nn.Dropout):
             return dropped(x, self.p, Layout(features=self.axes), self.grid)
         is_whole = self.sequence is not None and not self.sequence.is_cut(self)
         return dropped(x, self.p, replace(self.layout, sequence=()) if is_whole else self.layout, self.grid)
+
+
+class SameDraws(Hook):
+    """A look at torch's generator in the first forward in training, for the tensor ranks must draw the same numbers.
+
+    Activations that every rank has whole would lose other elements on each rank, and be different copies from then on.
+    Scripts that seed by rank do that. It is one small all-gather in all.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes) -> None:
+        super().__init__(grid, axes)
+        self.has_looked = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Compares the states of the generators.
+
+        Raises:
+            ValueError: They differ; on every rank.
+        """
+        del args
+        if self.has_looked or not module.training or torch.compiler.is_compiling():
+            return
+        state = hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).hexdigest()
+        check_alike(
+            agree(None, state, self.grid.group(self.axes)),
+            "random numbers for dropout",
+            remedy="call torch.manual_seed with the same seed on all ranks of a tensor group, such as seed + data rank",
+            show=False,
+        )
+        self.has_looked = True
 
 
 def adopt_dropout_(

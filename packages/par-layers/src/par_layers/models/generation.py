@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from par_groups import agree, check_alike
 
 from ..modes.grid import Axes, Grid
+from .sequence import CutSequence
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -26,14 +27,15 @@ class Generation:
         model: The model.
         grid: This rank's place.
         axes: The axes of the tensor group.
+        sequence: Says whether activations are cut along the sequence, which they are not here.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, axes: Axes) -> None:
-        self.model, self.grid, self.axes = model, grid, axes
+    def __init__(self, model: nn.Module, grid: Grid, axes: Axes, sequence: CutSequence) -> None:
+        self.model, self.grid, self.axes, self.sequence = model, grid, axes, sequence
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """That of the copied model."""
-        return type(self)(copy.deepcopy(self.model, memo), self.grid, self.axes)
+        return type(self)(copy.deepcopy(self.model, memo), self.grid, self.axes, self.sequence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's class generates, drawn from the generator of the first tensor rank.
@@ -52,7 +54,7 @@ class Generation:
             show=False,
         )
         (_, states), *_ = said.values()
-        with _drawing_from(states, device):
+        with _drawing_from(states, device), self.sequence.whole():
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from ..modes.layout import Layout
 from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
 from .cutting import Records, keep_part_, make_alike_
-from .dropout import adopt_dropout_
+from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
 from .generation import Generation
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
@@ -228,6 +228,8 @@ class _Adoption:
             deal_(DealtForward(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name, block))
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
+        if self.axes and any(_drops(module) or isinstance(module, AdoptedDropout) for module in self.model.modules()):
+            self.model.register_forward_pre_hook(SameDraws(self.grid, self.axes).before)
         for module in self.model.modules():
             if module._parameters and not isinstance(module, ParallelLayer):
                 module.__dict__[RECORDS_OF_MODULE] = Records(module._parameters)
@@ -405,7 +407,7 @@ class _Adoption:
         if self.axes or self.found.experts:
             guard_(self.model, cut_logits=self.logits == "cut")
         if self.axes and self.logits != "cut" and hasattr(type(self.model), "generate"):
-            self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes)
+            self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes, self.sequence)
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallel(

@@ -1,5 +1,7 @@
 """Whether activations between the layers are cut along the sequence, which the beginning of a forward decides."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -17,6 +19,7 @@ class CutSequence:
     def __init__(self) -> None:
         self._cut: bool | None = None  # None outside of a forward of the model
         self._decided_by: nn.Module | None = None
+        self._stays_whole = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: it holds something while a forward runs alone."""
@@ -32,12 +35,21 @@ class CutSequence:
             module: The model, or the module that holds the layers and may be called without the model's head.
         """
         if self._decided_by is None or self._decided_by is module:
-            self._cut, self._decided_by = _may_need_gradients(module), module
+            self._cut, self._decided_by = _may_need_gradients(module) and not self._stays_whole, module
 
     def end(self, module: nn.Module) -> None:
         """Ends the decision, if this module's forward has made it."""
         if self._decided_by is module:
             self._cut = self._decided_by = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context in which forwards cut nothing, in training too: one token at a time divides by no ranks."""
+        before, self._stays_whole = self._stays_whole, True
+        try:
+            yield
+        finally:
+            self._stays_whole = before
 
     def is_cut(self, module: nn.Module) -> bool:
         """Whether activations are cut now.
