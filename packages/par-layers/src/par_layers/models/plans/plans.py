@@ -187,16 +187,28 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
             "give a plan"
         )
     both = ((input_embedding(model), Vocabulary()), (output_embedding(model), Column(gather=True)))
-    ends = {name_of(module, model): style for module, style in both if module is not None}
+    rules.update({name_of(module, model): style for module, style in both if module is not None})
+    return Resolved(rules, tuple(unmatched))
+
+
+def check_cuts(model: nn.Module, resolved: Resolved) -> None:
+    """Makes sure that a plan that a model has itself cuts more of it than its embedding and its head.
+
+    Args:
+        model: The model of transformers.
+        resolved: Its plan "auto", for several tensor ranks.
+
+    Raises:
+        TypeError: It cuts no layer.
+    """
+    ends = [name_of(module, model) for module in (input_embedding(model), output_embedding(model)) if module]
     cutting = (Column, Row, SplitExperts, DealtExperts)
-    if not any(isinstance(style, cutting) for name, style in rules.items() if name not in ends):
+    if not any(isinstance(style, cutting) for name, style in resolved.rules.items() if name not in ends):
         raise TypeError(
             f"plan='auto': the plan of {type(model).__name__} cuts no layer of the model, only its ends "
             f"({', '.join(map(repr, ends)) or 'none'}); pass a plan, such as {{'layers.*.mlp.up': 'colwise', "
             "'layers.*.mlp.down': 'rowwise'}"
         )
-    rules.update(ends)
-    return Resolved(rules, tuple(unmatched))
 
 
 def _plan_of(model: nn.Module, *, is_needed: bool) -> Plan:
