@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SubsetRandomSampler
 
 from .alone import make_model
 
@@ -159,6 +159,9 @@ LOADERS = {
     "subset": lambda: DataLoader(range(ROWS), batch_size=2, sampler=SubsetRandomSampler(range(ROWS))),
     "own sampler": lambda: DataLoader(range(ROWS), batch_size=2, sampler=Shuffled()),
     "own generator": lambda: DataLoader(range(ROWS), batch_size=2, sampler=Own(3)),
+    "no batches": lambda: DataLoader(
+        torch.arange(ROWS), batch_size=None, sampler=BatchSampler(Shuffled(), 2, drop_last=False)
+    ),
     "worker": lambda: DataLoader(range(ROWS), batch_size=2, sampler=Shuffled(), num_workers=1),
 }
 
@@ -215,6 +218,9 @@ def test_fabric_shares_each_epoch_over_data_ranks(name):
     assert_shared(read(fabric.setup_dataloaders(LOADERS[name]())))
     with pytest.raises(ValueError, match=r"sampler=Own: ranks \[1\] would draw another order than rank 0"):
         fabric.setup_dataloaders(DataLoader(range(ROWS), batch_size=2, sampler=Own(dist.get_rank())))
+    other = DistributedSampler(range(ROWS), num_replicas=2, rank=dist.get_rank(), seed=dist.get_rank())
+    with pytest.raises(ValueError, match=r"sampler=DistributedSampler: ranks \[1\] would draw another order"):
+        fabric.setup_dataloaders(DataLoader(range(ROWS), batch_size=2, sampler=other))
     mine = SubsetRandomSampler(range(dist.get_rank(), ROWS, 2))  # shared by the program
     data = DataLoader(range(ROWS), batch_size=2, sampler=mine)
     assert_shared(read(fabric.setup_dataloaders(data, use_distributed_sampler=False)))
@@ -238,3 +244,40 @@ def test_accelerate_reads_the_same_rows_on_tensor_ranks():
         assert one == other
         assert len(one) == count
     accelerator.strategy.close()
+
+
+RESUMED = {name: LOADERS[name] for name in ("shuffle", "own sampler", "own generator")}
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("name", RESUMED)
+def test_accelerate_resumes_in_the_order_of_the_later_epoch(tmp_path, name, seedable):
+    """Saved in the middle of the second epoch of four, and again in the third, by a script that sets no epoch."""
+
+    def begin():
+        seed_alike()
+        config = accelerate.DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator = ParAccelerator(strategy={"zero": 1}, cpu=True, dataloader_config=config)
+        initialized(accelerator.prepare)
+        return accelerator, accelerator.prepare(RESUMED[name]())
+
+    def epochs_from(accelerator, data, first, skipped, saves):
+        found = []
+        for epoch in range(first, 4):
+            begun = skipped if epoch == first else 0
+            for batch, rows in enumerate(accelerator.skip_first_batches(data, begun) if begun else data, begun):
+                found += rows.tolist()
+                if (epoch, batch) in saves:
+                    accelerator.save_state(tmp_path / f"{saves[epoch, batch]}")
+        accelerator.strategy.close()
+        return found
+
+    expected = epochs_from(*begin(), 0, 0, {(1, 1): "second"})
+    each = ROWS // 2
+    assert expected[:each] != expected[each : 2 * each] != expected[2 * each : 3 * each]
+    for folder, epoch, saves in (("second", 1, {(2, 1): "third"}), ("third", 2, {})):
+        accelerator, data = begin()
+        accelerator.load_state(tmp_path / folder)
+        found = epochs_from(accelerator, data, epoch, 2, saves)
+        assert found == expected[epoch * each + 4 :], folder

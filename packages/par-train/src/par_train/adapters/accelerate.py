@@ -4,10 +4,12 @@ Models and optimizers are the strategy's; data loaders, lr schedulers, trackers 
 Accelerate's own. A "process" of Accelerate is a data rank here: the ranks that share a replica are given its batches.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ except ImportError as error:
     raise missing("accelerate", "accelerate", "accelerate") from error
 
 from ._accelerated import AcceleratorKeywords, OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
+
+EPOCHS = "par_epochs.json"
+"""The file of a saved state that has the epoch of each data loader, in the order in which they were prepared."""
 
 
 class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
@@ -255,10 +260,12 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         """Writes everything that training needs to go on. Collective.
 
         Models and optimizers are a checkpoint of the strategy in the folder, which knows nothing of ranks; the rest is
-        what `Accelerator.save_state` writes.
+        what `Accelerator.save_state` writes, and the epochs of the data loaders.
         """
         with self._without_models():
             folder: str = super().save_state(output_dir, safe_serialization, **others)
+        if self.is_main_process:
+            Path(folder, EPOCHS).write_text(json.dumps([self._epoch_of(each) for each in self._dataloaders]))
         self.strategy.checkpoint(folder, step=self.strategy.steps)
         return folder
 
@@ -277,6 +284,27 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             raise ValueError(
                 f"{folders[0]!r} holds no checkpoint of a strategy; give a folder of ParAccelerator.save_state"
             )
+        epochs = json.loads(Path(folders[0], EPOCHS).read_text())
+        for loader, epoch in zip(self._dataloaders, epochs, strict=False):  # some are prepared later
+            loader.set_epoch(epoch)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerate's; the loader itself goes on with the epoch after the one that is continued."""
+        skipped = super().skip_first_batches(dataloader, num_batches)
+        if hasattr(dataloader, "iteration"):
+            dataloader.iteration += 1
+        return skipped
+
+    def _epoch_of(self, loader: Any) -> int:
+        """The epoch that a loader, or one that has skipped its first batches, is in, or else the next one."""
+        order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        for each in self.gradient_state.dataloader_references:
+            if each is not None:
+                own = each.sampler if each.batch_sampler is None else each.batch_sampler
+                if own is order or getattr(own, "batch_sampler", None) is order:
+                    loader = each
+        epoch: int = loader.iteration
+        return epoch
 
     @contextmanager
     def _without_models(self) -> Iterator[None]:

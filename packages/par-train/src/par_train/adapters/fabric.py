@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from par_precision import MixedOptimizer
 
@@ -102,8 +102,11 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         """Lets samplers draw one order on all ranks, and datasets the same rows on those of a replica. Collective."""
         place = self.distributed_sampler_kwargs
         sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-        is_shared = isinstance(sampler, DistributedSamplerWrapper)  # else it is Fabric's own, or shared by the user
-        states = self.strategy.loader_states(sampler.dataset._sampler if is_shared else None)
+        if isinstance(sampler, DistributedSamplerWrapper):
+            sampler = sampler.dataset._sampler
+        elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or shared by the user's own rules
+            sampler = None
+        states = self.strategy.loader_states(sampler)
         return draw_alike(dataloader, states, replica=place["rank"], replicas=place["num_replicas"])
 
     # What is done once
