@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import par_checkpoint
-from par_zero import shard, summon
+from par_zero import Offload, shard, summon
 
 pytest.importorskip("safetensors")
 
@@ -202,3 +202,29 @@ def test_each_parameter_s_count_of_steps_goes_on_under_another_cut(name, tmp_pat
             found = dict(module.named_parameters()) if stage is None else whole(module)
             for key, value in reference.named_parameters():  # sums in another order, in fp64
                 torch.testing.assert_close(found[key].detach(), value.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_torch_goes_on_from_the_optimizer_file_of_state_on_a_disk(tmp_path):
+    """torch matches parameters by their places in a group, which flat tensors and pieces of them had mixed up."""
+    module = model(0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True)
+    scratch = tmp_path / str(dist.get_rank())
+    scratch.mkdir()
+    offload = Offload(optimizer="disk", path=scratch, piece=1024)
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, bucket=1000, offload=offload)
+    steps(module, optimizer, dist.group.WORLD, 0)
+    par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, style="torch")
+    steps(module, optimizer, dist.group.WORLD, 2)
+
+    plain = model(1)
+    again = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=True)
+    plain.load_state_dict(torch.load(tmp_path / "c" / "model.pt", weights_only=True))
+    again.load_state_dict(torch.load(tmp_path / "c" / "optimizer.pt", weights_only=True))
+    for step in (2, 3):
+        rows = torch.randn(8, 37, generator=torch.Generator().manual_seed(step))
+        plain(rows).square().mean().backward()
+        again.step()
+        again.zero_grad()
+    for name, tensor in whole(module).items():  # sums of two halves are rounded otherwise than one sum
+        torch.testing.assert_close(plain.get_parameter(name), tensor, rtol=1e-4, atol=1e-5)

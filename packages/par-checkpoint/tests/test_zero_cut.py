@@ -198,3 +198,52 @@ def test_an_element_that_nobody_holds_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"no rank of the group holds some elements of 'w' \(5,\) \(4 held\)"):
         save(tmp_path / "c", model={"w": part})
     assert list(tmp_path.iterdir()) == []
+
+
+def pieces_of(name, shape, first, last, offset):
+    """A part of a parameter, row-major elements first .. last - 1, at an offset of a flat tensor."""
+    return Segment(name, cut(whole(shape, (0,)), first, last, offset=offset, holders=(0,)))
+
+
+def test_groups_of_flat_tensors_list_parameters_once_as_torch_would(tmp_path):
+    """torch matches the saved group with its own by places alone, and refuses one that is longer."""
+    model = make_model(0, torch.float32)
+    layout = [
+        [("2.bias", 0, 5), ("0.weight", 36, 72)],  # in the order in which backward came to them, and cut into pieces
+        [("2.weight", 0, 60), ("0.weight", 0, 36), ("0.bias", 0, 12)],
+    ]
+    flats, expected = [], {name: torch.zeros(shape).view(-1) for name, shape in SHAPES.items()}
+    for number, parts in enumerate(layout):
+        segments, offset = [], 0
+        for name, first, last in parts:
+            segments.append(pieces_of(name, SHAPES[name], first, last, offset))
+            expected[name][first:last] = torch.arange(offset, offset + last - first) + 1000 * number
+            offset += last - first
+        flat = torch.zeros(offset)
+        set_segments(flat, Segments(segments))
+        flat.grad = torch.arange(offset).float() + 1000 * number
+        flats.append(flat)
+    optimizer = torch.optim.AdamW(flats, lr=0.01)
+    optimizer.step()
+    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    saved = torch.load(tmp_path / "c" / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["params"] == list(SHAPES)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain.load_state_dict(saved)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(plain.state[parameter]["exp_avg"].view(-1), 0.1 * expected[name])
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_ranks_list_parameters_as_the_model(tmp_path):
+    model, rank = make_model(0, torch.float32), dist.get_rank()
+    segments, offset = [], 0
+    for name in ("2.bias", "0.weight") if rank == 0 else ("2.weight", "0.bias"):
+        numel = torch.Size(SHAPES[name]).numel()
+        segments.append(Segment(name, cut(whole(SHAPES[name], (0, 1)), 0, numel, offset=offset, holders=(rank,))))
+        offset += numel
+    flat = torch.zeros(offset)
+    set_segments(flat, Segments(segments))
+    save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW([flat], lr=0.01), style="torch")
+    saved = torch.load(tmp_path / "c" / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["params"] == list(SHAPES)

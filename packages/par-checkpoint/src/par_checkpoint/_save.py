@@ -267,7 +267,7 @@ def save(
         if samples_differ:
             check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
         if state_differs:
-            content = replace(content, state=_united(content.state, compared.state, ranks))
+            content = replace(content, state=_united(content.state, compared.state, ranks, prepared))
         if ties_differ:
             stored = {tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model"}
             content = replace(content, tied=united_ties(ranks.distinct(compared.tied), stored))
@@ -356,20 +356,22 @@ class _Compared:
         return [not all(same[begin : begin + 8]) for begin in range(0, len(same), 8)]
 
 
-def _united(state: EncodedState, summary: StateSummary, ranks: Ranks) -> EncodedState:
+def _united(state: EncodedState, summary: StateSummary, ranks: Ranks, prepared: Prepared) -> EncodedState:
     """The state of all ranks as one, where ranks have different ones. Collective.
 
     Args:
         state: This rank's state.
         summary: Its summary.
         ranks: The ranks that save.
+        prepared: The tensors of all ranks.
     """
     summaries = [each for _, each in ranks.distinct(summary)]
     if extra_differs(summaries):
         extra = {rank: each for holders, each in ranks.distinct(extra_of(state)) for rank in holders}
         state = with_extra_of_ranks(state, [extra[rank] for rank in range(ranks.size)])
         summaries = [each for _, each in ranks.distinct(summary_of(state))]
-    return united_state(state, summaries)
+    of_model = (tensor.name for tensor in prepared.tensors if section_of(tensor.key) == "model")
+    return united_state(state, summaries, {name: place for place, name in enumerate(of_model)})
 
 
 def _prepare(

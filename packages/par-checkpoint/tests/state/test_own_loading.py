@@ -302,6 +302,29 @@ def test_a_state_dict_that_shows_other_state_is_refused(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_state_of_an_optimizer_inside_is_not_lost(tmp_path):
+    class Sharpness(torch.optim.Optimizer):
+        """Steps by an optimizer that it makes of its param groups, as SAM does."""
+
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"rho": 0.05})
+            self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+            self.param_groups = self.base.param_groups
+
+        def step(self, closure=None):
+            return self.base.step(closure)
+
+    model = nn.Linear(3, 3)
+    optimizer = trained(Sharpness, model)
+    with pytest.raises(ValueError, match="optimizer=Sharpness: the SGD in its base has state of the same parameters"):
+        save(tmp_path / "c", model=model, optimizer=optimizer)
+    save(tmp_path / "c", model=model, optimizer=optimizer.base)
+    again = Sharpness(model.parameters(), lr=0.1)
+    load(tmp_path / "c", model=model, optimizer=again.base)
+    for one, other in zip(optimizer.base.state.values(), again.base.state.values(), strict=True):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
 def test_adamw_stays_adamw_when_it_goes_on_from_adam(tmp_path):
     model = nn.Linear(3, 3)
     optimizer = trained(torch.optim.Adam, model, weight_decay=0.1)

@@ -241,7 +241,7 @@ def _of_extra(tensors: Mapping[str, Tensors]) -> dict[str, Tensors]:
     return {name: each for name, each in tensors.items() if re.match(rf"{_EXTRA}(?:[.#]|$)", name)}
 
 
-def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> EncodedState:
+def united_state(mine: EncodedState, summaries: Sequence[StateSummary], order: Mapping[str, int]) -> EncodedState:
     """The state of all ranks as one: parameter names and slots put together, everything else the same on all.
 
     Under pipeline stages or ZeRO a rank has some of the parameters of a param group.
@@ -249,6 +249,8 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
     Args:
         mine: This rank's state.
         summaries: The summaries of all ranks, equal ones once; that of the first rank is the first.
+        order: By name in the files: the places of the tensors of all ranks' models, in which parameters of a group are
+            listed if ranks have different ones of them.
 
     Raises:
         ValueError: What differs between ranks.
@@ -272,8 +274,10 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
     groups: list[tuple[list[str], Any]] = []
     for number, of_ranks in enumerate(zip(*[summary.groups or [] for summary in summaries], strict=True)):
         _check_same(f"the options of param group {number}", [options for _, options in of_ranks])
-        names = dict.fromkeys(name for some, _ in of_ranks for name in some)
-        groups.append((list(names), json.loads(of_ranks[0][1])))
+        names = list(dict.fromkeys(name for some, _ in of_ranks for name in some))
+        if any(some != of_ranks[0][0] for some, _ in of_ranks):
+            names.sort(key=lambda name: order.get(name, len(order)))
+        groups.append((names, json.loads(of_ranks[0][1])))
     return EncodedState(
         parts={**mine.parts, "model": modules if any(each.parts["model"] != "null" for each in summaries) else None},
         groups=None if counts[0] is None else groups,

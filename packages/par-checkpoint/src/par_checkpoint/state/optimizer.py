@@ -104,6 +104,19 @@ class Naming:
                 for i, (tensor, name) in enumerate(zip(group["params"], given, strict=True))
             ]
 
+    def in_order(self, tensors: Iterable[Packed]) -> tuple[str, ...]:
+        """The names of the parameters in a param group, each once.
+
+        torch matches the parameters of a saved group with those of another optimizer by their places alone. Flat
+        tensors have an order of their own, and a parameter may lie in several of them: then the model's order counts.
+        """
+        tensors = list(tensors)
+        names = dict.fromkeys(name for packed in tensors for name in packed.segments.names)
+        if not any(hasattr(packed.tensor, "par_segments") for packed in tensors):
+            return tuple(names)
+        order = {self._names.get(name, name): place for place, name in enumerate(self._by_id.values())}
+        return tuple(sorted(names, key=lambda name: order.get(name, len(order))))
+
     def _packed(self, tensor: torch.Tensor, given: str | None, where: str) -> Packed:
         """What one tensor of the optimizer holds.
 
@@ -156,7 +169,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
             raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
         found.objects[key] = value  # of the optimizer as a whole, such as a count of steps
     for group, tensors in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
-        names = tuple(dict.fromkeys(name for packed in tensors for name in packed.segments.names))
+        names = naming.in_order(tensors)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         found.groups.append(Group(names=names, options=options))
         for packed in tensors:

@@ -212,7 +212,8 @@ def own_entries(optimizer: Optimizer) -> list[dict[str, object]]:
     """What each holder has in its state dict beside state and param groups, as a subclass or a hook adds it.
 
     Raises:
-        ValueError: A state dict that shows other state or options than the optimizer holds.
+        ValueError: A state dict that shows other state or options than the optimizer holds, or lacks those of an
+            optimizer inside of it.
     """
     found = []
     for one in holders(optimizer):
@@ -221,8 +222,22 @@ def own_entries(optimizer: Optimizer) -> list[dict[str, object]]:
             shown = one.state_dict()
             _check_shown(one, shown)
             entries = {key: value for key, value in shown.items() if key not in _OF_TORCH}
+        _check_inner(one)
         found.append(entries)
     return found
+
+
+def _check_inner(optimizer: Optimizer) -> None:
+    """Raises ValueError if an optimizer steps the same tensors by one inside of it, whose state it does not hold."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for name, inner in vars(optimizer).items():
+        if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
+            continue
+        if any(tensor in inner.state and tensor.numel() for tensor in tensors):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}: the {type(inner).__name__} in its {name} has state of the same "
+                "parameters, which would be lost; pass that one as the optimizer"
+            )
 
 
 def _check_shown(optimizer: Optimizer, shown: Mapping[str, Any]) -> None:
