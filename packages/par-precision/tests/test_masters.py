@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from par_groups import set_sharding, whole, written_
 from par_precision import mixed
@@ -143,3 +144,63 @@ def test_a_module_that_is_saved_leaves_its_masters_behind_and_works_without():
     given = torch.ones(2, 256)
     assert torch.equal(loaded(given), module(given))
     written_(loaded.parameters())
+
+
+WRITES = {
+    "load_state_dict": lambda m: m.load_state_dict({k: torch.full_like(v, 0.25) for k, v in m.state_dict().items()}),
+    "no_grad": lambda m: [p.fill_(0.25) for p in m.parameters()],
+    "data": lambda m: [p.data.fill_(0.25) for p in m.parameters()],
+    "detach": lambda m: [p.detach().fill_(0.25) for p in m.parameters()],
+    "an assignment to data": lambda m: [setattr(p, "data", torch.full_like(p, 0.25)) for p in m.parameters()],
+    "a vector": lambda m: nn.utils.vector_to_parameters(
+        torch.full((sum(p.numel() for p in m.parameters()),), 0.25, dtype=torch.bfloat16), m.parameters()
+    ),
+}
+
+
+@pytest.mark.parametrize("bucket", [1, 1 << 28])
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_after_mixed_are_what_is_stepped(write, bucket):
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    inner = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0)
+    module, optimizer = mixed(module, inner, "bf16", bucket=bucket)
+    for _ in range(2):
+        with torch.no_grad():
+            WRITES[write](module)
+        for master in optimizer.state_dict()["par_precision"]["masters"]:  # what would be saved now
+            torch.testing.assert_close(master, torch.full_like(master, 0.25), rtol=0, atol=2**-10)  # rounds to it
+        optimizer.backward(module(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in module.parameters():  # a step of AdamW is lr, and a rounding in bf16 2 ** -9 of 0.25
+            torch.testing.assert_close(parameter.float(), torch.full(parameter.shape, 0.25), rtol=0, atol=2e-3)
+
+
+def test_an_alias_that_is_kept_is_followed_element_by_element():
+    module = nn.Linear(4, 4, bias=False)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=1e-3), "bf16")
+    (master,) = optimizer.inner.param_groups[0]["params"]
+    alias = module.weight.data
+    for row in range(3):
+        alias[row] = 0.5
+        before = master.detach().clone()
+        optimizer.backward(module(torch.zeros(2, 4)).sum())  # gradients of zero
+        optimizer.step()
+        assert bool((master[row] == 0.5).all())
+        assert torch.equal(master[row + 1 :], before[row + 1 :])  # with all their digits
+
+
+def test_a_parameter_replaced_by_a_load_raises_by_name():
+    module, optimizer = mixed(module := nn.Sequential(nn.Linear(4, 4)), torch.optim.SGD(module.parameters()), "bf16")
+    with pytest.raises(RuntimeError, match=r"'0.weight' was replaced by load_state_dict\(assign=True\)"):
+        module.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict(), assign=True)
+    assert optimizer is not None
+
+
+def test_torchs_state_by_name_is_refused_where_masters_are_stepped():
+    module, optimizer = mixed(module := nn.Linear(4, 4), torch.optim.AdamW(module.parameters()), "bf16")
+    optimizer.backward(module(torch.ones(2, 4)).sum())
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"get_state_dict\(\) looks for tensors of the AdamW"):
+        get_optimizer_state_dict(module, optimizer)
+    assert optimizer.state_dict()["state"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 
 from par_groups import part_of
 from par_testing import for_each
@@ -284,3 +284,19 @@ def test_a_step_within_summon_is_refused_before_it():
     with summon(module), pytest.raises(RuntimeError, match=r"leave par_zero.summon\(module\) before the step"):
         optimizer.step()
     assert_same(whole(module), before)
+
+
+@for_each(stage=(0, 1, 3))
+@pytest.mark.ranks(2)
+def test_torchs_state_of_an_optimizer_by_name_is_refused(stage):
+    module, optimizer = sharded(mlp(), stage)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = whole(module)
+    for trained in (False, True):
+        with pytest.raises(ValueError, match=r"get_state_dict\(\) looks for tensors of the AdamW.*par_checkpoint.save"):
+            get_optimizer_state_dict(module, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+        if not trained:
+            assert_same(whole(module), before)
+            train(module, optimizer, [[batch(0, width=8)]])
+    assert optimizer.state_dict()["state"]

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from .live.trace import Communicator, Operation
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import (
+        follow_written_,
         gradients,
         on_settle,
         on_written,
+        refuse_get_state_dict,
         set_gradient_elsewhere,
         settle_,
         written_,
@@ -79,6 +81,7 @@ __all__ = [
     "check_owned",
     "cut",
     "error_text",
+    "follow_written_",
     "get_logger",
     "gradients",
     "group_among",
@@ -88,6 +91,7 @@ __all__ = [
     "parse_size",
     "part_of",
     "read_environment",
+    "refuse_get_state_dict",
     "register_mode",
     "segments_of",
     "sendable",
@@ -118,8 +122,8 @@ _MODULE_OF = {
         "live.trace": ("Communicator", "Operation"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
-            *("gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
-            *("settle_", "written_"),
+            *("follow_written_", "gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
+            *("refuse_get_state_dict", "settle_", "written_"),
         ),
         "sharding.joint": ("JointOptimizer",),
         "sharding.ownership": ("check_owned",),

@@ -1,6 +1,8 @@
 """What this package uses of torch that has no public name: the first file to look at when torch moves."""
 
+import inspect
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,3 +123,17 @@ def split_factor(placement: "Placement") -> int | None:
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - the groups need no DTensor
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+def in_get_state_dict() -> bool:
+    """Whether `get_state_dict` or `get_optimizer_state_dict` of torch.distributed.checkpoint asks for a state dict.
+
+    `_get_optim_state_dict` is there since torch 2.2. Both look for an optimizer's tensors among a module's parameters,
+    and end in a KeyError where there are others. Nothing public tells who asks.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = None if module is None else module._get_optim_state_dict.__code__
+    frame = inspect.currentframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

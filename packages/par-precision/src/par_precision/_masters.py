@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
+from par_groups import follow_written_, on_settle, on_written, set_gradient_elsewhere, set_sharding, sharding_of
 
 from ._dtensor import cut_like, gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
-from ._torch_private import foreach_copy_
+from ._torch_private import foreach_copy_, version_of
+from ._watched import watch_
 from ._weights import Change, Weights
 from .norm.counted import EVERYTHING, Counted
 from .norm.norm import CountedGradients
@@ -62,6 +63,8 @@ class Masters(Weights):
     ) -> None:
         self._optimizer, self._accumulate = optimizer, accumulate
         self._pairs: list[Pair] = []
+        self._names: list[str] = []
+        self._versions: list[int] = []
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -70,6 +73,7 @@ class Masters(Weights):
             for parameter in parameters:
                 if parameter.is_floating_point():
                     self._pairs.append(_pair(parameter, ownership))
+                    self._names.append(names[parameter])
                     stepped.append(self._pairs[-1].master)
                 else:
                     stepped.append(parameter)
@@ -81,15 +85,23 @@ class Masters(Weights):
         buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
         self._buckets = [(bucket, _by_kind(bucket)) for bucket in buckets]
 
-    def watch(self) -> None:
-        """Follows gradients, and what is written to the parameters from outside. To be called after the cast."""
+    def watch(self, module: nn.Module) -> None:
+        """Follows gradients, and what is written to the parameters from outside. To be called after the cast.
+
+        Args:
+            module: The module, which is to keep these parameters.
+        """
         link = _Link(self)
+        self._note_versions()
+        module.register_load_state_dict_post_hook(_Link(self, "check_kept"))
         for pair in self._pairs:
+            watch_(pair.parameter)
             pair.parameter.__dict__[_LINK] = link
             _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
         on_written([pair.parameter for pair in self._pairs], link)
+        on_settle([pair.master for pair in self._pairs], _Link(self, "follow"))
 
     @torch.no_grad()
     def gradients(self) -> CountedGradients:
@@ -103,6 +115,7 @@ class Masters(Weights):
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
+        self.follow()
         several = len(self._buckets) > 1
         if several:
             _hide(self._pairs)
@@ -115,6 +128,7 @@ class Masters(Weights):
                 self._optimizer.step()
                 _hide(stepped)
                 _round(stepped)
+        self._note_versions()
 
     def forget(self) -> None:
         """Drops the masters' gradients, which would spoil the next ones that are added."""
@@ -127,6 +141,7 @@ class Masters(Weights):
 
     def masters(self) -> list[Tensor]:
         """The fp32 copies, in the order of their parameters; DTensors if those are, so that a save knows the whole."""
+        self.follow()
         return [cut_like(pair.master.detach(), pair.parameter) for pair in self._pairs]
 
     def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -156,12 +171,39 @@ class Masters(Weights):
     def publish(self) -> None:
         """Rounds the masters to the parameters."""
         _round(self._pairs)
+        self._note_versions()
+
+    @torch.no_grad()
+    def follow(self, _: Sequence[Tensor] = ()) -> None:
+        """Takes over what a program has written to parameters since they were rounded: what it wrote is what counts."""
+        for pair, before, now in zip(self._pairs, self._versions, self._current_versions(), strict=True):
+            if before != now or getattr(pair.parameter, "par_has_alias", False):
+                follow_written_(pair.master, local_part(pair.parameter))
+        self._note_versions()
+
+    def check_kept(self, module: nn.Module, _: object) -> None:
+        """Raises if a module has lost parameters that have masters, after a state dict was loaded."""
+        kept = {id(parameter) for parameter in module.parameters()}
+        for pair, name in zip(self._pairs, self._names, strict=True):
+            if id(pair.parameter) not in kept:
+                raise RuntimeError(
+                    f"{name!r} was replaced by load_state_dict(assign=True), so the optimizer would not reach it; load "
+                    "without assign=True, or before mixed()"
+                )
+
+    def _note_versions(self) -> None:
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        """How often each parameter was written, as autograd counts."""
+        return [version_of(local_part(pair.parameter)) for pair in self._pairs]
 
     @torch.no_grad()
     def refresh(self, written: Sequence[Tensor]) -> None:
         """Takes over what was written to parameters from outside."""
         pairs = [self._by_id[id(parameter)] for parameter in written]
         _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
+        self._note_versions()
 
     @torch.no_grad()
     def arrived(self, parameter: int) -> None:
@@ -189,19 +231,23 @@ class Masters(Weights):
 class _Link:
     """What a parameter has of its master: a weak reference to the optimizer's masters, called when it was written.
 
+    A master has one as well, called before it is read from outside, and so has the module, called after a load.
+
     A parameter that is copied or loaded from a file has an empty one, since nobody keeps a master of it.
 
     Args:
         masters: The masters of an optimizer; None: there are none.
+        method: Name of their method that is called.
     """
 
-    def __init__(self, masters: Masters | None = None) -> None:
+    def __init__(self, masters: Masters | None = None, method: str = "refresh") -> None:
         self.masters = None if masters is None else weakref.ref(masters)
+        self._method = method
 
-    def __call__(self, written: Sequence[Tensor]) -> None:
+    def __call__(self, *args: object) -> None:
         masters = None if self.masters is None else self.masters()
         if masters is not None:
-            masters.refresh(written)
+            getattr(masters, self._method)(*args)
 
     def __reduce__(self) -> tuple[type["_Link"], tuple[()]]:  # how copy and pickle make another
         return _Link, ()

@@ -180,7 +180,7 @@ def _prepared(
     if precision.float8 and layers_of(module, options.float8_layers):
         module = convert_to_float8_(module, options.float8_layers)
     if masters is not None:
-        masters.watch()
+        masters.watch(module)
         return module, masters
     if precision.rounded:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from par_groups import refuse_get_state_dict
+
 from ._dtensor import local_part
 from ._policy import Policy
 from ._torch_private import takes_scale
@@ -245,6 +247,8 @@ class MixedOptimizer(Optimizer):
         Where parameters are DTensors, so are masters and their moments: torch.distributed.checkpoint saves them whole,
         and loads them into the state of an optimizer on another number of ranks.
         """
+        if self._weights.masters():
+            refuse_get_state_dict(self.inner)
         extra = {"masters": self._weights.masters(), "scaling": self.scaling.state_dict()}
         state_dict = self.inner.state_dict()
         return {**state_dict, "state": self._weights.shown(state_dict["state"]), EXTRA: extra}

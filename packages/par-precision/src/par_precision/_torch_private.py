@@ -32,6 +32,7 @@ __all__ = [
     "takes_scale",
     "tree_flatten",
     "tree_unflatten",
+    "version_of",
     "with_step_hooks",
 ]
 
@@ -55,6 +56,9 @@ long as `foreach_mul_`, for the same bits. Its second argument is set to 1 if it
 
 grouped_by_device_and_dtype = _group_tensors_by_device_and_dtype
 """Tensors as lists of one device and dtype, which is what the kernels above take. Since 2.1."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written, as autograd counts. Since 0.4. Nothing public tells."""
 
 # DTensors. Asked for every tensor in every step.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle, on_written
+from par_groups import on_settle, on_written, refuse_get_state_dict
 
 from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
@@ -120,6 +120,7 @@ class Engine:
                 call_first_after_step(optimizer, partial(self._after_step, number))
             self._apart.append(Apart(optimizer, self._stepped[number]))
             self._reducer.at_start(self._apart[number].leave)
+            optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
             optimizer.register_state_dict_pre_hook(self._apart[number].leave)
             optimizer.register_load_state_dict_pre_hook(self._apart[number].leave)
             zero_grad = partial(self._zero_grad_of_optimizer, number)
@@ -194,7 +195,7 @@ class Engine:
         for entry in (self._module, *called(self._module)):
             setattr(entry, ENGINE, self)
         if self._gatherer is not None:
-            self._gatherer.guard()
+            self._gatherer.guard(self.refresh)
 
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
@@ -341,6 +342,7 @@ class Engine:
                 self._stream.before_step(number)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
                 self._packed.look()
+            self._reducer.look_before_step(chunks)
             unused = self._reducer.unused(chunks)
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
@@ -374,7 +376,6 @@ class Engine:
             return
         if self._stream is not None:
             self._stream.end_step(number)
-        self._reducer.end_step(self._stepped[number])
         if number in self._assemblies:
             self._assemblies[number].after_step()
         with torch.no_grad():

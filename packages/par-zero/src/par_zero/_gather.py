@@ -160,11 +160,15 @@ class Gatherer:
             for unit in hidden:
                 unit.hide()
 
-    def guard(self) -> None:
-        """Has freed parameters refuse to be read as if they were whole, from now on."""
+    def guard(self, written: Callable[[], None]) -> None:
+        """Has freed parameters refuse to be read as if they were whole, from now on.
+
+        Args:
+            written: Is called when this rank's part of one was written.
+        """
         for unit in self._units:
             for chunk in unit.chunks:
-                chunk.guard(self.free_hidden)
+                chunk.guard(written)
 
     def reset(self) -> None:
         """Frees everything, and forgets a pass that has failed."""

@@ -41,6 +41,7 @@ from ._torch_private import (
 )
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
+from .layout.elsewhere import Dropped, StandIns
 from .layout.meter import Meter
 from .layout.sharers import Sharers
 
@@ -145,7 +146,9 @@ class Reducer:
         self._reductions = Reductions(inflight)
         self._kept = inflight or 2  # buffers between two passes
         self._gradients, self._received = Buffers(meter), Buffers(meter)
-        self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since the last step
+        self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since they were dropped
+        self._stand_ins = StandIns()
+        self._had = [[0] * len(chunk.members) for chunk in chunks]  # the same on this rank
         self._unshared: set[int] = set()  # the chunks of which the ranks have not told each other that yet
         self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
         self._told: Flags | None = None  # whether any rank had, and whether any asks for an order
@@ -215,6 +218,7 @@ class Reducer:
 
         Other ranks have begun as many, which else would never end.
         """
+        self._stand_ins.take(None)  # where this rank has not come to its backward pass
         for number in self._order.numbers[self.begun : count]:
             self._chunks[number].take_gradients(self._gradients)
             self._begin(self._chunks[number])
@@ -348,17 +352,47 @@ class Reducer:
             self._deferring -= 1
 
     def unused(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """For each of some chunks, the members that had no gradient on any rank since a step of it has ended.
+        """For each of some chunks, the members that had no gradient on any rank since gradients were dropped.
 
         An all-reduce of a number for each member, if none of the ranks had gradients of all.
         """
         self._share_used()
         return [(self._used[chunk.number] == 0).nonzero().flatten().tolist() for chunk in chunks]
 
-    def end_step(self, chunks: Sequence[Chunk]) -> None:
-        """Some chunks have been stepped, and no gradient has come since."""
+    def look_before_step(self, chunks: Sequence[Chunk]) -> None:
+        """Looks whether the gradients of some chunks are those to step by: the program may have dropped some.
+
+        Raises:
+            RuntimeError: A parameter was given a gradient by hand, or gradients wait for their sum over the ranks.
+        """
         for chunk in chunks:
-            self._used[chunk.number].zero_()
+            dropped = self._stand_ins.dropped_before_step(chunk)
+            if dropped is not None:
+                self._drop(dropped)
+            if chunk.waits_for_sum:
+                raise RuntimeError(
+                    f"gradients of {chunk.members[0].names[0]!r} and others wait for their sum over the ranks, as the "
+                    "latest backward pass was within no_sync(); leave no_sync() before the last backward of a step"
+                )
+
+    def _drop(self, dropped: Dropped) -> None:
+        """Drops gradients that the optimizer holds, as the program has in the module."""
+        chunk = dropped.chunk
+        if dropped.others:
+            self._share_used()  # first, since it tells of the pass before
+            chunk.drop_members(dropped.members)
+            self._used[chunk.number][dropped.members] = 0
+            for index in dropped.members:
+                self._had[chunk.number][index] = 0
+        else:
+            chunk.drop_reduced()
+            self._forget_used(chunk)
+            self._unshared.discard(chunk.number)
+
+    def _forget_used(self, chunk: Chunk) -> None:
+        """No member of a chunk has a gradient."""
+        self._used[chunk.number].zero_()
+        self._had[chunk.number] = [0] * len(chunk.members)
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
         """Drops the gradients of some chunks that are not reduced, and which of their members had any."""
@@ -366,7 +400,8 @@ class Reducer:
             for chunk in chunks:
                 chunk.forget_gradients()
         for chunk in chunks:
-            self._used[chunk.number].zero_()
+            self._stand_ins.forget(chunk)
+            self._forget_used(chunk)
             self._unshared.discard(chunk.number)
 
     def reset(self) -> None:
@@ -380,8 +415,12 @@ class Reducer:
         """Whether a pass has begun that did not end, and is not under way."""
         return self._running and not is_in_backward()
 
-    def start(self, *_: torch.Tensor) -> None:
-        """A backward pass begins. Passes within it, of activation checkpointing, belong to it."""
+    def start(self, *_: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
+        """A backward pass begins. Passes within it, of activation checkpointing, belong to it.
+
+        Args:
+            arrived: The parameter whose gradient has told of it.
+        """
         if not self._running:
             self._running, self._pass = True, current_pass()
             for number in self._frozen:  # or not any more
@@ -389,6 +428,8 @@ class Reducer:
             call_at_end_of_backward(self._end)
             for call in () if self._deferring else self._at_start:
                 call()
+            for dropped in self._stand_ins.take(arrived):
+                self._drop(dropped)
 
     def note_gradient(self, number: int, index: int) -> None:
         """Autograd has left a gradient in a member of a chunk."""
@@ -412,7 +453,7 @@ class Reducer:
                 "par_zero.summon(module) before that, which waits"
             )
         if not self._running:
-            self.start()
+            self.start(arrived=member.parameter)
         self._any = True
         self._nests = self._nests or current_pass() != self._pass
         if number in self._given_up:
@@ -445,8 +486,11 @@ class Reducer:
         order = self._order.numbers
         if not self._deferring and self.begun < len(order) and chunk.number == order[self.begun]:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
+        if chunk.has_no_gradient:  # whoever holds the optimizer's tensors may have dropped them
+            self._forget_used(chunk)
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
+        self._had[chunk.number] = [old | new for old, new in zip(self._had[chunk.number], used, strict=True)]
         self._taken.add(chunk.number)
 
     def _begin(self, chunk: Chunk) -> None:
@@ -497,6 +541,7 @@ class Reducer:
                 chunk.forget_buffer()
         for chunk in self._chunks if reduced else ():  # in what memory buffers have left
             chunk.bind_gradients()
+            self._stand_ins.show(chunk, self._had[chunk.number])
         self._forget_pass()
         for call in self._at_end:
             call(reduced=reduced)

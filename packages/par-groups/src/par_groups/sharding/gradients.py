@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from .._torch_private import in_get_state_dict
 from .segments import segments_of
 from .sharding import Box
 
@@ -122,6 +123,59 @@ def written_(tensors: Iterable[torch.Tensor]) -> None:
         tensors: What was written.
     """
     _call(tensors, _WRITTEN)
+
+
+@torch.no_grad()
+def follow_written_(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Takes over into a copy what a program has written to the tensor that is the copy's rounding.
+
+    An element of the tensor that is not what the copy's element rounds to was written, and so the copy's element
+    becomes it. All other elements of the copy keep their digits. No wait for a device.
+
+    Args:
+        copy: The copy, of more digits, such as an fp32 master.
+        tensor: The tensor, of the same shape.
+    """
+    if copy.is_cpu and _has_same_bits(copy.detach(), tensor.detach()):
+        return
+    copy.copy_(torch.where(copy.to(tensor.dtype) == tensor, copy, tensor.to(copy.dtype)))
+
+
+_BLOCK = 1 << 17
+"""Number of elements that a CPU rounds at a time, so that they stay in its cache."""
+
+
+def _has_same_bits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a copy rounds to a tensor, on a CPU. Whole words are compared, since halves take thirty times as long."""
+    if not (copy.is_contiguous() and tensor.is_contiguous()):
+        return torch.equal(copy.to(tensor.dtype), tensor)
+    for exact, written in zip(copy.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True):
+        rounded = exact.to(tensor.dtype)
+        fits = rounded.nbytes % 8 == 0 and written.data_ptr() % 8 == 0
+        word = torch.int64 if fits else torch.uint8
+        if not torch.equal(rounded.view(word), written.view(word)):
+            return False
+    return True
+
+
+def refuse_get_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Raises an error if torch.distributed.checkpoint asks for the state of an optimizer by names of parameters.
+
+    To be called where an optimizer that holds other tensors than the module's parameters gives its state dict: there
+    torch would end in a KeyError that names a number.
+
+    Args:
+        optimizer: The optimizer.
+
+    Raises:
+        ValueError: It is asked so.
+    """
+    if in_get_state_dict():
+        raise ValueError(
+            f"get_state_dict() looks for tensors of the {type(optimizer).__name__} among the module's parameters, and "
+            "it holds others; use par_checkpoint.save(path, model=module, optimizer=optimizer), or "
+            "get_model_state_dict() and each rank's optimizer.state_dict()"
+        )
 
 
 def on_settle(tensors: Iterable[torch.Tensor], callback: Settle) -> Registration:

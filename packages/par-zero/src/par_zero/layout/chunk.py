@@ -1,6 +1,6 @@
 """A chunk: parameters that lie in one flat buffer, with their gradients, reduced and gathered as one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from .._stage import Stage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
 from .buffers import Buffers
+from .elsewhere import GradientElsewhere
 from .freed import Freed, FreedParameter
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
@@ -302,7 +303,7 @@ class Chunk:
         if self.gradient is not None:
             yield (BUFFERS if self.stage.shards_gradients else GRADIENTS), self.gradient, "device"
         for member in self.members:
-            if member.parameter.grad is not None:
+            if member.parameter.grad is not None and type(member.parameter.grad) is not GradientElsewhere:
                 yield GRADIENTS, member.parameter.grad, "device"
         given = [tensor.grad for tensor in (*(part.tensor for part in self.slices), *self.wholes)]
         kept = [self._share_of_sum, self._earlier, self._reduced]
@@ -352,6 +353,49 @@ class Chunk:
         for tensor in (flat, share):
             setattr(tensor, LABEL, self._label)
         return flat, share
+
+    @property
+    def waits_for_sum(self) -> bool:
+        """Whether there are gradients of this rank that are not summed over the ranks yet."""
+        return self._filled
+
+    @property
+    def has_no_gradient(self) -> bool:
+        """Whether there are neither gradients of this rank, nor any that the optimizer holds."""
+        return not self._filled and all(tensor.grad is None for tensor in self._stepped)
+
+    @property
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizer holds of it."""
+        return [*(part.tensor for part in self.slices), *self.wholes]
+
+    def drop_reduced(self) -> None:
+        """Drops the gradients that the optimizer holds."""
+        for tensor in self._stepped:
+            tensor.grad = None
+        self._count_cast(0)
+
+    def drop_members(self, members: Iterable[int]) -> None:
+        """Drops the gradients of some members that the optimizer holds.
+
+        Raises:
+            RuntimeError: They lie with those of others elsewhere than in memory, or on other ranks.
+        """
+        for index in members:
+            if self.sums is not None or self.assembled:
+                raise RuntimeError(
+                    f"the gradient of {self.members[index].names[0]!r} was set to None, and those of other parameters "
+                    "that travel with it were not; set all to None, or use optimizer.zero_grad()"
+                )
+            start, stop = self.layout.slots[index]
+            for part in self.slices:
+                low, high = max(start, part.start), min(stop, part.stop)
+                if part.tensor.grad is None or low >= high:
+                    continue
+                if self.layout.atomic:
+                    part.tensor.grad = None
+                else:
+                    part.tensor.grad[low - part.start : high - part.start].zero_()
 
     def _buffer(self, buffers: Buffers) -> torch.Tensor:
         """The buffer of gradients, with zeros in its padding."""

@@ -10,7 +10,6 @@ There is no cost while a unit runs: its parameters are ordinary ones then, and t
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import GetSetDescriptorType
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from par_groups import Sharding, set_sharding, sharding_of
 
 from .._torch_private import chunk_of_dcp, item_of_dcp, without_torch_functions
+from .elsewhere import NOTES, GradientElsewhere, refuse_by_hand
 
 
 @dataclass(eq=False, kw_only=True)
@@ -171,6 +171,14 @@ def _set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         _refuse(func, args, kwargs)
 
 
+def _set_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """A gradient is dropped, or an error."""
+    if args[1] is not None and not isinstance(args[1], GradientElsewhere):
+        refuse_by_hand(args[0].par_freed.name)
+    with without_torch_functions():
+        func(*args, **kwargs)
+
+
 def _size(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     shape = args[0].par_freed.shape
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -192,20 +200,13 @@ def _nbytes(_: Any, args: Sequence[Any], __: dict[str, Any]) -> int:
 
 
 _T = torch.Tensor
-_OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "shape", "ndim", "nbytes"}
 
-_NOTES: frozenset[Any] = frozenset(
-    [
-        getattr(_T, name).__get__
-        for name, member in vars(torch._C.TensorBase).items()
-        if isinstance(member, GetSetDescriptorType) and name not in _OF_VALUES
-    ]
-    + [getattr(_T, name).__set__ for name in ("grad", "requires_grad")]
-    + [_T.element_size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device, _T.is_contiguous]
-    + [_T.data_ptr, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared, _T.is_inference, _T.is_conj]
-    + [_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook]
-    + [torch.is_floating_point, torch.is_complex, torch.autograd.grad, torch.autograd.backward, _T.backward]
-    + [torch._has_compatible_shallow_copy_type]
+_NOTES: frozenset[Any] = NOTES | frozenset(
+    (
+        *(_T.is_contiguous, _T.data_ptr, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared),
+        *(_T.register_hook, _T.register_post_accumulate_grad_hook),
+        *(torch.autograd.grad, torch.autograd.backward, _T.backward),
+    )
 )
 """Operations on a parameter that read and write none of its values."""
 
@@ -221,6 +222,7 @@ _ANSWERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     ),
     _T.copy_: _written,
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _T.grad.__set__: _set_grad,  # type: ignore[union-attr]
     _T.size: _size,
     _T.stride: _stride,
     _T.nbytes.__get__: _nbytes,  # type: ignore[attr-defined]
