@@ -7,6 +7,7 @@ torch is imported when it is first used, so that planning for 100,000 ranks stay
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._error_text import error_text
 from ._registry import Registry
 from ._sizes import parse_size
 from .live.environment import Launch, read_environment
@@ -16,7 +17,7 @@ from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
-    from .live.agreement import agree, check_alike, error_text, together
+    from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, backend_of, check_collectives, sendable
     from .live.launch import Environment, launch
@@ -112,7 +113,7 @@ __all__ = [
 _MODULE_OF = {
     name: module
     for module, names in {
-        "live.agreement": ("agree", "check_alike", "error_text", "together"),
+        "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
         "live.launch": ("Environment", "launch"),

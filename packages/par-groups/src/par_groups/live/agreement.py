@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from .._error_text import error_text
+
 Said = TypeVar("Said")
 
 
@@ -50,22 +52,6 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
         if text:
             raise ValueError(f"rank {number}: {text}")
     return {number: pickle.loads(data) for number, (_, data) in heard.items()}  # noqa: S301 - from ranks of ours
-
-
-def error_text(error: BaseException) -> str:
-    """Return the text of an error in a form that any rank can receive, print and log.
-
-    Names of files that are no text come as lone surrogates, which no encoding takes, and an error's own code may fail
-    while it makes its text. A rank that stumbled over either could not tell the others why it failed.
-
-    Args:
-        error: The error.
-    """
-    try:
-        text = str(error)
-    except Exception as failure:  # of the error's own code
-        text = f"its text cannot be read ({type(failure).__name__})"
-    return text.encode(errors="backslashreplace").decode()
 
 
 def check_alike(
