@@ -104,6 +104,7 @@ def folder(tmp_path):
         (["--output=broken.toml"], ["cannot write to the output folder 'broken.toml'", "--output"]),
         (["--output=broken.toml/below"], ["cannot write to the output folder 'broken.toml/below'"]),
         (["--output=/proc/nothing"], ["cannot write to the output folder '/proc/nothing'"]),
+        (["--output=s3://bucket/run"], ["output 's3://bucket/run' is a URL", "--output", "checkpoint.tiers"]),
         (["--output=old"], ["'old' holds a run already", "--resume auto", "--overwrite"]),
         (["--checkpoint.copies=2"], ["checkpoint.copies is 2", "no checkpoint.tiers", "/dev/shm"]),
         (["--checkpoint.tiers=a,b", "--checkpoint.keep_last=1,2,3"], ["[1, 2, 3] for 2 tiers", "one for each"]),

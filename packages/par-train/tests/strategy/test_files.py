@@ -256,6 +256,15 @@ def test_a_torch_file_that_cannot_be_put_in_place_is_everybodys_error(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_save_of_a_torch_file_at_a_url_is_refused():
+    training = Training()
+    with pytest.raises(
+        ValueError, match=r"path='memory://a/model\.pt': a single file of torch.save is written to local"
+    ):
+        training.strategy.save(training.model, "memory://a/model.pt", plan="torch")
+
+
+@pytest.mark.ranks(2)
 def test_a_file_that_is_not_there_is_named_on_every_rank(tmp_path):
     training = Training()
     with pytest.raises((OSError, ValueError), match="nothing"):

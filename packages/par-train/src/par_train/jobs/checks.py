@@ -227,6 +227,11 @@ def check_output(options: Options) -> None:
     Raises:
         UserError: It is not so.
     """
+    if "://" in options.output_folder:
+        raise UserError(
+            f"output {options.output_folder!r} is a URL, and the output folder is local; name a folder with --output, "
+            "and the URL in checkpoint.tiers"
+        )
     files = options.files
     try:
         files.folder.mkdir(parents=True, exist_ok=True)

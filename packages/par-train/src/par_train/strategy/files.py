@@ -53,6 +53,12 @@ def save_object(
     if plan == "merged":
         save_merged(obj, path, size, device)
         return None
+    with together("save", None):
+        if "://" in os.fspath(path):
+            raise ValueError(
+                f"path={os.fspath(path)!r}: a single file of torch.save is written to local disks; pass a local path, "
+                "or plan='huggingface'"
+            )
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
     with together(kind, None):  # the file is there when any rank returns
