@@ -320,6 +320,42 @@ def test_head_unused_on_one_rank_holds_nothing_back(stage, inflight, without):
     assert_near(whole(module), copies(reference))
 
 
+class Routed(nn.Module):
+    """Experts between an input and a head of the root; a rank runs some of the experts, and perhaps not the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in ALL)
+
+    def forward(self, x, use, head):
+        x = self.first(x)
+        for number in use:
+            x = x + self.experts[number](x)
+        return self.head(x) if head else x
+
+
+@for_each(stage=(1, 3), inflight=(1, 2, None))
+@pytest.mark.ranks(2)
+def test_experts_that_data_draws_on_each_rank_stop_no_rank(stage, inflight):
+    module, optimizer = sharded(Routed(), stage, sgd, bucket=1, inflight=inflight)
+    reference = Routed()
+    its = sgd(reference.parameters())
+    generator = torch.Generator().manual_seed(3)
+    for step in range(12):
+        drawn = (torch.rand(2, len(ALL) + 1, generator=generator) < 0.5).tolist()
+        used = [([n for n in ALL if step == 0 or row[n]], step == 0 or row[-1]) for row in drawn]
+        optimizer.zero_grad()
+        module(batch(step, width=8), *used[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        its.zero_grad()
+        losses = [reference(batch(step, rank, width=8), *used[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
 @pytest.mark.ranks(2)
 def test_evaluation_has_an_order_of_its_own_and_names_what_differs():
     module, optimizer = branching()

@@ -22,6 +22,7 @@ chunks, a reduction begins as soon as its gradients are complete.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 from zlib import crc32
@@ -252,9 +253,9 @@ class Order:
         """Frees what is on its way and is skipped."""
         if self._ahead is not None:
             skipped, self._ahead = self._gathered[self._ahead], None
-            self._units[skipped.number].free()
-            if skipped.in_backward:
+            if skipped.in_backward:  # before it is waited for: another rank may wait for these reductions first
                 self.on_skipped(skipped.number)
+            self._units[skipped.number].free()
 
     def _come_to(self, entry: Gathering) -> None:
         """Takes part in what the other ranks gather before that of an entry, and notes this one."""
@@ -319,10 +320,9 @@ class Order:
             if departs and gathering.in_backward:
                 behind = {after.number for after in gatherings[place + 1 :]} - {gathering.number}
                 self._reducer.begin_empty({chunk.number for number in behind for chunk in self._units[number].chunks})
-            self._units[gathering.number].take_part()
             self._note(gathering, needed=False)
-            if gathering.in_backward and not departs:
-                self.on_skipped(gathering.number)
+            skips = gathering.in_backward and not departs
+            self._units[gathering.number].take_part(partial(self.on_skipped, gathering.number) if skips else _nothing)
         if departs:
             self._reducer.begin_empty()
 
@@ -426,6 +426,10 @@ class Order:
 
     def _text(self, number: int) -> str:
         return f"runs {self._units[number].name}" if number >= 0 else End(number).text
+
+
+def _nothing() -> None:
+    """What is done while units are gathered that are skipped in forward."""
 
 
 def _numbers(gatherings: Iterable[Gathering]) -> Numbers:

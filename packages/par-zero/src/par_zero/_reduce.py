@@ -125,6 +125,7 @@ class Reducer:
         self._waits = closing and len(sharers.each) > 1  # whether chunks are reduced when they are closed
         self._left: list[int] = []  # the chunks of which this pass will bring no more gradients
         self._closed: set[int] = set()  # those of them whose gradients were taken for that
+        self._closed_before_end = set(range(len(chunks))) if closing else set()  # those that somebody closes in time
         self._given_up: set[int] = set()  # the chunks that were reduced before others because no gradient will come
         self._pass = -1  # the number of the backward pass under way, by autograd
         self._nests = False  # whether gradients have ever come from a pass within the pass under way
@@ -184,8 +185,10 @@ class Reducer:
 
     def expect_last(self, chunks: Iterable[Chunk]) -> None:
         """Some chunks are closed at the end of backward alone. Where all are held back until then, others go first."""
-        last = {chunk.number for chunk in chunks} if self._waits else set()
-        self._order.numbers.sort(key=last.__contains__)
+        last = {chunk.number for chunk in chunks}
+        self._closed_before_end -= last
+        if self._waits:
+            self._order.numbers.sort(key=last.__contains__)
 
     def learn(self, order: LearnedOrder, came: list[int]) -> None:
         """Has another order of the chunks learned, beside that of reductions.
@@ -321,9 +324,10 @@ class Reducer:
         """Whether a chunk that is due holds back others, though no gradient of it will come.
 
         Another rank that uses it may wait for its reduction before this rank can come to the end of backward. Autograd
-        does not announce the gradients of passes within the pass, so with these a chunk is waited for to the end.
+        does not announce the gradients of passes within the pass, so with these a chunk is waited for to the end. A
+        chunk that is closed before the end has its place between the gatherings of all ranks, and is not given up.
         """
-        holds_back = len(self._taken) > self.begun
+        holds_back = len(self._taken) > self.begun and number not in self._closed_before_end
         if not holds_back or self._nests or self._waits or not self._order.is_agreed or not is_in_backward():
             return False
         arrived = self._arrived[number]

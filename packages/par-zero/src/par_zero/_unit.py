@@ -133,12 +133,20 @@ class Unit:
         if self.shares is not None and self.freed:
             self.shares.expect(self.chunks)
 
-    def take_part(self) -> None:
-        """Gives the other ranks this one's shares, which has no need of theirs. All-gathers."""
+    def take_part(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Gives the other ranks this one's shares, which has no need of theirs. All-gathers.
+
+        Args:
+            meanwhile: Is called when that has begun, and before it is waited for.
+        """
         self.await_step()
+        handles = []
         for chunk in self.chunks:
             unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
-            all_gather(unused, self._share(chunk, unused), chunk.groups.gathers).wait()
+            handles.append(all_gather(unused, self._share(chunk, unused), chunk.groups.gathers))
+        meanwhile()
+        for handle in handles:
+            handle.wait()
 
     def wait(self) -> None:
         """Waits until an all-gather under way has filled the memory."""
