@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from par_groups import error_text
-
 from .schedules.actions import Action
 
 _LONGEST = 300  # bytes of text: a failure fits into the header of any message
@@ -37,6 +35,8 @@ class Failure(NamedTuple):
             rank: This rank.
             doing: The action under way, or in words what comes after all of them; None if none had begun.
         """
+        from par_groups import error_text  # noqa: PLC0415 - it needs torch, and schedules do without
+
         if isinstance(error, PeerFailed):
             return error.failure
         text = error_text(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")
