@@ -162,3 +162,21 @@ def test_a_name_that_no_file_system_takes_is_no_folder(tmp_path):
         with pytest.raises(pc.CheckpointError, match="there is no folder"):
             pc.load(tmp_path / name, model=nn.Linear(3, 3))
         assert pc.latest(tmp_path / name) is None
+
+
+def test_a_file_of_torch_save_under_another_name_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "a" / "model.safetensors")
+    with pytest.raises(pc.CorruptError, match=r"is a file of torch.save; use the name pytorch_model.bin for it"):
+        pc.load(tmp_path / "a", model=nn.Linear(3, 3))
+
+
+def test_a_folder_of_dcp_without_metadata_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(b"x")
+    for act in (
+        lambda: pc.load(tmp_path / "a", model=nn.Linear(3, 3)),
+        lambda: convert_checkpoint(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface"),
+    ):
+        with pytest.raises(pc.CheckpointError, match="else its save has not ended, or the file is on another host"):
+            act()

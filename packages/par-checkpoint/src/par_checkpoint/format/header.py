@@ -112,6 +112,8 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> He
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         if first and (kind := other_kind(first)) is not None:
             raise CorruptError(f"{file} is {kind}")
+        if first.startswith(b"PK\x03\x04"):
+            raise CorruptError(f"{file} is a file of torch.save; use the name pytorch_model.bin for it")
         raise corrupt(file, f"{size} bytes with a header of {length}, which must be 2 to {MAX_HEADER} and fit the file")
     entries = parse_object(read(8, 8 + length), file)
     metadata = text_map(entries.pop(_METADATA, {}), f"{file}, {_METADATA}")

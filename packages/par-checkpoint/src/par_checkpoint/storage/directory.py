@@ -193,6 +193,11 @@ def _choose(
     looked_for = [name for form in forms for name in (form.single, form.index) if name]
     for name in looked_for:
         check_linked(folder, name)
+    if any(name.endswith(".distcp") for name in sizes):
+        raise CheckpointError(
+            f"{folder.url} is a folder of torch.distributed.checkpoint. If it has its .metadata, use `par-checkpoint "
+            "convert`; else its save has not ended, or the file is on another host: copy it here"
+        )
     wanted = ", ".join(looked_for)
     raise CheckpointError(
         f"{folder.url} has no weights under any of these names: {wanted}. It has: "
