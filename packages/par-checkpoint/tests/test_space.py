@@ -156,7 +156,7 @@ def test_a_path_below_a_file_is_refused_on_all_ranks(tmp_path):
             saved(path, NEW)
         with pytest.raises(pc.CheckpointError, match="there is no folder"):
             pc.load(path, model=state(0.0))
-    with pytest.raises(pc.CheckpointError, match="there is no folder"):
+    with pytest.raises(pc.CheckpointError, match="this is a file; pass its folder"):
         pc.load(file, model=state(0.0))
     with pytest.raises(FileExistsError):
         saved(file, NEW)

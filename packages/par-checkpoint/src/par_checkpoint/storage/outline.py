@@ -224,6 +224,8 @@ def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) ->
 
 def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str, int]) -> str | None:
     """How a file differs from its record without a look into it, in words; None if it does not."""
+    if name in folder.dangling:
+        return f"{folder.url}/{name} is a link to a file that is missing: fetch it again"
     if name not in sizes:
         return f"{folder.url}/{name} is missing; bring it back, or take another checkpoint"
     if sizes[name] != record.size:
