@@ -55,7 +55,7 @@ def test_files_are_copied_byte_for_byte(folder, tmp_path):
     assert "tokenizer.json is missing, but was saved with the weights" in wrong
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
 def test_verify_full_finds_a_flipped_bit_beside_the_tensors(folder, tmp_path, name):
     (folder / "generation_config.json").write_bytes(b'{"a": 1}')
     save(
