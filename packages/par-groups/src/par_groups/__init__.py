@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         written_,
     )
     from .sharding.joint import JointOptimizer
+    from .sharding.optimizers import has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
         SCALARS,
@@ -86,6 +87,7 @@ __all__ = [
     "get_logger",
     "gradients",
     "group_among",
+    "has_stepped",
     "launch",
     "on_settle",
     "on_written",
@@ -108,6 +110,7 @@ __all__ = [
     "weight_and_hook",
     "whole",
     "written_",
+    "zero_grad_",
 ]
 
 _MODULE_OF = {
@@ -127,6 +130,7 @@ _MODULE_OF = {
             *("refuse_get_state_dict", "settle_", "written_"),
         ),
         "sharding.joint": ("JointOptimizer",),
+        "sharding.optimizers": ("has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (
             *("SCALARS", "Segment", "Segments", "segments_of", "set_segments"),

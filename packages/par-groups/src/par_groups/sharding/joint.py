@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from .optimizers import zero_grad_
+
 
 class JointOptimizer(Optimizer):
     """Several optimizers of one model as one, such as Muon for matrices and AdamW for the rest.
@@ -83,7 +85,21 @@ class JointOptimizer(Optimizer):
             set_to_none: Whether they become None instead of zeros.
         """
         for one in self.optimizers:
-            one.zero_grad(set_to_none)
+            zero_grad_(one, set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` of schedule-free optimizers, if any of them has these modes."""
+        switches = []
+        if name in {"train", "eval"}:
+            switches = [getattr(one, name) for one in self.__dict__.get("optimizers", ()) if hasattr(one, name)]
+        if not switches:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        def switch() -> None:
+            for each in switches:
+                each()
+
+        return switch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the state of optimizers of the same kinds and param groups, in the same order.

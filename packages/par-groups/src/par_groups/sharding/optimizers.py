@@ -1,0 +1,57 @@
+"""What every package must know of an optimizer before it changes anything: whether it has stepped, how it is called."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has stepped, as far as its state shows.
+
+    State that a constructor makes is none of a step: a count of 0, zeros, and a copy of the parameter. An empty entry,
+    as a mode switch of a schedule-free optimizer leaves it, is none either.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return any(_is_of_a_step(key, state) for key, state in optimizer.state.items())
+
+
+def _is_of_a_step(key: object, state: object) -> bool:
+    if not isinstance(state, Mapping):
+        return state is not None
+    if "step" in state:
+        return bool(state["step"] != 0)
+    return any(_has_values(key, value) for value in state.values())
+
+
+def _has_values(key: object, value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
+        return False
+    if isinstance(key, torch.Tensor) and value.shape == key.shape and torch.equal(value, key.detach().to(value)):
+        return False
+    return bool(value.any())
+
+
+def zero_grad_(optimizer: Optimizer, set_to_none: bool, zero_grad: Callable[..., Any] | None = None) -> None:
+    """Drop the gradients of an optimizer, whose `zero_grad` may take no `set_to_none`, as that of a small class.
+
+    Args:
+        optimizer: The optimizer.
+        set_to_none: Whether gradients become None instead of zeros, if the optimizer asks.
+        zero_grad: What is called; None: the optimizer's own.
+    """
+    call = optimizer.zero_grad if zero_grad is None else zero_grad
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        call()
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    if any(parameter.name == "set_to_none" for parameter in parameters) or inspect.Parameter.VAR_KEYWORD in kinds:
+        call(set_to_none=set_to_none)
+    else:
+        call()
