@@ -433,3 +433,39 @@ def test_a_step_with_a_closure_returns_its_loss_as_torchs_own_do():
     assert optimizer.step(closure).item() < loss.item()
     assert float(optimizer.last.grad_norm) > 0
     assert optimizer.step() is optimizer.last
+
+
+class Free(torch.optim.SGD):
+    """Weights to train with and others to evaluate with; and a `zero_grad` and a name of its own."""
+
+    kind = "free"
+
+    def zero_grad(self):
+        super().zero_grad()
+
+    def train(self):
+        return [self.state[each] for group in self.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.mul_(0.5)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_mixed_optimizer_has_the_modes_of_the_optimizer_inside(precision):
+    """Parameters that are rounded copies follow what a mode writes, and an empty entry of state is no step."""
+    module = model()
+    inner = Free(module.parameters(), lr=0.1)
+    inner.train()
+    module, optimizer = mixed(module, inner, precision)
+    assert optimizer.kind == "free"
+    assert not hasattr(optimizer, "swap")
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer.eval()
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter, value * 0.5)  # exact in binary
+    optimizer.backward(loss_of(module, 0))
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in module.parameters())

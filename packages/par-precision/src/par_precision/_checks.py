@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, Sharding, agree, check_alike, segments_of, slots_of
+from par_groups import JointOptimizer, Sharding, agree, check_alike, has_stepped, segments_of, slots_of
 
 from ._dtensor import is_dtensor
 from ._float8 import check_chosen, float8_layers
@@ -91,7 +91,7 @@ def _check_cast(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) 
                 f"a parameter of shape {tuple(tensor.shape)} has an fp32 master in an optimizer that was mixed before; "
                 "go on with that one, or make the module anew and load its weights"
             )
-    if chosen.masters and any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad begins with some
+    if chosen.masters and has_stepped(optimizer):
         raise ValueError(f"the {kind} has stepped already; mix first, then load its state")
     if chosen.rounded and accumulate_fp32:
         raise ValueError(f"accumulate_fp32 needs masters, which {precision!r} has not; use 'bf16'")

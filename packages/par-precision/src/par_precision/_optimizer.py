@@ -8,7 +8,9 @@ step   gradients -> sum of squares of what this rank counts, in fp64, and beside
                  -> loss scale and counters, on the device
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar, overload
 from weakref import WeakSet
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from par_groups import refuse_get_state_dict
+from par_groups import refuse_get_state_dict, zero_grad_
 
 from ._dtensor import local_part
 from ._policy import Policy
@@ -206,7 +208,7 @@ class MixedOptimizer(Optimizer):
         Args:
             set_to_none: Whether the optimizer's tensors lose their gradients instead of getting zeros.
         """
-        self.inner.zero_grad(set_to_none)
+        zero_grad_(self.inner, set_to_none)
         self._weights.zero_grad()
         self.scaling.loss_weights.forget()
 
@@ -304,6 +306,26 @@ class MixedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults of the user's optimizer."""
         return self.inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's optimizer has more than others, such as `train` and `eval` of schedule-free ones.
+
+        A method may write the optimizer's tensors, so parameters that are rounded copies of these follow.
+        """
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found = getattr(inner, name)
+        if not inspect.ismethod(found):
+            return found
+
+        @wraps(found)
+        def call_then_publish(*args: Any, **keywords: Any) -> Any:
+            result = found(*args, **keywords)
+            self._weights.publish()
+            return result
+
+        return call_then_publish
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: masters, and who counts what, are settled once.
