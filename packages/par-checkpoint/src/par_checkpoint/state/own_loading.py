@@ -188,7 +188,9 @@ def holders(optimizer: Optimizer) -> list[Optimizer]:
     found = []
     for value in vars(optimizer).values():
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, Optimizer) and any(id(group) in groups for group in one.param_groups):
+            if not isinstance(one, Optimizer) or any(own is optimizer for own in vars(one).values()):
+                continue  # what was made around it, such as by par-precision, is none inside of it
+            if any(id(group) in groups for group in one.param_groups):
                 found += holders(one)
     return found or [optimizer]
 
