@@ -63,8 +63,8 @@ def orthogonal(matrix):
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
 
 
-def is_matrix(group):
-    return group["matrices"]
+WHICH = {"atomic": lambda group: group["matrices"], "elementwise": lambda group: not group["matrices"]}
+"""How the groups of `MatricesAndRest` are stepped."""
 
 
 def gpt(layers, key_heads, *, tied=False):
@@ -91,7 +91,7 @@ def trained_alone(model, loss, clip, steps=2):
     """The model after some steps of one device."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     optimizer = MatricesAndRest(model)
-    shard(model, optimizer, stage=0, group=alone, atomic=is_matrix)
+    shard(model, optimizer, stage=0, group=alone, **WHICH)
     for step in range(steps):
         optimizer.zero_grad()
         loss(data(step)).backward()
@@ -124,7 +124,7 @@ def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads
             model = gpt(layer_set("auto", groups), key_heads, tied=tied)
             optimizer = MatricesAndRest(model)
             given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
-            shard(model, optimizer, atomic=is_matrix, **given)
+            shard(model, optimizer, **WHICH, **given)
             partial = PartialGradients(optimizer, groups)
             rank, ranks = groups.rank("data"), groups.size("data")
             for step in range(2):  # the second has momentum
@@ -176,7 +176,7 @@ def two_steps(strategy, model):
 def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_device(stage):
     reference = stack_alone()
     parallel = {"data": 2, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
-    zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
+    zero = {"stage": stage, **WHICH, "bucket": 40_000}
     with Strategy(parallel=parallel, zero=zero, clip_norm=0.5, pipeline={"microbatches": 4}) as strategy:
         model = two_steps(strategy, stack(strategy.layers))
         assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
             model = gpt(layer_set("auto", groups), 4)
             optimizer = MatricesAndRest(model)
             given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
-            shard(model, optimizer, atomic=is_matrix, **given)
+            shard(model, optimizer, **WHICH, **given)
             partial = PartialGradients(optimizer, groups)
             if number:
                 load(tmp_path / str(number), model=model, optimizer=optimizer)
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
 def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
     """Cut over tensor ranks it is refused, for each stage would deal out its matrices by itself."""
     reference = stack_alone(tied=True)
-    zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
+    zero = {"stage": stage, **WHICH, "bucket": 40_000}
     options = {"zero": zero, "clip_norm": 0.5, "pipeline": {"microbatches": 4}}
     with Strategy(parallel={"data": 2, "pipeline": 2}, **options) as strategy:
         model = two_steps(strategy, stack(strategy.layers, tied=True))

@@ -92,6 +92,7 @@ def case(
     axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", sequence or "", expert or "", tensor or ""]
     further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else "", "Muon" if muon else ""]
     further += [f"{recompute} again" if recompute else "", "memory" if memory else ""]
+    declared = {"atomic": is_of_matrices, "elementwise": is_of_others}
     options: dict[str, Any] = {
         "parallel": {
             "data": data,
@@ -100,7 +101,7 @@ def case(
             **({"expert": EXPERT[expert]} if expert else {}),
             **({"tensor": mode} if tensor else {}),
         },
-        "zero": {"stage": zero, "bucket": BUCKET, **({"atomic": is_of_matrices} if muon else {})},
+        "zero": {"stage": zero, "bucket": BUCKET, **(declared if muon else {})},
         "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
         "recompute": recompute,
         "memory": BUDGET if memory else None,
@@ -114,6 +115,11 @@ def case(
 def is_of_matrices(group: dict[str, Any]) -> bool:
     """Whether the parameters of a group are stepped as whole matrices."""
     return bool(group["matrices"])
+
+
+def is_of_others(group: dict[str, Any]) -> bool:
+    """Whether the parameters of a group are stepped element by element."""
+    return not group["matrices"]
 
 
 def every_cell() -> list[Cell]:

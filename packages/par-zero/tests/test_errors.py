@@ -146,6 +146,24 @@ class JointlyScaled(torch.optim.Optimizer):
                 each.sub_(each.grad / norm, alpha=group["lr"])
 
 
+class Around(torch.optim.Optimizer):
+    """As a Lookahead that shares the param groups of the optimizer inside."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+
+class Greedy(torch.optim.SGD):
+    """Needs what a user puts into each parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.mul_(each.curvature)
+        return super().step(closure)
+
+
 def later_group():
     module = mlp()
     weights = [each for each in module.parameters() if each.ndim > 1]
@@ -178,9 +196,20 @@ MISTAKES = {
     "a dtype for whole numbers": (lambda: {"param_dtype": torch.int8}, ["param_dtype is torch.int8"]),
     "a word for units": (lambda: {"units": "all", "stage": 3}, ["units is 'all'"]),
     "units of others": (lambda: {"units": [nn.Linear(1, 1)], "stage": 3}, ["Linear", "not in the module"]),
-    "Adafactor": (lambda: with_optimizer(torch.optim.Adafactor), ["Adafactor", "atomic=True"]),
-    "Muon": (lambda: with_optimizer(torch.optim.Muon), ["Muon", "atomic=True"]),
-    "whole tensors in a later group": (later_group, ["GroupNormScaled", "param_groups[1]", "atomic=True"]),
+    "Adafactor by element": (
+        lambda: {**with_optimizer(torch.optim.Adafactor), "elementwise": True},
+        ["elementwise=True", "param_groups[0] of the Adafactor", "remove"],
+    ),
+    "whole tensors in a later group": (
+        lambda: {**later_group(), "elementwise": True},
+        ["elementwise=True", "param_groups[1] of the GroupNormScaled", "atomic=True"],
+    ),
+    "both declarations": (
+        lambda: {**later_group(), "elementwise": True, "atomic": True},
+        ["atomic=True and elementwise=True", "set one"],
+    ),
+    "a wrapper": (lambda: with_optimizer(Around), ["optimizer=Around", "wraps a SGD", "wrap it afterwards"]),
+    "a step that needs more": (lambda: with_optimizer(Greedy), ["optimizer=Greedy", "a trial raises AttributeError"]),
     "LBFGS": (lambda: with_optimizer(torch.optim.LBFGS), ["LBFGS", "'_params'", "param_groups alone"]),
     "LBFGS with atomic": (lambda: {**with_optimizer(torch.optim.LBFGS), "atomic": True}, ["LBFGS", "'_params'"]),
     "one norm of all": (lambda: with_optimizer(JointlyScaled), ["JointlyScaled", "no rank sees all", "stage=0"]),
@@ -201,9 +230,12 @@ def test_dtensor_parameters_are_refused():
     refused(ValueError, "'0.0.weight'", "DTensor", **distributed_tensors())
 
 
-def by_the_norm():
+def by_the_norm(*, known):
     module = mlp()
-    return {"module": module, "optimizer": ByTheNorm(module.parameters(), lr=1.0), "stage": 0, "offload": ON_DISK}
+    kind = (
+        type("Prodigy", (ByTheNorm,), {"__module__": "prodigyopt", "__qualname__": "Prodigy"}) if known else ByTheNorm
+    )
+    return {"module": module, "optimizer": kind(module.parameters(), lr=1.0), "stage": 0, "offload": ON_DISK}
 
 
 class ByTheNorm(torch.optim.SGD):
@@ -238,9 +270,12 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
     module = mlp()
     words = ["param_groups[0] of the AdamW are atomic", "leave offload out, or atomic"]
     refused(ValueError, *words, module=module, optimizer=adamw(module.parameters()), atomic=True, offload=ON_DISK)
-    refused(
-        ValueError, "such as one norm of all gradients, and state on a disk is stepped piece by piece", **by_the_norm()
-    )
+    words = ["such as one norm of all gradients, and state on a disk is stepped piece by piece"]
+    refused(ValueError, *words, **by_the_norm(known=True))
+    words = ["optimizer=ByTheNorm", "state on a disk is stepped piece by piece", "pass elementwise=True"]
+    refused(ValueError, *words, **by_the_norm(known=False))
+    words = ["elementwise=True for param_groups[0] of the ByTheNorm", "what is in other tensors", "pass atomic=True"]
+    refused(ValueError, *words, **by_the_norm(known=False), elementwise=True)
     refused(ValueError, "there is no optimizer", "leave offload out", offload={"optimizer": 0.5})
     refused(TypeError, "offload has 'nvme'; it can have optimizer, parameters, gradients", offload={"nvme": "host"})
     refused(TypeError, "offload is 'disk'; give an Offload", offload="disk")

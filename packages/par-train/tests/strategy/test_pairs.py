@@ -28,6 +28,21 @@ def test_models_may_share_an_optimizer():
     assert found.models == [actor, critic]
 
 
+class Free(torch.optim.SGD):
+    """Reads its state in `train`, as a schedule-free optimizer does, which leaves empty entries in it."""
+
+    def train(self):
+        return [self.state[each] for group in self.param_groups for each in group["params"]]
+
+
+def test_an_optimizer_in_train_mode_has_not_stepped():
+    model = nn.Linear(2, 2)
+    optimizer = Free(model.parameters(), lr=0.1)
+    optimizer.train()
+    assert optimizer.state
+    assert find_pairs([model], [optimizer], [])[0].optimizer is optimizer
+
+
 def stepped():
     model = nn.Linear(2, 2)
     optimizer = sgd(model)

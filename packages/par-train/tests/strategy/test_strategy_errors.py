@@ -282,17 +282,20 @@ class JointlyScaled(torch.optim.SGD):
         return super().step(closure)
 
 
+Listed = type("Prodigy", (JointlyScaled,), {"__module__": "prodigyopt", "__qualname__": "Prodigy"})
+
+
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     """Without par-zero, too, where nobody else looks."""
     part = r"the {} would step a part of 'weight' as if it were the whole: this rank has 32 of 64 elements"
     tensor = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     for zero in (0, 1):
-        strategy = Strategy(**tensor, zero=zero)
+        strategy = Strategy(**tensor, zero={"stage": zero, "elementwise": True})
         model = strategy.layers.ColumnLinear(8, 8, bias=False)
-        words = "Muon does not treat each element by itself .*pass atomic=True"
+        words = r"elementwise=True for param_groups\[0\] of the Muon: this class does not .*remove elementwise"
         raises(words, strategy.initialize, model, torch.optim.Muon(model.parameters()))
-        strategy = Strategy(**tensor, zero={"stage": zero, "atomic": True})
+        strategy = Strategy(**tensor, zero=zero)
         model = strategy.layers.ColumnLinear(8, 8, bias=False)
         strategy.initialize(model, torch.optim.Muon(model.parameters()))  # one of the ranks steps the whole weight
     strategy = Strategy(**tensor, gradient_handlers=[{"type": "partial"}])
@@ -306,11 +309,17 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     )
     raises(words, strategy.initialize, model, torch.optim.Muon(model.parameters()))
     for parallel in (tensor["parallel"], {"pipeline": 2}):
-        strategy = Strategy(parallel=parallel)
-        layers = strategy.layers
-        model = nn.Sequential(layers.ColumnLinear(8, 8), layers.RowLinear(8, 8))
-        words = f"JointlyScaled steps a parameter by what it sees of all .* each of 2 {next(iter(parallel))} ranks sees"
-        raises(words, strategy.initialize, model, JointlyScaled(model.parameters(), lr=0.1))
+        ranks = f"each of 2 {next(iter(parallel))} ranks"
+        for option, kind, words in (
+            ("atomic", JointlyScaled, "atomic=True for .* of the JointlyScaled: a trial shows .* in other tensors"),
+            ("elementwise", JointlyScaled, "elementwise=True for .* of the JointlyScaled: a trial shows"),
+            ("", JointlyScaled, f"optimizer=JointlyScaled: par-zero does not know .* {ranks} has .* elementwise=True"),
+            ("", Listed, f"Prodigy steps a parameter by what it sees of all .* {ranks} sees a part"),
+        ):
+            strategy = Strategy(parallel=parallel, zero={"stage": 0, **({option: True} if option else {})})
+            layers = strategy.layers
+            model = nn.Sequential(layers.ColumnLinear(8, 8), layers.RowLinear(8, 8))
+            raises(words, strategy.initialize, model, kind(model.parameters(), lr=0.1))
     strategy = Strategy()
     model = nn.Linear(8, 8)
     strategy.initialize(model, JointlyScaled(model.parameters(), lr=0.1))  # all ranks see all

@@ -8,7 +8,9 @@ from .layout.buffers import elements_lent
 from .layout.sharers import Share
 from .layout.sizes import ChunkSize, chunk_sizes
 from .offload.stream import OnDisk
-from .optimizer.probe import count_bytes_of_steps, looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
+from .optimizer.known import Scope
+from .optimizer.probe import contradiction, count_bytes_of_steps, slots_of_steps
+from .optimizer.scope import scope_of
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
@@ -26,16 +28,16 @@ __all__ = [
     "OnDisk",
     "Placement",
     "Residency",
+    "Scope",
     "ShardOptions",
     "Share",
     "Trace",
     "Transfers",
     "bucket_bytes",
     "chunk_sizes",
+    "contradiction",
     "count_bytes_of_steps",
     "elements_lent",
-    "looks_at_all_tensors",
-    "looks_at_whole_tensors",
     "make_alike_",
     "memory",
     "no_sync",
@@ -45,6 +47,7 @@ __all__ = [
     "register_policy",
     "reset",
     "residency",
+    "scope_of",
     "shard",
     "simulate",
     "slots_of_steps",

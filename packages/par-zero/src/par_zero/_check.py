@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,21 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Collective, agree, backend_of, check_alike, check_collectives
+from par_groups import Collective, agree, backend_of, check_alike, check_collectives, has_stepped
 
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
-from ._stage import STAGES, Stage
+from ._stage import STAGES
 from ._tiers import Offload
 from .layout.build import Plan
 from .layout.chunk import Member
 from .layout.fill import device_of
-from .layout.records import part_of_a_whole
 from .layout.sharers import Share
 from .layout.units import Place, tensors_of
 from .offload.disk import check_room
-from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
-from .optimizer.step import is_fresh
+from .optimizer.check import check_way_of_working
+from .optimizer.known import Scope
 from .placement.policies import POLICIES
 
 ENGINE = "par_zero"
@@ -42,6 +41,7 @@ def check(
     tensor: dist.ProcessGroup | None,
     *,
     in_pieces: bool = False,
+    ranks: tuple[int, int] = (1, 1),
 ) -> None:
     """Checks what is to be sharded, as far as this rank sees it.
 
@@ -51,6 +51,7 @@ def check(
         stage: The ZeRO stage, as a number.
         tensor: The ranks that have other parts of what must be seen whole, or None.
         in_pieces: Whether the optimizer steps piece by piece, whatever the stage.
+        ranks: Over how many ranks parameters are sharded, and how many ranks are replicas of each other.
 
     Raises:
         ValueError, TypeError: What cannot be sharded.
@@ -86,7 +87,7 @@ def check(
     if groups:
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
-        _check_way_of_working(own, names, STAGES[stage], tensor, in_pieces=in_pieces)
+        check_way_of_working(own, names, stage, tensor, in_pieces=in_pieces, ranks=ranks)
 
 
 def mark_packed(parameters: Iterable[nn.Parameter]) -> None:
@@ -160,10 +161,11 @@ def check_offload(
             "module, or leave offload out"
         )
     for group in groups:
-        if group.atomic and (offload.uses_disk or "optimizer" in offload.away):
+        if group.atomic and (offload.uses_disk or "optimizer" in (*offload.away, *offload.auto)):
+            fix = {Scope.ELEMENT: ", or atomic", Scope.UNKNOWN: ", or pass elementwise=True if that is true of it"}
             raise ValueError(
                 f"{group.place} are atomic, so their tensors stay whole, and offload would cut them into pieces; leave "
-                "offload out, or atomic"
+                f"offload out{fix.get(group.scope, '')}"
             )
 
 
@@ -211,7 +213,7 @@ def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter,
     """Checks that an optimizer has not stepped, and has parameters of the module and no others."""
     optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
-    if not is_fresh(optimizer):
+    if has_stepped(optimizer):
         raise ValueError(f"the {kind} has stepped already; shard first, then load its state from a checkpoint")
     for group in groups:
         for i, parameter in enumerate(group.settings["params"]):
@@ -243,84 +245,6 @@ def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Paramete
                 f"{name!r} wants gradients, but the {kinds} does not have it, so each rank would keep its own; give it "
                 "to the optimizer, or call requires_grad_(False)"
             )
-
-
-def _check_way_of_working(
-    groups: Sequence[ParamGroup],
-    names: Mapping[nn.Parameter, str],
-    stage: Stage,
-    tensor: dist.ProcessGroup | None,
-    *,
-    in_pieces: bool,
-) -> None:
-    """Checks that an optimizer steps what its param groups hold, and needs no more of it than a rank has."""
-    optimizer = groups[0].optimizer
-    kind = type(optimizer).__name__
-    for attribute, value in optimizer.__dict__.items():
-        if attribute not in ("param_groups", "state", "defaults") and _contains_any(value, names):
-            raise ValueError(
-                f"the {kind} keeps parameters in its attribute {attribute!r} too, and would go on with those instead "
-                "of the flat ones that shard() puts into its param groups; take an optimizer that reads param_groups "
-                "alone"
-            )
-    parts = {
-        names[parameter]: record
-        for group in groups
-        for parameter in group.settings["params"]
-        if (record := part_of_a_whole(parameter)) is not None
-    }
-    tried = set()
-    for group in groups:
-        settings = repr([(key, value) for key, value in group.settings.items() if key not in ("params", "param_names")])
-        if (settings, group.atomic) in tried:
-            continue
-        tried.add((settings, group.atomic))
-        if (stage.shards_state or parts or in_pieces) and looks_at_all_tensors(optimizer, group.settings):
-            place = f"the {kind} steps a parameter by what it sees of all (param_groups[{group.number}])"
-            if stage.shards_state:
-                raise ValueError(
-                    f"{place}, such as one norm of all gradients, and from stage 1 on no rank sees all; pass stage=0, "
-                    "or take another optimizer"
-                )
-            if in_pieces:
-                raise ValueError(
-                    f"{place}, such as one norm of all gradients, and state on a disk is stepped piece by piece; leave "
-                    "offload out, or take another optimizer"
-                )
-            raise ValueError(
-                f"{place}, such as one norm of all gradients, and of {next(iter(parts))!r} each rank sees a part; take "
-                "another optimizer, or do not cut parameters over tensor ranks"
-            )
-        if not group.atomic and looks_at_whole_tensors(optimizer, group.settings):
-            raise ValueError(
-                f"{kind} does not treat each element by itself (param_groups[{group.number}]), so its parameters "
-                "cannot be cut; pass atomic=True, which keeps each whole on one rank"
-            )
-    for group in groups:
-        for parameter in group.settings["params"]:
-            name = names[parameter]
-            if group.atomic and name in parts and optimizer.state.get(parameter):
-                raise ValueError(
-                    f"the {kind} has made state for {name!r} before its first step, and each rank has a part of that "
-                    "only; take an optimizer that makes it in the first step"
-                )
-            if group.atomic and name in parts and tensor is None:
-                record = parts[name]
-                raise ValueError(
-                    f"the {kind} would step a part of {name!r} as if it were the whole: this rank has "
-                    f"{record.local_numel} of {record.numel} elements, of shape {tuple(record.shape)}, and "
-                    f"{group.place} are atomic; pass tensor=, the group of the ranks that have the rest, or give the "
-                    "parameter to an optimizer that works element by element"
-                )
-
-
-def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
-    """Whether a collection, as an optimizer may keep one for itself, contains one of some parameters."""
-    if isinstance(value, Mapping):  # an optimizer does not step the keys, about which it knows something
-        return _contains_any(list(value.values()), parameters)
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(_contains_any(item, parameters) for item in value)
-    return isinstance(value, nn.Parameter) and value in parameters
 
 
 def check_groups(

@@ -1,5 +1,6 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_settle, on_written, refuse_get_state_dict
+from par_groups import on_settle, on_written, refuse_get_state_dict, zero_grad_
 
 from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
@@ -37,6 +38,7 @@ from .offload.stream import OnDisk, Stream
 from .optimizer.apart import Apart
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
+from .optimizer.written import Writes
 from .placement.moments import Trace
 from .placement.recorder import Recorder
 from .placement.room import Room
@@ -103,6 +105,13 @@ class Engine:
             self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
         self._apart: list[Apart] = []  # by number of the optimizer
+        # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
+        self._keeps_copies = any(
+            chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
+            for chunk in self._trained
+        )
+        late = away is not None and away.late
+        self._writes = Writes(self._stepped, sharers, self._publish_anew, ignored=not self._keeps_copies, late=late)
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
             self._reducer.at_end(assembly.take_gradients)
@@ -115,7 +124,8 @@ class Engine:
             # Hooks of the user's may change gradients and settings before.
             call_last_before_step(optimizer, partial(self._before_step, number))
             if away is None or away.disk is None:
-                optimizer.register_step_post_hook(partial(self._after_step, number))
+                # A step may be compiled, and exchanges of the hooks are not to be traced with it.
+                optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
             else:  # hooks of the user's are to see all gradients and all that was stepped
                 call_first_after_step(optimizer, partial(self._after_step, number))
             self._apart.append(Apart(optimizer, self._stepped[number]))
@@ -123,9 +133,11 @@ class Engine:
             optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
             optimizer.register_state_dict_pre_hook(self._apart[number].leave)
             optimizer.register_load_state_dict_pre_hook(self._apart[number].leave)
-            zero_grad = partial(self._zero_grad_of_optimizer, number)
+            zero_grad: Any = partial(self._zero_grad_of_optimizer, number)
+            zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # by which `zero_grad_` calls it
             call_first_after_step(optimizer, partial(self._join, number))
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
+            self._writes.watch(number, optimizer)
         self._stream = None if away is None else self._streamed(away)
         if self._stream is not None:
             self._attend(self._stream, units)
@@ -137,6 +149,8 @@ class Engine:
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
+            if self._keeps_copies:
+                item.register_forward_pre_hook(torch.compiler.disable(self._writes.publish_seen), prepend=True)
             if self._arrivals is not None and self._arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
@@ -160,6 +174,7 @@ class Engine:
         for number, optimizer in enumerate(self._optimizers):
             stream.adopt_(number, optimizer)
             on_settle(stream.tensors(number), stream.settle)
+            on_settle(stream.tensors(number), partial(self._writes.settled, number))
             optimizer.register_state_dict_pre_hook(stream.settle)
             optimizer.register_load_state_dict_pre_hook(stream.settle)
             optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
@@ -208,6 +223,7 @@ class Engine:
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
         self._wait_for_parameters()
+        self._writes.publish()
         if self._stream is not None:
             self._stream.finish()
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
@@ -222,6 +238,7 @@ class Engine:
             for chunk, old in written:
                 for part, exact in chunk.copies():
                     exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
+            self._writes.forget()
 
     def _raise_lost(self) -> None:
         """Raises on all ranks, if parameters that have just been gathered could not be read on any."""
@@ -263,14 +280,15 @@ class Engine:
         self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
         self._reducer.forget(self._trained)
         for optimizer in self._optimizers:
-            type(optimizer).zero_grad(optimizer, set_to_none)
+            zero_grad_(optimizer, set_to_none, partial(type(optimizer).zero_grad, optimizer))
 
-    def _zero_grad_of_optimizer(self, number: int, set_to_none: bool = True) -> None:
-        """Drops the gradients of what one optimizer steps. It is the optimizer's method."""
-        self._finish_with_gradients([number], set_to_none)
+    def _zero_grad_of_optimizer(self, number: int, *args: Any, **keywords: Any) -> None:
+        """Drops the gradients of what one optimizer steps. It is the optimizer's method, with its class's arguments."""
+        set_to_none = keywords.get("set_to_none", args[0] if args else True)
+        self._finish_with_gradients([number], bool(set_to_none))
         self._reducer.forget(self._stepped[number])
         optimizer = self._optimizers[number]
-        type(optimizer).zero_grad(optimizer, set_to_none)
+        type(optimizer).zero_grad(optimizer, *args, **keywords)
 
     def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
         """Waits, where gradients of some optimizers are about to be written that a step may still need."""
@@ -313,6 +331,7 @@ class Engine:
             for chunk in self._chunks:
                 for part, exact in chunk.copies():
                     exact.copy_(chunk.own[part])
+        self._writes.forget()
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
@@ -337,6 +356,7 @@ class Engine:
         def prepare() -> None:
             if self._gatherer is not None:
                 self._gatherer.check_step()
+            self._writes.begin_step(number)
             self._wait_for_parameters(chunks)
             if self._stream is not None:
                 self._stream.before_step(number)
@@ -351,9 +371,8 @@ class Engine:
                 self._stream.step(number, optimizer, self._apart[number])
             self._apart[number].enter()
 
-        given = dict(zip(("self", "closure"), args, strict=False)) | keywords
-        closure = given.pop("closure", None)
-        if closure is None:
+        closure = keywords.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):  # a class may take something else there, such as a loss
             prepare()
             return None
 
@@ -363,7 +382,9 @@ class Engine:
             prepare()
             return loss
 
-        return (given.pop("self"), closure_then_prepare), given
+        if "closure" in keywords:
+            return args, {**keywords, "closure": closure_then_prepare}
+        return (args[0], closure_then_prepare, *args[2:]), keywords
 
     def _join(self, number: int, optimizer: Optimizer, *_: Any) -> None:
         """What was stepped apart is one again, before hooks of the user's look at it."""
@@ -376,15 +397,8 @@ class Engine:
             return
         if self._stream is not None:
             self._stream.end_step(number)
-        if number in self._assemblies:
-            self._assemblies[number].after_step()
-        with torch.no_grad():
-            for chunk in self._stepped[number]:
-                in_pieces = any(part.in_pieces for part in chunk.slices[:1])  # then all; each is copied when stepped
-                if chunk.master is not chunk.own and not in_pieces:
-                    chunk.own[: chunk.master.numel()].copy_(chunk.master)
-            if self._arrivals is not None:
-                self._arrivals.begin(self._stepped[number])
+        self._writes.put_back_(number)
+        self._publish(number)
         if self._closer is not None:
             self._closer.forget()
         if self._gatherer is not None:
@@ -392,6 +406,36 @@ class Engine:
         self._meter.end_step()
         if self._stream is not None and not self._stream.is_late:
             self._stream.raise_problem()
+
+    def _publish(self, number: int, *, anew: bool = False) -> None:
+        """Brings what an optimizer holds to the parameters, and to the other ranks.
+
+        Args:
+            number: Number of the optimizer.
+            anew: Whether it was written outside of a step. In a step, pieces are copied when they are stepped.
+        """
+        chunks = self._stepped[number]
+        if number in self._assemblies:
+            self._assemblies[number].after_step()
+        with torch.no_grad():
+            for chunk in chunks:
+                if anew:
+                    for part, exact in chunk.copies():
+                        chunk.own[part].copy_(exact)
+                elif chunk.master is not chunk.own and not any(part.in_pieces for part in chunk.slices[:1]):
+                    chunk.own[: chunk.master.numel()].copy_(chunk.master)
+            if self._arrivals is not None:
+                self._arrivals.begin(chunks)
+        self._writes.end_step(number)
+
+    def _publish_anew(self, number: int) -> None:
+        """The same, after the optimizer's tensors were written outside of its step. Collective, as a step is."""
+        self._wait_for_parameters()
+        if self._stream is not None:
+            self._stream.settle()
+        if self._gatherer is not None:
+            self._gatherer.free_hidden()
+        self._publish(number, anew=True)
 
     def _wait_if_compiled(self, *_: Any) -> None:
         """Something was compiled since the latest step, and compiled code does not wait by itself."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._cost import bucket_bytes
-from ._param_groups import Atomic
+from ._param_groups import Atomic, Elementwise
 
 Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
 """How units are chosen: "auto", a function that says of a module whether it is one, or the modules themselves."""
@@ -33,8 +33,10 @@ class ShardOptions:
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
         reduce: "mean" or "sum" of the gradients over the ranks.
-        atomic: Whether parameters stay whole on one rank, which optimizers need that do not work element by element,
-            such as Muon and Adafactor. True: all; or a function that says so of a param group.
+        atomic: Whether each parameter stays whole on one rank. True: all; or a function that says so of a param group.
+            Known optimizers that need whole tensors, such as Muon and Adafactor, have them anyway.
+        elementwise: Whether an optimizer of a class that par-zero does not know treats each element by itself. True:
+            all; or a function that says so of a param group.
 
     Raises:
         TypeError: A value of another type.
@@ -48,6 +50,7 @@ class ShardOptions:
     reduce_dtype: torch.dtype | None = None
     reduce: str = "mean"
     atomic: Atomic = False
+    elementwise: Elementwise = False
 
     def __post_init__(self) -> None:
         if self.bucket != "auto" and type(self.bucket) is not int:
@@ -56,6 +59,11 @@ class ShardOptions:
             raise TypeError(f"inflight is {self.inflight!r}; give a whole number of chunks, such as 2, or None")
         if not isinstance(self.atomic, bool) and not callable(self.atomic):
             raise TypeError(f"atomic is {self.atomic!r}; give True, False, or a function of a param group")
+        if not isinstance(self.elementwise, bool) and not callable(self.elementwise):
+            raise TypeError(
+                f"elementwise={self.elementwise!r}: it says so of all or of each param group; pass True, "
+                "False, or a function of a param group"
+            )
         if isinstance(self.bucket, int) and self.bucket < 1:
             raise ValueError(f"bucket is {self.bucket} bytes; give 1 or more")
         if self.inflight is not None and self.inflight < 1:

@@ -8,8 +8,14 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer
 
+from .optimizer.known import Scope
+from .optimizer.scope import scope_of
+
 Atomic = bool | Callable[[Mapping[str, Any]], bool]
 """Which param groups have tensors that their optimizer must see whole: all, none, or what a function says of each."""
+
+Elementwise = bool | Callable[[Mapping[str, Any]], bool]
+"""Which param groups have an optimizer that treats each element by itself: all, none, or as a function returns."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,6 +28,8 @@ class ParamGroup:
         number: The group's number in the optimizer.
         settings: The group's dict, with `params`.
         atomic: Whether the optimizer must see each of its tensors as a whole.
+        scope: What the class is known to look at.
+        declared: Whether the user has declared what it looks at, by `atomic` or `elementwise`.
     """
 
     optimizer: Optimizer
@@ -29,6 +37,8 @@ class ParamGroup:
     number: int
     settings: dict[str, Any]
     atomic: bool
+    scope: Scope
+    declared: bool
 
     @property
     def place(self) -> str:
@@ -55,21 +65,61 @@ def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
     for number, one in enumerate(given):
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer[{number}] is a {type(one).__name__}; give a torch.optim.Optimizer")
+        inner = _wrapped_by(one)
+        if inner is not None:
+            raise ValueError(
+                f"optimizer={type(one).__name__}: it wraps a {type(inner).__name__}, whose tensors and state shard() "
+                f"replaces; pass the {type(inner).__name__} to shard(), and wrap it afterwards"
+            )
     return list(given)
 
 
-def param_groups(optimizers: Sequence[Optimizer], atomic: Atomic) -> list[ParamGroup]:
+def _wrapped_by(optimizer: Optimizer) -> Optimizer | None:
+    """An optimizer around which another one was made, such as by a Lookahead; None if there is none."""
+    for value in vars(optimizer).values():
+        inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+        for each in inside:
+            if isinstance(each, Optimizer) and not any(own is optimizer for own in vars(each).values()):
+                return each
+    return None
+
+
+def param_groups(optimizers: Sequence[Optimizer], atomic: Atomic, elementwise: Elementwise) -> list[ParamGroup]:
     """The param groups of all optimizers.
+
+    An optimizer gets whole tensors if its class needs them, if nothing is known of it, or if `atomic` says so.
 
     Raises:
         TypeError: A function that gives something else than True or False.
+        ValueError: What is declared of a group contradicts itself, or what is known of the class.
     """
     groups = []
     for owner, optimizer in enumerate(optimizers):
         for number, settings in enumerate(optimizer.param_groups):
             whole = atomic(settings) if callable(atomic) else atomic
-            group = ParamGroup(optimizer=optimizer, owner=owner, number=number, settings=settings, atomic=whole)
-            if not isinstance(whole, bool):
-                raise TypeError(f"atomic gives {whole!r} for {group.place}; let it give True or False")
+            by_element = elementwise(settings) if callable(elementwise) else elementwise
+            scope = scope_of(optimizer, settings)
+            group = ParamGroup(
+                optimizer=optimizer,
+                owner=owner,
+                number=number,
+                settings=settings,
+                atomic=whole or (scope is not Scope.ELEMENT and not by_element),
+                scope=scope,
+                declared=whole or by_element,
+            )
+            for name, value in (("atomic", whole), ("elementwise", by_element)):
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name} gives {value!r} for {group.place}; let it give True or False")
+            if whole and by_element:
+                raise ValueError(
+                    f"atomic=True and elementwise=True for {group.place}: tensors of an optimizer that treats each "
+                    "element by itself need not stay whole; set one of them"
+                )
+            if by_element and scope in {Scope.TENSOR, Scope.MODEL}:
+                raise ValueError(
+                    f"elementwise=True for {group.place}: this class does not treat each element by itself; remove "
+                    "elementwise, or pass a function that returns False for this param group"
+                )
             groups.append(group)
     return groups

@@ -28,7 +28,7 @@ from ._check import (
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
 from ._options import Fill, ShardOptions, Units
-from ._param_groups import Atomic, ParamGroup, in_a_row, param_groups
+from ._param_groups import Atomic, Elementwise, ParamGroup, in_a_row, param_groups
 from ._stage import STAGES
 from ._tiers import Offload, offload_of
 from ._torch_private import unsaved_buffers
@@ -65,6 +65,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "mean",
     atomic: Atomic = False,
+    elementwise: Elementwise = False,
     share_of: Callable[[int], int] | None = None,
     gathers: dist.ProcessGroup | None = None,
     tensor: dist.ProcessGroup | None = None,
@@ -112,9 +113,12 @@ def shard(
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
         reduce: "mean" or "sum" of the gradients over the ranks. The mean divides by the number of ranks of `group` and
             `replicas`, and so it does for what `others` share, of whom each may name another divisor.
-        atomic: Whether parameters stay whole on one rank, which optimizers need that do not work element by element,
-            such as Muon and Adafactor. True: all; or a function that says so of a param group, which it gets as the
-            dict that it is, such as `lambda group: "ns_steps" in group`, which Muon's have.
+        atomic: Whether each parameter stays whole on one rank. True: all; or a function that says so of a param group,
+            which it gets as the dict that it is, such as `lambda group: "matrices" in group`. Optimizers of known
+            classes that need whole tensors, such as Muon and Adafactor, have them without it.
+        elementwise: Whether an optimizer treats each element by itself, as Adam does, so that it can step flat slices.
+            It is for classes that par-zero does not know, such as your own; a trial checks it. True: all; or a function
+            that says so of a param group. Without it, an unknown optimizer steps whole tensors, each on one rank.
         share_of: The number of the share that a rank of the world keeps: its position in its own `group`, such as
             `lambda rank: topology.index("data", rank)`. For parameters that ranks outside of `group` and `replicas`
             have copies of, such as a bias of a tensor group; None: the ranks ask each other, which takes longer.
@@ -163,11 +167,12 @@ def shard(
             reduce_dtype=reduce_dtype,
             reduce=reduce,
             atomic=atomic,
+            elementwise=elementwise,
         )
         optimizers = in_a_row(optimizer)
-        stepped = param_groups(optimizers, options.atomic)
+        stepped = param_groups(optimizers, options.atomic, options.elementwise)
         tiers = offload_of(offload)
-        check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
+        check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk, ranks=_most_ranks(shares))
         check_others(others, shares[0], module, options)
         check_offload(tiers, module, stepped, stage, device)
         check_groups(group, replicas, gathers, tensor)
@@ -430,6 +435,12 @@ def _planned_away(
         return offload, None
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
         return offload, plan_away(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
+
+
+def _most_ranks(shares: Sequence[Share]) -> tuple[int, int]:
+    """Over how many ranks parameters are sharded at most, and how many ranks step the same share at most."""
+    copies = [1 if share.replicas is None else dist.get_world_size(share.replicas) for share in shares]
+    return max(dist.get_world_size(share.group) for share in shares), max(copies)
 
 
 def _ranks_in(shares: Sequence[Share]) -> list[int]:

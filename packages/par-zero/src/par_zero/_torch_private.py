@@ -132,6 +132,11 @@ def item_of_dcp(name: str, box: Box, shape: Sequence[int], part: torch.Tensor) -
     )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, under any of its views. `_version` is there since torch 0.4."""
+    return tensor._version
+
+
 def has_compiled() -> bool:
     """Whether anything in this process was given to torch.compile, since the last `torch.compiler.reset`.
 
@@ -204,9 +209,31 @@ def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> No
 
     `_optimizer_step_post_hooks` is there since torch 2.0. The public method puts a hook behind the others.
     """
-    handle = optimizer.register_step_post_hook(hook)
+    handle = optimizer.register_step_post_hook(torch.compiler.disable(hook))
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+def call_last_after_step(optimizer: Optimizer, hook: Callable[[bool], None]) -> None:
+    """Registers a hook that runs after each step, after all others of this optimizer, those too that come later.
+
+    `_optimizer_step_post_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
+
+    Args:
+        optimizer: The optimizer.
+        hook: Called with whether hooks were registered later.
+    """
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    known = len(hooks) + 1
+    own = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: hook(len(hooks) > known)))
+    register = optimizer.register_step_post_hook
+
+    def register_before(other: Callable[..., Any]) -> Any:
+        handle = register(other)
+        hooks.move_to_end(own.id)
+        return handle
+
+    optimizer.register_step_post_hook = register_before  # type: ignore[assignment, method-assign]
 
 
 def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
@@ -214,7 +241,7 @@ def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Non
 
     `_optimizer_step_pre_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
     """
-    own = optimizer.register_step_pre_hook(hook)
+    own = optimizer.register_step_pre_hook(torch.compiler.disable(hook))
     hooks: Any = optimizer._optimizer_step_pre_hooks
     register = optimizer.register_step_pre_hook
 

@@ -43,7 +43,7 @@ def slow(parameters):
 
 def looked_at(offload, look):
     """A model that somebody looks at, or writes to, right after each step."""
-    module, optimizer = sharded(mlp(), 3, slow, offload=offload)
+    module, optimizer = sharded(mlp(), 3, slow, offload=offload, elementwise=True)
     seen = {}
     for step in range(4):
         loss_of(module, batch(step, width=8)).backward()
@@ -90,7 +90,7 @@ def test_who_looks_right_after_a_step_sees_all_of_it(look, tmp_path):
 def test_what_an_optimizer_counts_is_counted_once(tmp_path):
     results = []
     for offload in (None, late(tmp_path, parts={"disk": 0.6}), late(tmp_path)):
-        module, optimizer = sharded(mlp(), 3, Counting, offload=offload)
+        module, optimizer = sharded(mlp(), 3, Counting, offload=offload, elementwise=True)
         for step in range(3):
             loss_of(module, batch(step, width=8)).backward()
             optimizer.step()
@@ -119,7 +119,8 @@ def test_a_step_returns_at_once_and_a_unit_waits_for_its_own_pieces_alone(tmp_pa
     module = mlp(depth=4)
     optimizer = Gated(module.parameters(), lr=1e-2)
     offload = late(tmp_path, piece=2048)  # a piece a unit
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, units=list(module), offload=offload)
+    options = {"units": list(module), "offload": offload, "elementwise": True}
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, **options)
     tensors = optimizer.param_groups[0]["params"]
     assert len(tensors) == len(module)
     Gated.gate = threading.Semaphore(0)

@@ -25,7 +25,9 @@ def steps(make, offload, stage, step=None, *, count=4, rows=None):
     """Parameters and state after some steps, of which `step(number, optimizer, module)` makes each."""
     module = mlp()
     optimizer = make(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, offload=offload)
+    own = type(optimizer) in {Stumbling, Ignoring}
+    options = {"bucket": 300, "offload": offload, "elementwise": own}
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
     for number in range(count):
         loss_of(module, batch(number, width=8)).backward()
         if step is None:

@@ -209,7 +209,7 @@ def test_a_skipped_step_leaves_the_state_as_it_is(tmp_path):
 def test_what_an_optimizer_counts_is_counted_once(parts, tmp_path):
     results = []
     for offload in (None, on_disk(tmp_path, parts)):
-        module, optimizer = sharded(mlp(), 2, Counting, offload=offload)
+        module, optimizer = sharded(mlp(), 2, Counting, offload=offload, elementwise=True)
         for step in range(3):
             loss_of(module, batch(step, width=8)).backward()
             optimizer.step()

@@ -188,6 +188,9 @@ class NewtonSchulzAndSgd(NewtonSchulz):
                     each.sub_(change, alpha=group["lr"])
 
 
+WHICH = {"atomic": lambda group: group["matrices"], "elementwise": lambda group: not group["matrices"]}
+
+
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_a_function_says_which_groups_of_one_optimizer_need_whole_tensors(stage):
@@ -196,7 +199,7 @@ def test_a_function_says_which_groups_of_one_optimizer_need_whole_tensors(stage)
 
     module = blocks()
     optimizer = make(module)[0]
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, atomic=lambda group: group["matrices"])
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, **WHICH)
     assert {each.ndim for each in optimizer.param_groups[0]["params"]} <= {2}
     assert {each.ndim for each in optimizer.param_groups[1]["params"]} == {1}
     steps(module, [optimizer], [[batch(step, width=10)] for step in range(3)])
@@ -242,8 +245,8 @@ def test_mistakes_are_named_on_all_ranks():
     refused(ValueError, *words, module=module, optimizer=lacking, atomic=is_matrix)
     refused(ValueError, "optimizer is []", module=module, optimizer=[])
     refused(TypeError, "optimizer[1] is a str", module=module, optimizer=[adamw(rest), "adamw"])
-    words = ("NewtonSchulz does not treat each element by itself", "atomic=True")
-    refused(ValueError, *words, module=module, optimizer=pair_of(module))
+    words = ("elementwise=True for param_groups[0] of the NewtonSchulz", "a trial raises ValueError", "atomic=True")
+    refused(ValueError, *words, module=module, optimizer=pair_of(module), elementwise=True)
     words = ("atomic gives 'yes' for param_groups[0] of the NewtonSchulz", "True or False")
     refused(TypeError, *words, module=module, optimizer=pair_of(module), atomic=lambda _: "yes")
     on_one = NewtonSchulz(matrices), adamw(rest)
@@ -301,7 +304,9 @@ def test_one_norm_of_all_gradients_is_refused_where_a_rank_has_parts():
     module = blocks()
     cut_in_two(module)
     words = ("JointlyScaled steps a parameter by what it sees of all", "'0.0.weight'", "tensor ranks")
-    refused(ValueError, *words, module=module, optimizer=JointlyScaled(module.parameters()), stage=0, group=group)
+    given = {"module": module, "optimizer": JointlyScaled(module.parameters()), "stage": 0, "group": group}
+    refused(ValueError, *words, **given, atomic=True)
+    refused(ValueError, "optimizer=JointlyScaled", "'0.0.weight'", "pass elementwise=True", **given)
 
 
 @pytest.mark.ranks(4)

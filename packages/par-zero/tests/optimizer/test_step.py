@@ -156,7 +156,9 @@ class Shrinking(torch.optim.AdamW):
 def test_a_step_that_calls_its_parent_s_is_one_step_though_torch_calls_hooks_for_both(stage):
     """Torch does so as soon as there is an optimizer of the parent's class."""
     adamw(mlp().parameters())
-    module, optimizer = sharded(mlp(), stage, lambda parameters: Shrinking(parameters, lr=1e-2, eps=1e-3))
+    module, optimizer = sharded(
+        mlp(), stage, lambda parameters: Shrinking(parameters, lr=1e-2, eps=1e-3), elementwise=True
+    )
     reference = mlp()
     its = Shrinking(reference.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
@@ -183,7 +185,7 @@ def stumble(*_):
 def test_a_step_that_has_failed_before_it_began_is_made_when_it_is_called_again(stage, where):
     results = []
     for fails in (False, True):
-        module, optimizer = sharded(mlp(), stage, lambda parameters: Stumbling(parameters, lr=1e-2))
+        module, optimizer = sharded(mlp(), stage, lambda parameters: Stumbling(parameters, lr=1e-2), elementwise=True)
         for step in range(3):
             loss_of(module, batch(step, width=8)).backward()
             if step == 1 and fails:

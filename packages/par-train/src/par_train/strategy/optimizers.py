@@ -1,13 +1,13 @@
 """Whether an optimizer sees of a model what it needs: some look at whole tensors, or at all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, ProcessGroups, sharding_of
-from par_zero import looks_at_all_tensors, looks_at_whole_tensors
+from par_zero import Scope, contradiction, scope_of
 
 
 def joined(given: Any) -> Any:
@@ -17,13 +17,47 @@ def joined(given: Any) -> Any:
     return given
 
 
-def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups: ProcessGroups, *, alone: bool) -> None:
+def declared(option: Any, group: Mapping[str, Any]) -> bool:
+    """Return what `atomic` or `elementwise` of `par_zero.shard` says of a param group.
+
+    Args:
+        option: True, False, or a function of a param group.
+        group: The param group.
+    """
+    return bool(option(group) if callable(option) else option)
+
+
+def needs_whole(optimizer: Optimizer | None, options: Mapping[str, Any]) -> bool:
+    """Return whether any param group of an optimizer has whole tensors under par-zero.
+
+    Args:
+        optimizer: The optimizer.
+        options: The keywords of `par_zero.shard`.
+    """
+    every = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer] if optimizer else []
+    return any(
+        declared(options.get("atomic", False), group)
+        or (scope_of(one, group) is not Scope.ELEMENT and not declared(options.get("elementwise", False), group))
+        for one in every
+        for group in one.param_groups
+    )
+
+
+def check_sees_enough(
+    optimizer: Optimizer,
+    models: Sequence[nn.Module],
+    groups: ProcessGroups,
+    options: Mapping[str, Any],
+    *,
+    alone: bool,
+) -> None:
     """Checks that what an optimizer does to a parameter does not depend on how many ranks there are.
 
     Args:
         optimizer: The optimizer, which has not stepped.
         models: What it trains.
         groups: The groups of ranks along each axis.
+        options: The keywords of `par_zero.shard`, by which a user declares how an optimizer works.
         alone: Whether it will step the models' own parameters. Else par-zero has a look, which can gather tensors.
 
     Raises:
@@ -31,18 +65,33 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
     """
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:
-            check_sees_enough(one, models, groups, alone=alone)
+            check_sees_enough(one, models, groups, options, alone=alone)
         return
     kind, parts = type(optimizer).__name__, [axis for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
     names = {parameter: name for model in models for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups) if parts or alone else ():
-        if parts and looks_at_all_tensors(optimizer, group):
+        scope = scope_of(optimizer, group)
+        by_element, whole = (declared(options.get(name, False), group) for name in ("elementwise", "atomic"))
+        if parts and scope is Scope.MODEL:
             raise ValueError(
                 f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
                 f"all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks sees a part; take another "
                 f"optimizer, or {parts[0]}=1"
             )
-        if not alone or not looks_at_whole_tensors(optimizer, group):
+        if parts and scope is Scope.UNKNOWN and not (by_element or whole):
+            raise ValueError(
+                f"optimizer={kind}: par-zero does not know what this class looks at, and each of "
+                f"{groups.size(parts[0])} {parts[0]} ranks has some of the parameters; pass zero=dict(stage=..., "
+                "elementwise=True) if it treats each element by itself, or else atomic=True there"
+            )
+        if parts and scope is Scope.UNKNOWN:
+            problem = contradiction(optimizer, group, Scope.ELEMENT if by_element else Scope.TENSOR)
+            if problem:
+                raise ValueError(
+                    f"{'elementwise' if by_element else 'atomic'}=True for param_groups[{number}] of the {kind}: a "
+                    f"trial shows that {problem}; use another optimizer, or set {parts[0]}=1"
+                )
+        if not alone or scope is Scope.ELEMENT or by_element:
             continue
         for parameter in group["params"]:
             record = sharding_of(parameter)

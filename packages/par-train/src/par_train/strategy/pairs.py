@@ -1,11 +1,13 @@
 """Which optimizer trains which models, by the identity of their parameters. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from par_groups import has_stepped
 
 from ..plan.strategy_plan import Sizes
 from .mixture.factor import LossFactor
@@ -73,7 +75,7 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
 
 def _models_of(optimizer: Optimizer, owner: dict[int, int]) -> set[int]:
     kind = type(optimizer).__name__
-    if not all(isinstance(state, Mapping) and state.get("step") == 0 for state in optimizer.state.values()):
+    if has_stepped(optimizer):
         raise ValueError(f"the {kind} has stepped already; initialize first, then load its state from a checkpoint")
     if any(isinstance(parameter, Tensor) and parameter.is_meta for parameter in optimizer.state):  # Adagrad's
         raise ValueError(

@@ -25,7 +25,7 @@ from ..plan.pipeline import pipe
 from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
-from .optimizers import check_partial_sums, check_sees_enough, cut_state_
+from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
 from .plugin import Plugin
 from .setup import Setup
 from .stages import Stages, build_model_stages, build_stages, leave_foreign_
@@ -52,7 +52,8 @@ class Adopted(Plugin):
         if optimizer is not None:
             cut_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, Zero) for plugin in strategy.plugins):
-            check_sees_enough(optimizer, [model], strategy.groups, alone=True)  # only now are there records
+            options = strategy.options.zero_keywords
+            check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)  # only now are there records
         return model
 
 
@@ -284,7 +285,7 @@ class Zero(Plugin):
         keywords["inflight"] = strategy.inflight_of(others)
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
-        if keywords.get("atomic") and strategy.groups.size("tensor") > 1:
+        if strategy.groups.size("tensor") > 1 and needs_whole(optimizer, keywords):
             check_partial_sums(model, strategy.groups)
             keywords = {"tensor": strategy.groups["tensor"], **keywords}
         return shard(model, optimizer, group=group, **keywords)[0]

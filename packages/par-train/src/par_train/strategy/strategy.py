@@ -61,7 +61,8 @@ class Strategy(Setup):
     Args:
         parallel: Sizes and modes of the axes, as `par_groups.Topology.from_config` takes them; None: data parallel.
         precision: Precision of weights and arithmetic, such as "bf16"; see `par_precision.mixed`.
-        zero: The ZeRO stage, or a mapping with `stage` and further keywords of `par_zero.shard`.
+        zero: The ZeRO stage, or a mapping with `stage` and further keywords of `par_zero.shard`, such as
+            dict(stage=1, elementwise=True) for an optimizer of your own that treats each element by itself.
         clip_norm: Largest norm of all gradients together, to which they are scaled down; None never clips.
         pipeline: `schedule` and `microbatches` of `execute_pipeline`, and further keywords of `par_pipeline.Pipeline`.
         mixed: Further keywords of `par_precision.mixed`, such as `scale`.
@@ -325,7 +326,7 @@ class Strategy(Setup):
             alone = not any(isinstance(plugin, Zero) for plugin in self.plugins)
             for pair in pairs:
                 if pair.optimizer is not None:
-                    check_sees_enough(pair.optimizer, pair.models, self.groups, alone=alone)
+                    check_sees_enough(pair.optimizer, pair.models, self.groups, self.options.zero_keywords, alone=alone)
             models = [model for pair in pairs for model in pair.models]
             for pair in pairs if sequence_ranks > 1 else ():
                 for model in pair.models:

@@ -60,7 +60,7 @@ def chunk_sizes(
     """
     options = options or ShardOptions()
     cuts = STAGES[stage]
-    groups = param_groups(in_a_row(optimizer), options.atomic)
+    groups = param_groups(in_a_row(optimizer), options.atomic, options.elementwise)
     units = choose_units(module, options.units, options.bucket_of(ranks)) if cuts.shards_parameters else [[module]]
     share_of = {parameter: number for number, (shared, _) in enumerate(others, 1) for parameter in shared}
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in members_of(module, groups, cuts)]

@@ -1,18 +1,22 @@
-"""Whether an optimizer may step flat shares: it is tried, because no optimizer says of itself how it works.
+"""A trial of an optimizer: it checks what the user has declared, and shows what state the class keeps.
 
-An optimizer that is to hold a flat share must treat each element by itself, as Adam does; one that looks at a tensor's
-shape or norm (Muon, Adafactor, LARS) would do something else to a part of it. And from stage 1 on no rank has all
-tensors, so it must treat each tensor by itself; one that divides by the norm of all gradients does not. A list of names
-would not know the optimizers that users write. So an optimizer of the same class and settings makes three steps with
-the same 39 numbers, given in three ways:
+A trial proves nothing of an optimizer that treats each element by itself in a few steps and does not later. So the
+table in `known`, or the user, says how a class works, and a trial can only contradict. An optimizer of the same class
+and settings steps the same numbers several times, in float64:
 
-    as they are      one optimizer has two tensors, of 4 x 6 and 3 x 5 elements
-    as one           one optimizer has one flat tensor of all 39         -> other numbers: it looks at whole tensors
-    each alone       two optimizers have one of the two tensors each     -> other numbers: it looks at all tensors
+    as they are    one optimizer has three tensors, the largest of 8,192 elements
+    each alone     three optimizers have one of the tensors each     -> other numbers: it looks at all tensors
+    others louder  all gradients but those of the first tensor are a thousand times larger
+                                                      -> another first tensor: it looks at all tensors
+    as one         one optimizer has one flat tensor of all elements -> other numbers: it looks at whole tensors
+    half louder    gradients are a thousand times larger from the middle of each tensor on
+                                                      -> another first half: it looks at whole tensors
 
-Numbers are compared with a tolerance, since vector kernels round differently where a tensor ends.
+A learning rate of a warm-up moves next to nothing, so there is a second round with a learning rate of 0.1. Gradients
+point in nearly one direction, in which methods that estimate their step size come to move.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,40 +24,145 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .known import Scope
 from .step import is_per_element
 from .twin import twin_of
 
 _STEPS = 3
+_TRIAL_STEPS = 6
+_SHAPES = ((64, 128), (4, 6), (3, 5))
 
 Tensors = Sequence[torch.Tensor]
 
 
-def looks_at_whole_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer treats an element by what else is in its tensor, or whether no step can be made to tell.
+def contradiction(optimizer: Optimizer, group: Mapping[str, Any], scope: Scope) -> str | None:
+    """Return what speaks against an optimizer looking at no more than `scope`; None if a trial shows nothing.
 
     Args:
         optimizer: The optimizer whose class is tried; it is not touched.
         group: The param group whose settings are tried.
+        scope: `Scope.ELEMENT` or `Scope.TENSOR`.
+
+    Raises:
+        Exception: What a step of the trial has raised.
     """
-    with torch.random.fork_rng(devices=[]):  # an optimizer that draws numbers gets others each time, and is refused
-        as_they_are = _stepped(optimizer, group, lambda tensors: [tensors])
-        as_one = _stepped(optimizer, group, lambda tensors: [[torch.cat([tensor.flatten() for tensor in tensors])]])
-    return as_they_are is None or as_one is None or not _alike(as_they_are, as_one)
+    rates: list[float | None] = [None]
+    if isinstance(group.get("lr"), int | float | torch.Tensor):
+        rates.append(0.1)
+    with torch.random.fork_rng(devices=[]):
+        for rate in rates:
+            found = _contradiction(_Trial(optimizer, group, rate), scope)
+            if found:
+                return found
+    return None
 
 
-def looks_at_all_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer treats a tensor by what is in the others.
+def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a step draws from torch's generator, so that ranks that repeat the step would differ.
 
     Args:
         optimizer: The optimizer whose class is tried; it is not touched.
         group: The param group whose settings are tried.
+
+    Raises:
+        Exception: What a step of the trial has raised.
     """
-    with torch.random.fork_rng(devices=[]):  # an optimizer that draws numbers gets the same ones both times
-        torch.default_generator.manual_seed(0)
-        as_they_are = _stepped(optimizer, group, lambda tensors: [tensors])
-        torch.default_generator.manual_seed(0)
-        each_alone = _stepped(optimizer, group, lambda tensors: [[tensor] for tensor in tensors])
-    return as_they_are is not None and each_alone is not None and not _alike(as_they_are, each_alone)
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        _Trial(optimizer, group, None).run(lambda tensors: [tensors], seeds=False)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _contradiction(trial: "_Trial", scope: Scope) -> str | None:
+    as_they_are, twins = trial.run(lambda tensors: [tensors])
+    each_alone, _ = trial.run(lambda tensors: [[tensor] for tensor in tensors])
+    louder, _ = trial.run(lambda tensors: [tensors], louder=lambda number, _: number > 0)
+    first = as_they_are[0].numel()
+    if trial.differs(as_they_are, each_alone) or trial.differs(as_they_are, louder, first):
+        return "it updates a tensor by what is in other tensors"
+    if scope is not Scope.ELEMENT:
+        return None
+    flat, _ = trial.run(lambda tensors: [[torch.cat([tensor.flatten() for tensor in tensors])]])
+    if trial.differs(as_they_are, flat):
+        return "it updates a flat tensor otherwise than a tensor of another shape"
+    half, _ = trial.run(lambda tensors: [tensors], louder=lambda _, place: place >= 0.5)
+    if trial.differs(as_they_are, half, first // 2):
+        return "it updates an element by what else is in its tensor"
+    return _odd_state(twins[0])
+
+
+def _odd_state(twin: Optimizer) -> str | None:
+    """What a slice of a tensor cannot keep: state that has no number for each element, nor one for all."""
+    for parameter, state in twin.state.items():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            is_number = isinstance(value, torch.Tensor) and value.numel() <= 1
+            if is_number or isinstance(value, int | float | complex | str | None):
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.bool:
+                continue
+            kind = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+            return f"its state {name!r} of a tensor of shape {tuple(parameter.shape)} is {kind}"
+    return None
+
+
+class _Trial:
+    """Steps of an optimizer with tensors of the trial.
+
+    Args:
+        optimizer: The optimizer whose class is tried.
+        group: The param group whose settings are tried.
+        rate: Another learning rate; None: that of the group.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], rate: float | None) -> None:
+        self._optimizer, self._group, self._rate = optimizer, group, rate
+        generator = torch.Generator().manual_seed(0)
+        self._start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+        self._direction = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+
+    def run(
+        self,
+        arrange: Callable[[Tensors], Sequence[Tensors]],
+        louder: Callable[[int, torch.Tensor], Any] | None = None,
+        *,
+        seeds: bool = True,
+    ) -> tuple[list[torch.Tensor], list[Optimizer]]:
+        """Return the numbers after a few steps, and the optimizers.
+
+        Args:
+            arrange: Returns the tensors of each optimizer.
+            louder: Called with the number of a tensor and the places of its elements, from 0 to 1: which gradients
+                are a thousand times larger.
+            seeds: Whether torch's generator starts at the same place each time.
+        """
+        if seeds:
+            torch.default_generator.manual_seed(0)
+        parameters = [[nn.Parameter(tensor.clone()) for tensor in own] for own in arrange(self._start)]
+        twins = [_twin(self._optimizer, self._group, own, self._rate) for own in parameters]
+        noise = torch.Generator().manual_seed(1)
+        for _ in range(_TRIAL_STEPS):
+            gradients = []
+            for number, direction in enumerate(self._direction):
+                drawn = torch.randn(direction.shape, generator=noise, dtype=torch.float64)
+                gradient = direction + 0.3 * drawn
+                if louder is not None:
+                    places = torch.linspace(0, 1, gradient.numel()).view(gradient.shape)
+                    gradient = torch.where(torch.as_tensor(louder(number, places)), 1000 * gradient, gradient)
+                gradients.append(gradient)
+            for own, given in zip(parameters, arrange(gradients), strict=True):
+                for parameter, gradient in zip(own, given, strict=True):
+                    parameter.grad = gradient.clone()
+            for twin in twins:
+                twin.step()
+        return [parameter.detach() for own in parameters for parameter in own], twins
+
+    def differs(self, one: Tensors, other: Tensors, count: int | None = None) -> bool:
+        """Return whether the first `count` numbers differ by more than a thousandth of the largest move."""
+        a, b, start = (torch.cat([tensor.flatten() for tensor in each])[:count] for each in (one, other, self._start))
+        move = (a - start).nan_to_num().abs().max().item()
+        return not torch.allclose(a, b, rtol=0, atol=1e-3 * move + 1e-12, equal_nan=True)
 
 
 def slots_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -97,48 +206,25 @@ def _state_of_steps(
     return parameter, twin.state.get(parameter, {})
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-def _stepped(
-    optimizer: Optimizer, group: Mapping[str, Any], arrange: Callable[[Tensors], Sequence[Tensors]]
-) -> torch.Tensor | None:
-    """The 39 numbers after a few steps; None if the optimizer refuses a step.
-
-    Args:
-        optimizer: The optimizer whose class is tried.
-        group: The param group whose settings are tried.
-        arrange: Gives of the two tensors those of each optimizer that is to step.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> Sequence[Tensors]:
-        return arrange([torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator)])
-
-    parameters = [[nn.Parameter(tensor) for tensor in tensors] for tensors in draw()]
-    twins = [_twin(optimizer, group, own) for own in parameters]
-    for _ in range(_STEPS):
-        for own, gradients in zip(parameters, draw(), strict=True):
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
-        try:
-            for twin in twins:
-                twin.step()
-        except (TypeError, ValueError, RuntimeError, LookupError, AssertionError):
-            return None  # it takes matrices alone, or needs more than gradients
-    return torch.cat([parameter.detach().flatten() for own in parameters for parameter in own])
-
-
-def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+def _twin(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter], rate: float | None = None
+) -> Optimizer:
     """An optimizer of the same class and settings, for other parameters and on the CPU."""
     settings = {name: _on_cpu(value) for name, value in group.items() if name not in ("params", "param_names")}
-    if "lr" in settings and float(settings["lr"]) == 0:  # before a warm-up, in which nothing would move
-        settings["lr"] = 1e-2
+    lr = settings.get("lr")
+    if isinstance(lr, int | float | torch.Tensor) and (rate is not None or float(lr) == 0):
+        rate = 1e-2 if rate is None else rate  # with 0, before a warm-up, nothing would move
+        settings["lr"] = torch.full_like(lr, rate) if isinstance(lr, torch.Tensor) else rate
+    if settings.get("train_mode") is False:  # schedule-free optimizers step in this mode only
+        settings["train_mode"] = True
     if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
         settings |= {"capturable": False, "foreach": False}
     twin = twin_of(optimizer, {**settings, "params": parameters})
-    for name, value in optimizer.__dict__.items():
+    for name, value in optimizer.__dict__.items():  # what a step may change in place
+        if name in twin.__dict__ and name not in ("param_groups", "state") and isinstance(value, dict | list | set):
+            twin.__dict__[name] = copy.copy(twin.__dict__[name])
+        if name in twin.__dict__ and isinstance(value, torch.Tensor):
+            twin.__dict__[name] = _on_cpu(value)
         if isinstance(value, torch.Generator) and value.device.type == "cpu":
             twin.__dict__[name] = torch.Generator().set_state(value.get_state())
     for original in [parameter for parameter in group["params"] if parameter.numel()][:1]:
@@ -153,4 +239,6 @@ def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    return copy.deepcopy(value) if isinstance(value, dict | list | set) else value

@@ -29,12 +29,19 @@ def rewire_(
         cuts: Into which ranges a chunk is cut; None: one for each param group.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
+    whole_of: dict[nn.Parameter, nn.Parameter | None] = {}
     made = dict(optimizer.state)
     optimizer.state.clear()
     for chunk in chunks:
         chunk.slices = [] if chunk.assembled else list(_slices(chunk, (cuts or {}).get(chunk)))
         for part in chunk.slices:
             by_group[part.group].append(part.tensor)
+            if chunk.layout.atomic:
+                whole_of[part.tensor] = next(
+                    member.parameter
+                    for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True)
+                    if (start, stop) == (part.start, part.stop)
+                )
             state = _cut_state(made, chunk, part)
             if state:
                 optimizer.state[part.tensor] = state
@@ -43,7 +50,10 @@ def rewire_(
     for number, tensor in wholes:
         by_group[number].append(tensor)
     for number, group in enumerate(optimizer.param_groups):
-        group["params"] = by_group[first + number]
+        order = {parameter: place for place, parameter in enumerate(group["params"])}
+        held = by_group[first + number]
+        # Whole tensors stay in the user's order, by which an optimizer may draw numbers, or add up a norm.
+        group["params"] = sorted(held, key=lambda tensor: order.get(whole_of.get(tensor), -1))
         group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names
 
 
@@ -58,14 +68,6 @@ def _slices(chunk: Chunk, ranges: Sequence[Range] | None) -> Iterator[Slice]:
         yield Slice(
             tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier, in_pieces=part.in_pieces
         )
-
-
-def is_fresh(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has not stepped. Some make their state before, such as Adagrad, with a `step` of 0."""
-    return all(
-        isinstance(state, Mapping) and (not state or ("step" in state and float(state["step"]) == 0))
-        for state in optimizer.state.values()
-    )
 
 
 def is_per_element(name: str, value: object, shape: torch.Size) -> bool:

@@ -1,0 +1,172 @@
+"""Whether an optimizer can step what a rank has: by the table of classes, a declaration of the user, and a trial."""
+
+import warnings
+from collections.abc import Container, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from .._param_groups import ParamGroup
+from .._stage import STAGES
+from ..layout.records import part_of_a_whole
+from .known import Scope
+from .probe import contradiction, draws_numbers
+
+
+def check_way_of_working(
+    groups: Sequence[ParamGroup],
+    names: Mapping[nn.Parameter, str],
+    stage: int,
+    tensor: dist.ProcessGroup | None,
+    *,
+    in_pieces: bool,
+    ranks: tuple[int, int],
+) -> None:
+    """Check that an optimizer steps what its param groups hold, and needs no more of it than a rank has.
+
+    Args:
+        groups: The optimizer's param groups.
+        names: The module's parameters, and their names.
+        stage: The ZeRO stage, as a number.
+        tensor: The ranks that have other parts of what must be seen whole, or None.
+        in_pieces: Whether the optimizer steps piece by piece, whatever the stage.
+        ranks: Over how many ranks parameters are sharded, and how many ranks are replicas of each other.
+
+    Raises:
+        ValueError: It does not, or it needs more.
+    """
+    optimizer = groups[0].optimizer
+    kind = type(optimizer).__name__
+    for attribute, value in optimizer.__dict__.items():
+        if attribute not in ("param_groups", "state", "defaults") and _contains_any(value, names):
+            raise ValueError(
+                f"the {kind} keeps parameters in its attribute {attribute!r} too, and would go on with those instead "
+                "of the flat ones that shard() puts into its param groups; take an optimizer that reads param_groups "
+                "alone"
+            )
+    parts = {
+        names[parameter]: record
+        for group in groups
+        for parameter in group.settings["params"]
+        if (record := part_of_a_whole(parameter)) is not None
+    }
+    shards, replicas = ranks
+    sharded = STAGES[stage].shards_state and shards > 1
+    tried = set()
+    for group in groups:
+        settings = repr([(key, value) for key, value in group.settings.items() if key not in ("params", "param_names")])
+        if (settings, group.atomic) in tried:
+            continue
+        tried.add((settings, group.atomic))
+        if group.scope is Scope.UNKNOWN:
+            repeats = replicas * (1 if sharded else shards) > 1
+            _try_unknown(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces, repeats=repeats)
+        if group.scope is Scope.MODEL and (sharded or parts or in_pieces):
+            raise _sees_all(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces)
+    for group in groups:
+        for parameter in group.settings["params"]:
+            name = names[parameter]
+            if group.atomic and name in parts and optimizer.state.get(parameter):
+                raise ValueError(
+                    f"the {kind} has made state for {name!r} before its first step, and each rank has a part of that "
+                    "only; take an optimizer that makes it in the first step"
+                )
+            if group.atomic and name in parts and tensor is None:
+                record = parts[name]
+                raise ValueError(
+                    f"the {kind} would step a part of {name!r} as if it were the whole: this rank has "
+                    f"{record.local_numel} of {record.numel} elements, of shape {tuple(record.shape)}, and "
+                    f"{group.place} are atomic; pass tensor=, the group of the ranks that have the rest, or give the "
+                    "parameter to an optimizer that works element by element"
+                )
+
+
+def _sees_all(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool) -> ValueError:
+    """The error about an optimizer that looks at all tensors, of which a rank has some.
+
+    Args:
+        group: One of its param groups.
+        stage: The stage; 0 if its state is not sharded.
+        cut: The name of a parameter that is cut over tensor ranks, if there is one.
+        in_pieces: Whether the optimizer steps piece by piece.
+    """
+    kind = type(group.optimizer).__name__
+    place = f"the {kind} steps a parameter by what it sees of all (param_groups[{group.number}])"
+    if stage:
+        return ValueError(
+            f"{place}, such as one norm of all gradients, and from stage 1 on no rank sees all; pass stage=0, or take "
+            "another optimizer"
+        )
+    if in_pieces:
+        return ValueError(
+            f"{place}, such as one norm of all gradients, and state on a disk is stepped piece by piece; leave offload "
+            "out, or take another optimizer"
+        )
+    return ValueError(
+        f"{place}, such as one norm of all gradients, and of {cut!r} each rank sees a part; take another optimizer, or "
+        "do not cut parameters over tensor ranks"
+    )
+
+
+def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool, repeats: bool) -> None:
+    """Checks an optimizer of a class that is not known, by a trial of what it may look at.
+
+    Args:
+        group: One of its param groups.
+        stage: The stage; 0 if its state is not sharded.
+        cut: The name of a parameter that is cut over tensor ranks, if there is one.
+        in_pieces: Whether the optimizer steps piece by piece.
+        repeats: Whether several ranks step the same tensors.
+    """
+    kind = type(group.optimizer).__name__
+    if not group.declared and (cut is not None or in_pieces):
+        place = "state on a disk is stepped piece by piece" if cut is None else f"each rank has a part of {cut!r}"
+        raise ValueError(
+            f"optimizer={kind}: par-zero does not know what this class looks at, and {place}; pass elementwise=True if "
+            "it treats each element by itself, or else atomic=True"
+        )
+    problem: str | None = None
+    try:
+        if stage or cut is not None or in_pieces or not group.atomic:
+            problem = contradiction(group.optimizer, group.settings, Scope.TENSOR if group.atomic else Scope.ELEMENT)
+        draws = repeats and problem is None and draws_numbers(group.optimizer, group.settings)
+    except Exception as error:  # whatever it is, its step cannot be made outside of the user's loop
+        draws, raised = False, f"{type(error).__name__}: {error}"
+        if not group.atomic:
+            raise ValueError(
+                f"elementwise=True for {group.place}: a step of a trial raises {raised}; pass atomic=True instead, "
+                "with which each tensor stays whole on one rank"
+            ) from error
+        if stage and not group.declared:
+            raise ValueError(
+                f"optimizer={kind}: par-zero does not know what this class looks at, and a step of a trial raises "
+                f"{raised}; pass atomic=True if it updates each tensor by itself, or stage=0"
+            ) from error
+    if draws:
+        raise ValueError(
+            f"optimizer={kind}: its step draws random numbers from torch's generator, others on each rank that "
+            "repeats the step, so weights would differ; use a generator of its own with one seed on all ranks"
+        )
+    if problem is not None and group.atomic:
+        raise _sees_all(group, stage, cut, in_pieces=in_pieces)
+    if problem is not None:
+        raise ValueError(
+            f"elementwise=True for {group.place}: a trial shows that {problem}; pass atomic=True instead, with which "
+            "each tensor stays whole on one rank"
+        )
+    if stage and not group.declared and dist.get_rank() == 0:
+        warnings.warn(
+            f"optimizer={kind}: par-zero does not know what this class looks at, so each tensor stays whole on one "
+            "rank; set elementwise=True if it treats each element by itself, which shares the work evenly, or "
+            "atomic=True",
+            stacklevel=5,
+        )
+
+
+def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
+    """Whether a collection, as an optimizer may keep one for itself, contains one of some parameters."""
+    if isinstance(value, Mapping):  # an optimizer does not step the keys, about which it knows something
+        return _contains_any(list(value.values()), parameters)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_contains_any(item, parameters) for item in value)
+    return isinstance(value, nn.Parameter) and value in parameters

@@ -1,0 +1,81 @@
+"""What an optimizer looks at, found by its class in the table of `known`."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .known import KNOWN, WIDER, Scope
+
+_NOT_IN_A_STEP = {
+    *("__init__", "__repr__", "__setstate__", "__getstate__", "__init_subclass__", "__class_getitem__"),
+    *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__", "__annotate_func__"),
+    *("__annotations_cache__", "__firstlineno__", "__static_attributes__", "__slots__", "__parameters__"),
+    *("__orig_bases__", "__abstractmethods__", "_abc_impl", "__hash__", "__eq__", "__reduce__", "__deepcopy__"),
+    *("zero_grad", "state_dict", "load_state_dict", "add_param_group"),
+}
+"""Names that a subclass of a listed class may define: its step does the same."""
+
+
+def scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Scope:
+    """Return what an optimizer looks at when it updates an element of a param group.
+
+    A subclass counts as the listed class that it comes from if it leaves everything of that class as it is that a step
+    may call. One with a `step`, `train` or `eval` of its own is unknown.
+
+    Args:
+        optimizer: The optimizer.
+        group: The param group, some of whose settings may widen the scope.
+    """
+    if _has_own_step(optimizer):
+        return Scope.UNKNOWN
+    classes = type(optimizer).__mro__
+    for number, kind in enumerate(classes):
+        package, scope = _listed(kind)
+        if scope is Scope.UNKNOWN:
+            continue
+        if any(_changes_step(below, kind) for below in classes[:number]):
+            return Scope.UNKNOWN
+        wider = [more for name, more in WIDER.get(package, {}).items() if group.get(name)]
+        return max([scope, *wider], key=list(Scope).index)
+    return Scope.UNKNOWN
+
+
+def _changes_step(below: type, listed: type) -> bool:
+    """Whether a subclass defines something that a step of its listed class may call."""
+    names = {name for name in vars(below) if hasattr(listed, name) or name in {"train", "eval"}} - _NOT_IN_A_STEP
+    step: Any = getattr(listed, "step", None)
+    if "step" in names and inspect.unwrap(below.__dict__["step"]) is inspect.unwrap(step):
+        names.remove("step")  # torch puts a wrapper with hooks into the class of the first optimizer that is made
+    return bool(names)
+
+
+def _listed(kind: type) -> tuple[str, Scope]:
+    """The package under which a class is listed, and its scope."""
+    module = kind.__module__
+    while module:
+        for scope, names in KNOWN.get(module, {}).items():
+            if kind.__qualname__ in names.split():
+                return module, scope
+        module = module.rpartition(".")[0]
+    return "", Scope.UNKNOWN
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether a function that is not the class's was put in the place of this optimizer's `step`.
+
+    An lr scheduler and torch.compile put one there too, which wraps the class's.
+    """
+    replaced = vars(optimizer).get("step")
+    if replaced is None:
+        return False
+    steps = {inspect.unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
+    seen: set[int] = set()
+    while replaced is not None and id(replaced) not in seen:
+        if replaced in steps:
+            return False
+        seen.add(id(replaced))
+        inner = (getattr(replaced, name, None) for name in ("_torchdynamo_orig_callable", "__func__", "__wrapped__"))
+        replaced = next((each for each in inner if each is not None), None)
+    return True

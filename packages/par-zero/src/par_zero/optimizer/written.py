@@ -1,0 +1,233 @@
+"""What is written to an optimizer's tensors outside of its step: by `eval()`, a hook, or a Lookahead around it.
+
+At stages 1 and 2 a step gathers parameters, so that what is written to a rank's share later would stay on that rank.
+Torch counts what is written to a tensor in place, which a look at a few counters shows. `.data` would give a tensor
+with a counter of its own; so between steps the tensors are of a class whose `.data` has the same counter.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from .._torch_private import call_last_after_step, version_of
+from ..layout.chunk import Chunk
+from ..layout.sharers import Sharers
+
+
+class WatchedParameter(nn.Parameter):
+    """A tensor of an optimizer between two steps."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor for autograd-free use. What is written to it is counted as if it were written to the tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Copies the values: the memory is a part of a chunk, which would not follow."""
+        self.detach().copy_(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_ordinary(self):
+            return self.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_ordinary(self):
+            return self.__deepcopy__(memo)
+
+
+@contextmanager
+def _as_ordinary(tensor: nn.Parameter) -> Iterator[None]:
+    """Inside, a watched tensor is an ordinary parameter, which is what a copy of it shall be."""
+    tensor.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        tensor.__class__ = WatchedParameter
+
+
+class Watch:
+    """Watches the tensors of an optimizer between two steps.
+
+    Tensors that are stepped piece by piece keep their class, since a step gives them other memory for its time.
+
+    Args:
+        chunks: The chunks whose slices the optimizer holds.
+        late: Whether pieces are stepped while the next forward runs. They are watched from `settled` on.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, late: bool = False) -> None:
+        slices = [part for chunk in chunks for part in chunk.slices]
+        tensors = [part.tensor for part in slices if not part.in_pieces]
+        tensors += [whole for chunk in chunks for whole in chunk.wholes]
+        self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
+        # Slices of one buffer have one counter, so that few have to be looked at.
+        self._counted = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+        self._pieces, self._late = [part.tensor for part in slices if part.in_pieces], late
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """All ranks have what the tensors hold now."""
+        self._versions = _versions(self._counted if self._late else [*self._counted, *self._pieces])
+        for tensor, _ in self._tensors:
+            tensor.__class__ = WatchedParameter
+
+    def settled(self, *_: object) -> None:
+        """No step is under way any more."""
+        known = {tensor for tensor, _ in self._versions}
+        self._versions += _versions([tensor for tensor in self._pieces if tensor not in known])
+
+    def end(self) -> None:
+        """A step begins, whose foreach and fused kernels take ordinary parameters only.
+
+        Until `begin`, nothing is found: a step that fails on one rank must not have that rank alone gather.
+        """
+        self._versions = []
+        for tensor, _ in self._tensors:
+            tensor.__class__ = nn.Parameter
+
+    def put_back_(self) -> None:
+        """Brings what a step has made new tensors of, as `p.data = p.data - update` does, to its place in the chunk."""
+        for tensor, place in self._tensors:
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor.detach())
+                tensor.data = place
+
+    @property
+    def found(self) -> bool:
+        """Whether anything was written to the tensors since `begin`, as far as this rank can see."""
+        return any(version_of(tensor) != version for tensor, version in self._versions)
+
+
+def _versions(tensors: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
+    """Tensors, and how often each of them was written. Torch does not count writes to tensors of inference mode."""
+    return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
+
+
+def all_see(chunks: Iterable[Chunk]) -> bool:
+    """Return whether each rank has a tensor of each param group that another rank has one of.
+
+    Code that runs alike on all ranks then writes to a tensor on all of them, or on none.
+
+    Args:
+        chunks: The chunks whose slices an optimizer holds.
+    """
+    of_ranks: dict[int, list[set[int]]] = {}
+    for chunk in chunks:
+        if chunk.assembled:
+            return False
+        layout = chunk.layout
+        found = of_ranks.setdefault(chunk.members[0].share, [set() for _ in range(layout.ranks)])
+        for rank, groups in enumerate(found):
+            groups.update(part.group for part in layout.slices(*layout.share(rank)))
+    every = {group for found in of_ranks.values() for groups in found for group in groups}
+    return all(any(all(group in groups for groups in found) for found in of_ranks.values()) for group in every)
+
+
+class Writes:
+    """Finds what is written to optimizers' tensors outside of their steps, and has it published.
+
+    Args:
+        stepped: By number of the optimizer, the chunks whose slices it holds.
+        sharers: The ranks that share them.
+        publish: Brings what an optimizer of that number holds to the parameters, and to the other ranks.
+        ignored: Whether parameters are the optimizers' tensors, so that nothing need be published.
+        late: Whether pieces are stepped while the next forward runs.
+    """
+
+    def __init__(
+        self,
+        stepped: Sequence[Sequence[Chunk]],
+        sharers: Sharers,
+        publish: Callable[[int], None],
+        *,
+        ignored: bool,
+        late: bool,
+    ) -> None:
+        self._stepped, self._sharers, self._publish = stepped, sharers, publish
+        self._ignored, self._late = ignored, late
+        self._watches: list[Watch] = []  # by number of the optimizer
+        self._optimizers: list[Optimizer] = []
+        self._all_see = [all_see(chunks) for chunks in stepped]
+
+    def watch(self, number: int, optimizer: Optimizer) -> None:
+        """Watch the next optimizer, which holds its slices by now."""
+        self._watches.append(Watch(self._stepped[number], late=self._late))
+        self._optimizers.append(optimizer)
+        if self._ignored:
+            return
+        call_last_after_step(optimizer, partial(self._after_hooks, number))
+        for name in ("train", "eval"):
+            if callable(switch := getattr(optimizer, name, None)):
+                setattr(optimizer, name, partial(self._switch, number, switch))
+
+    def begin_step(self, number: int) -> None:
+        """An optimizer is about to write its tensors itself."""
+        self._watches[number].end()
+
+    @torch.no_grad()
+    def put_back_(self, number: int) -> None:
+        """Bring new tensors that a step has made to their places in chunks."""
+        self._watches[number].put_back_()
+
+    def end_step(self, number: int) -> None:
+        """What an optimizer holds was published."""
+        self._watches[number].begin()
+
+    def settled(self, number: int, *_: object) -> None:
+        """No step of an optimizer is under way any more."""
+        self._watches[number].settled()
+
+    def forget(self) -> None:
+        """The optimizers' tensors follow the parameters, which all ranks have."""
+        for watch in self._watches:
+            watch.begin()
+
+    def publish(self) -> None:
+        """Publish what any rank has written. Collective."""
+        for number in range(0 if self._ignored else len(self._watches)):
+            if self._was_written(number):
+                self._publish(number)
+
+    def publish_seen(self, *_: object) -> None:
+        """Publish what was written, before a forward, in which ranks only exchange something if all of them see it."""
+        for number, watch in enumerate(self._watches):
+            if not watch.found:
+                continue
+            if not self._all_see[number]:
+                raise RuntimeError(
+                    f"the tensors of the {type(self._optimizers[number]).__name__} were written after its step, and "
+                    "some ranks have none of them, so these cannot tell; enter par_zero.summon(module) on all ranks "
+                    "after writing, before the next forward"
+                )
+            self._publish(number)
+
+    def _after_hooks(self, number: int, has_more: bool) -> None:
+        """The hooks of a step have run, of which one may have written the optimizer's tensors."""
+        if has_more and self._was_written(number):
+            self._publish(number)
+
+    def _switch(self, number: int, switch: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Call `train` or `eval` of an optimizer, which may write its tensors. It is the optimizer's method."""
+        result = switch(*args, **keywords)
+        if self._was_written(number):
+            self._publish(number)
+        return result
+
+    def _was_written(self, number: int) -> bool:
+        """Whether any rank has written an optimizer's tensors since its step. Where not all ranks see it, they ask."""
+        found = self._watches[number].found
+        if self._all_see[number]:
+            return found
+        device = self._sharers.device_of_flags(self._stepped[number][0].own.device)
+        flag = torch.tensor([int(found)], device=device)
+        for group in self._sharers.agreeing:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        return bool(flag)
