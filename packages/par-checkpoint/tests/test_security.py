@@ -178,7 +178,7 @@ def test_linked_files_are_read(tmp_path):
     (tmp_path / "link").symlink_to("snapshot")
     assert pc.verify(tmp_path / "link") == []
     (tmp_path / "blobs" / FILE).unlink()
-    refused(tmp_path / "snapshot", "is missing; bring it back")
+    refused(tmp_path / "snapshot", "link to a file that is missing")
 
 
 @pytest.mark.parametrize("style", ["huggingface", "torch"])
