@@ -24,9 +24,6 @@ from .tokens import Documents, Tokens
 NAME = "par_context"
 """What the attention is called in transformers' registries, and the attribute of modules that has their context."""
 
-ONES = "par_ones"
-"""An attribute of masks that hide no padding, by which the ranks need not compare them."""
-
 PADDING = "attention_mask has padding; documents say it: context.cut makes them of it"
 
 FAR = 10_000_000
@@ -90,7 +87,7 @@ def _with_places(
     """
     tokens = keywords.get("par_tokens")
     mask = keywords.get("attention_mask") if len(arguments) < 2 else arguments[1]
-    is_checked = mask is not None and (getattr(mask, ONES, False) or not _is_of_padding(mask))
+    is_checked = mask is not None and (not _is_of_padding(mask) or _is_one_number(mask))
     is_complete = is_checked and (keywords.get("position_ids") is not None or len(arguments) > 2)
     if is_complete or not isinstance(tokens, Tokens):
         return None
@@ -126,10 +123,16 @@ def _is_of_padding(mask: object) -> bool:
 
 
 def _ones(tokens: Tensor) -> Tensor:
-    """Return the mask of tokens [B, s, ...] without padding."""
-    ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    setattr(ones, ONES, True)
-    return ones
+    """Return a mask without padding for tokens: one number in memory, as `_is_one_number` finds it."""
+    return torch.ones((), dtype=torch.int64, device=tokens.device).expand(tokens.shape)
+
+
+def _is_one_number(mask: Tensor) -> bool:
+    """Return whether a mask is a single 1 that is expanded. Slices, such as microbatches, are so too.
+
+    The ranks need not compare such a mask in every step: `Context.cut` makes it.
+    """
+    return not any(mask.stride()) and mask.numel() > 0 and bool(mask[0, 0])
 
 
 def _rotates_by_length(module: nn.Module) -> bool:

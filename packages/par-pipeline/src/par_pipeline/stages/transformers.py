@@ -78,7 +78,7 @@ class _Borders:
         self._is_first, self._is_last = before is None, after is None
         self._entered: Tensor | None = None
         self._left: Tensor | None = None
-        stage.register_forward_pre_hook(self._enter, with_kwargs=True)
+        stage.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # others know the model by name
         if before is not None:
             before.register_forward_hook(self._go_on)
         if after is not None:
