@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import part_of
 from par_layers import Balance, normal
 from par_recompute import saved
 from par_testing import for_each, storm
@@ -77,7 +78,7 @@ def run(make, parallel, zero, memory, precision="fp32", steps=3):
             held.append((residency(model), 0 if memory is None else saved(model).counted))
         counts = 4 * sum(len(group["params"]) for group in optimizer.param_groups)  # of steps, one for each tensor
         (planned,) = strategy.plan().memory
-        parameters = [each.detach().clone() for each in model.parameters()]
+        parameters = [part_of(each).detach().clone() for each in model.parameters()]
         return Run(parameters, strategy.spent, planned, held, counts)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_groups import part_of
 from par_recompute import Drop, Keep, Layers, saved
 from par_train import GPT, Plugin, Strategy
 from par_train.jobs.gpt_stages import gpt_stages
@@ -34,7 +35,7 @@ def trained(parallel=None, *, recompute=None, zero=0, steps=2, **options):
             optimizer.step()
             optimizer.zero_grad()
         kept = None if recompute is None else saved(model)
-        return [*losses, *(parameter.detach().clone() for parameter in whole.parameters())], kept
+        return [*losses, *(part_of(parameter).detach().clone() for parameter in whole.parameters())], kept
 
 
 POLICIES = {
