@@ -1,5 +1,8 @@
 """State on a disk beside everything else that trains: the same bits as in memory, in the same files."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +80,8 @@ def criterion(logits, target):
 
 def made(case, path, parts, **others):
     """A strategy, its model, its optimizer and its schedule of rates."""
+    random.seed(0)  # a checkpoint has the states of these generators, too
+    np.random.seed(0)
     make, optimizer, options = case
     options = {**options, **others}
     zero = {"stage": options.pop("zero"), "bucket": 20_000}

@@ -433,15 +433,23 @@ def _load(
     has_own_code = any(of_rank.loads_itself for of_rank in announced)
     _run(partial(loading.run_, objects, strict=into.strict), ranks, together=has_own_code)
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
-        written_(chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else model.values())
+        written_(_tensors_of(model))
     if any(of_rank.fills_optimizer for of_rank in announced):
         fill_(of_optimizer, filling)
     if optimizer is not None:
+        # Master weights and their parameters come from one checkpoint: nothing is left to bring from one to the other.
+        parameters = set() if model is None else {id(each) for each in _tensors_of(model)}
+        tensors = [each for group in optimizer.param_groups for each in group["params"]]
+        written_([each for each in tensors if id(each) not in parameters])
         set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
         _run(partial(reload_, optimizer, own_of_optimizer), ranks, together=has_own_code)
     if any(of_rank.sets_more for of_rank in announced):  # by code of the caller's, which may fail on one rank alone
         ranks.agree(lambda: set_scheduler_(into.scheduler, scheduler_state))
     return report, outline.manifest is not None and options.verify != "off"
+
+
+def _tensors_of(model: nn.Module | Mapping[str, torch.Tensor]) -> Iterable[torch.Tensor]:
+    return chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else model.values()
 
 
 def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:

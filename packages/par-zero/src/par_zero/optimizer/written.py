@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import on_written
+
 from .._torch_private import call_last_after_step, version_of
 from ..layout.chunk import Chunk
 from ..layout.sharers import Sharers
@@ -163,6 +165,7 @@ class Writes:
         self._optimizers.append(optimizer)
         if self._ignored:
             return
+        on_written([each for group in optimizer.param_groups for each in group["params"]], self.forget)
         call_last_after_step(optimizer, partial(self._after_hooks, number))
         for name in ("train", "eval"):
             if callable(switch := getattr(optimizer, name, None)):
@@ -185,8 +188,8 @@ class Writes:
         """No step of an optimizer is under way any more."""
         self._watches[number].settled()
 
-    def forget(self) -> None:
-        """The optimizers' tensors follow the parameters, which all ranks have."""
+    def forget(self, *_: object) -> None:
+        """The optimizers' tensors and the parameters agree on all ranks: one was set from the other, or both loaded."""
         for watch in self._watches:
             watch.begin()
 
