@@ -1,16 +1,16 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
+from ._known import Scope
 from ._options import ShardOptions
+from ._scope import scope_of
 from ._shard import make_alike_, no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
 from .layout.buffers import elements_lent
 from .layout.sharers import Share
 from .layout.sizes import ChunkSize, chunk_sizes
 from .offload.stream import OnDisk
-from .optimizer.known import Scope
 from .optimizer.probe import contradiction, count_bytes_of_steps, slots_of_steps
-from .optimizer.scope import scope_of
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import Collective, agree, backend_of, check_alike, check_collectives, has_stepped
 
+from ._known import Scope
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
 from ._stage import STAGES
@@ -24,7 +25,6 @@ from .layout.sharers import Share
 from .layout.units import Place, tensors_of
 from .offload.disk import check_room
 from .optimizer.check import check_way_of_working
-from .optimizer.known import Scope
 from .placement.policies import POLICIES
 
 ENGINE = "par_zero"

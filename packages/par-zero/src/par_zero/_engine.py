@@ -16,6 +16,7 @@ from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._order import Order
+from ._outputs import computed
 from ._reduce import Reducer
 from ._stage import Stage
 from ._torch_private import (
@@ -27,7 +28,6 @@ from ._torch_private import (
 )
 from ._unit import Unit
 from .calls.closer import Closer
-from .calls.outputs import computed
 from .layout.chunk import Chunk
 from .layout.meter import Meter
 from .layout.packed import Packed

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._order import KINDS, End, Order
+from ._outputs import SideOutputs, computed, hook_, tensors_of
 from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
-from .calls.outputs import SideOutputs, computed, hook_, tensors_of
 from .calls.record import Call, Calls
 from .placement.follow import Follower
 from .placement.ledger import Placement

@@ -41,9 +41,9 @@ from ._torch_private import (
 )
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
-from .layout.elsewhere import Dropped, StandIns
 from .layout.meter import Meter
 from .layout.sharers import Sharers
+from .layout.stand_ins import Dropped, StandIns
 
 
 class LearnedOrder:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ._collectives import Handle, all_gather
+from ._outputs import SideOutputs
 from ._torch_private import without_new_version
-from .calls.outputs import SideOutputs
 from .layout.chunk import Chunk
 
 if TYPE_CHECKING:

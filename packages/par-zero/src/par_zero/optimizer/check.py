@@ -6,10 +6,10 @@ from collections.abc import Container, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from .._known import Scope
 from .._param_groups import ParamGroup
 from .._stage import STAGES
 from ..layout.records import part_of_a_whole
-from .known import Scope
 from .probe import contradiction, draws_numbers
 
 
