@@ -24,7 +24,7 @@ from ..modes.grid import EXPERTS, Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, PlannedGrid, part_along, part_whole
 from .packed.look import experts_like, is_packed
-from .plans.plans import Plan, Resolved, check_cuts, name_of, names_around, output_embedding, resolve
+from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve, warn_if_layers_stay_full
 from .plans.styles import (
     Column,
     DealtExperts,
@@ -162,7 +162,7 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) ->
     """
     resolved = resolve(model, plan, experts=deals_experts(grid))
     if isinstance(plan, str) and tensor_axes(grid):
-        check_cuts(model, resolved)
+        warn_if_layers_stay_full(model, resolved)
     return _Surveyor(model, resolved, grid, sequence=sequence).survey()
 
 

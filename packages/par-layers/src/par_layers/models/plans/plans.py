@@ -3,6 +3,7 @@
 import difflib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -191,23 +192,21 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
     return Resolved(rules, tuple(unmatched))
 
 
-def check_cuts(model: nn.Module, resolved: Resolved) -> None:
-    """Makes sure that a plan that a model has itself cuts more of it than its embedding and its head.
+def warn_if_layers_stay_full(model: nn.Module, resolved: Resolved) -> None:
+    """Warn if a model's own plan shards no layer of it, because then tensor ranks save hardly any memory or time.
 
     Args:
-        model: The model of transformers.
+        model: The Hugging Face Transformers model.
         resolved: Its plan "auto", for several tensor ranks.
-
-    Raises:
-        TypeError: It cuts no layer.
     """
     ends = [name_of(module, model) for module in (input_embedding(model), output_embedding(model)) if module]
     cutting = (Column, Row, SplitExperts, DealtExperts)
     if not any(isinstance(style, cutting) for name, style in resolved.rules.items() if name not in ends):
-        raise TypeError(
-            f"plan='auto': the plan of {type(model).__name__} cuts no layer of the model, only its ends "
-            f"({', '.join(map(repr, ends)) or 'none'}); pass a plan, such as {{'layers.*.mlp.up': 'colwise', "
-            "'layers.*.mlp.down': 'rowwise'}"
+        warnings.warn(
+            f"plan='auto': the plan of {type(model).__name__} shards no layer, only {', '.join(map(repr, ends))}, so "
+            "every tensor rank holds all layers; pass a plan, such as {'layers.*.mlp.up': 'colwise', "
+            "'layers.*.mlp.down': 'rowwise'}",
+            stacklevel=4,
         )
 
 
