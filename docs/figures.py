@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from against import draw_against
 from copies import draw_copies
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -57,6 +58,7 @@ def main() -> None:
     mpl.rcParams["svg.fonttype"] = "none"
     IMAGES.mkdir(exist_ok=True)
     draw_star(IMAGES / "star.svg")
+    draw_against(IMAGES / "against.svg")
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")

@@ -22,11 +22,36 @@ PAGES = [
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_the_first_readme_has_an_example_of_every_package():
-    examples = "".join(each.values[0] for each in EXAMPLES if each.id.startswith(ROOT.name))
-    packages = [path.name.replace("-", "_") for path in ROOT.glob("packages/*")]
+def test_every_package_readme_has_an_example_of_that_package():
+    packages = [path.parent.name for path in READMES[1:]]
     assert len(packages) >= 7
-    assert [name for name in packages if f"from {name} import" not in examples] == []
+    for package in packages:
+        examples = "".join(each.values[0] for each in EXAMPLES if each.id.startswith(f"{package}-"))
+        assert re.search(rf"^(from|import) {package.replace('-', '_')}\b", examples, re.MULTILINE), package
+
+
+QUICKSTART, TEN_MINUTES = ROOT / "README.md", ROOT / "docs" / "tutorials" / "ten-minutes.md"
+
+
+@pytest.mark.parametrize("page", [QUICKSTART, TEN_MINUTES], ids=["readme", "ten minutes"])
+@pytest.mark.parametrize("ranks", [0, 2], ids=["python", "torchrun"])
+def test_tutorial_program_prints_the_shown_output(page, ranks, command, tmp_path):
+    """Losses are compared to the last digit that is shown: they differ by the rounding of sums at most."""
+    code, shown = program_of(page.read_text())
+    (tmp_path / "train.py").write_text(code)
+    printed = command(tmp_path, "train.py", ranks=ranks).splitlines()
+    assert (
+        list(dict.fromkeys(line for line in printed if "epoch" in line)) == shown
+    )  # two ranks print a plain loop twice
+
+
+def program_of(text):
+    """The program of a page, with the changes of a diff made, and the lines that the page says it prints."""
+    diff = "".join(re.findall(r"```diff\n(.*?)```", text, re.DOTALL))
+    changed = "".join(line[2:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("-"))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    outputs = re.findall(r"```text[^\n]*\n((?:.*epoch \d.*\n)+)```", text)
+    return changed or "".join(blocks), "".join(outputs).splitlines()
 
 
 def test_every_page_on_a_concept_has_an_example():
@@ -56,8 +81,9 @@ def command(warm_python):
 
     def run(folder, *words, ranks=0):
         done = warm_python.start(words, folder=folder, environment=os.environ, ranks=ranks)
-        _, errors = done.communicate(60)
+        output, errors = done.communicate(60)
         assert done.returncode == 0, errors
+        return output
 
     return run
 
