@@ -10,11 +10,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
-    "save": (12, 41),  # one of them asks who has work on the state under way
-    "load": (10, 41),
-    "zero-step": (14, 14),  # one of them counts bytes, one says who shares a chunk
+    "save": (12, 45),  # four of them: turns of threads, the roll of ranks, what is no tensor, quantised weights
+    "load": (10, 46),
+    "zero-step": (16, 16),  # one counts bytes, one finds writes outside of a step, one keeps stand-ins for gradients
     "pipeline-step": (17, 17),
-    "strategy-step": (36, 36),  # two of them tell routers what a loss is multiplied by, and their step's end
+    "strategy-step": (38, 38),  # two of them tell routers what a loss is multiplied by, and their step's end
 }
 
 
