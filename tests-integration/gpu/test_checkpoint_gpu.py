@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from par_checkpoint import CheckpointError, load, save, verify
-from par_checkpoint.transfer.ranks import session_of
+from par_checkpoint.transfer.sessions import session_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,9 @@ def test_what_is_saved_is_of_the_call_although_the_gpu_is_behind_and_training_go
             backward(model)
             optimizer.step()
         handle.wait()
-        assert all(chunk.is_pinned() for chunk in session_of(None, handle.timeout).memory.memory)
+        kept = session_of(None).take_memory()
+        assert all(chunk.is_pinned() for chunk in kept.memory)
+        session_of(None).keep_memory(kept)
         assert verify(tmp_path / f"{number}") == []
         other, its = training(seed=1)
         load(tmp_path / f"{number}", model=other, optimizer=its)

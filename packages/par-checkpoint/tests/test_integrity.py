@@ -295,11 +295,9 @@ def test_config_may_be_edited_by_hand(tmp_path):
     path = tmp_path / "c"
     saved(path)
     (path / "config.json").write_text('{"a": 2, "b": 3}')
-    [wrong] = pc.verify(path)
-    assert "config.json is not what was saved, but edited or damaged" in wrong
-    assert pc.verify(path, deep=False) == []
+    assert pc.verify(path) == pc.verify(path, deep=False) == []
     assert error_of(path)[0] is None, "its tensors are whole"
-    assert "edited or damaged" in str(error_of(path, verify="full")[0])
+    assert error_of(path, verify="full")[0] is None, "people edit it"
     (path / "config.json").unlink()
     assert error_of(path)[0] is None, "whoever has the model needs no config"
     [wrong] = pc.verify(path, deep=False)

@@ -183,3 +183,18 @@ def test_a_call_inside_a_call_is_refused(tmp_path):
     ):
         save(tmp_path / "outer", model={"w": torch.ones(2)}, names=saves_again)
     save(tmp_path / "outer", model={"w": torch.ones(2)})
+
+
+def fail_to_connect(*_):
+    raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_save_without_a_store_uses_the_group(tmp_path, monkeypatch):
+    """A torchrun that was killed took the store with it; its ranks are to save, and to leave."""
+    monkeypatch.setattr(dist.PrefixStore, "set", fail_to_connect)
+    model = torch.nn.Linear(3, 2)
+    save(tmp_path / "c", model=model)
+    assert verify(tmp_path / "c") == []
+    with pytest.raises(CheckpointError, match="the store of torch.distributed is gone"):
+        save(tmp_path / "d", model=model, async_=True).wait()

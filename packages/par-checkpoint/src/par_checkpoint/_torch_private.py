@@ -54,6 +54,17 @@ def store_of_world(prefix: str) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """The gloo communicator that a group has for the CPU, or None.
+
+    Since torch 2.0. No public call tells the backends of a group, and `dist.send` would take a group's usual one.
+    """
+    if "cpu" not in {str(device) for device in group._device_types}:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
 def all_gather_into(gloo: Any, every: torch.Tensor, mine: torch.Tensor, timeout: timedelta) -> None:
     """Gathers equal numbers of bytes of all ranks into one tensor, and waits for it.
 

@@ -26,7 +26,7 @@ from crc32c import crc32c
 from par_groups import error_text
 
 from .._errors import CheckpointError
-from .._torch_private import all_gather_into, gloo_among, set_timeout_of
+from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from ..format.bytes import bytes_of
 from .roll import Roll, named_ranks
 from .workers import Workers
@@ -97,7 +97,10 @@ class Ranks:
         self._in_background = in_background
         if group is not None and self.size > 1:
             self._roll = roll or Roll(group)
-            self._make()
+            if self._roll.is_lost:
+                self._gloo = self._gloo_of_trainer(group)
+            else:
+                self._make()
 
     def set_timeout(self, timeout: float) -> None:
         """Has all calls from now on wait so many seconds for a rank that does not answer."""
@@ -117,6 +120,21 @@ class Ranks:
         except BaseException:
             self._roll.give_back()
             raise
+
+    def _gloo_of_trainer(self, group: dist.ProcessGroup) -> Any:
+        """Return the group's own communicator, because without a store no new one can be made.
+
+        Raises:
+            CheckpointError: It has none for the CPU, or the save is to run while the trainer uses it.
+        """
+        gloo = None if self._in_background else gloo_of(group)
+        if gloo is None:
+            raise CheckpointError(
+                "the store of torch.distributed is gone, as after a torchrun that was killed, so no communicator for "
+                "this call can be made; make a group with gloo for the CPU, such as backend='cpu:gloo,cuda:nccl', and "
+                "save without async_=True"
+            )
+        return gloo
 
     def _lost(self, error: Exception | str) -> CheckpointError:
         """The error for a rank that does not answer; it names those that have not come to the call.

@@ -19,9 +19,15 @@ class Roll:
 
     Args:
         group: The ranks that save or load together.
+
+    Attributes:
+        call: The present call, as errors name it.
+        is_lost: Whether the store is gone, as after a torchrun that was killed. Then nobody can be named, but the ranks
+            that are left can still save.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.is_lost = False
         self._prefix = f"par_checkpoint/{group.group_name}"
         self._store = store_of_world(self._prefix)
         self._rank, self._world_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -35,14 +41,24 @@ class Roll:
             call: What to name it in errors, such as "save('runs/step-10')".
         """
         self.call, self._count = call, self._count + 1
-        self._store.set(f"{self._count}/{self._rank}", "")
-        if self._count > 2:  # no rank waits in a call that is two calls back: each call begins with an agreement
-            self._store.delete_key(f"{self._count - 2}/{self._rank}")
+        if self.is_lost:
+            return
+        try:
+            self._store.set(f"{self._count}/{self._rank}", "")
+            if self._count > 2:  # no rank waits in a call that is two calls back: each call begins with an agreement
+                self._store.delete_key(f"{self._count - 2}/{self._rank}")
+        except dist.DistError:
+            self.is_lost = True
 
     def absent(self) -> list[int]:
         """The ranks of the group, numbered as in the world, that have not come to the present call."""
-        ranks = self._absent(range(len(self._world_ranks))) if self._count else []
-        return [self._world_ranks[rank] for rank in ranks]
+        if not self._count or self.is_lost:
+            return []
+        try:
+            return [self._world_ranks[rank] for rank in self._absent(range(len(self._world_ranks)))]
+        except dist.DistError:
+            self.is_lost = True
+            return []
 
     def is_first_of_others(self, absent: Sequence[int]) -> bool:
         """Whether this rank is the first of the group that is not absent."""
