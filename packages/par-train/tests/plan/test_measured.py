@@ -26,7 +26,7 @@ from par_zero import shard
 
 from .measured_runs import SavedPeak, running
 
-SLACK = 4096  # bytes: counters of steps, the loss scale, and the tensors of a batch
+SLACK = 4096 + 5056  # bytes: counters of steps, the loss scale, the tensors of a batch; a state of torch's generator
 CLOSE = 0.01
 AGREEMENT = torch.float64  # of the world, on norm and loss: some bytes that no axis is charged
 SMALL = ModelOptions(width=32, layers=2, heads=4, context=16)
