@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import Tensor, nn
 
 from ._torch_private import local_tensor_of, spec_of
-from ._watched import Watched
+from ._watched import WatchedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_ORDINARY = (nn.Parameter, Tensor, Watched)  # comparing types is quicker than looking for an attribute
+_ORDINARY = (nn.Parameter, Tensor, WatchedWeight)  # comparing types is quicker than looking for an attribute
 
 
 def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":

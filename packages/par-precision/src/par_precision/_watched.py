@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class Watched(nn.Parameter):
+class WatchedWeight(nn.Parameter):
     """A parameter with a master.
 
     Autograd counts what is written to a parameter, but not what is written to its `data`, which old programs clip or
@@ -33,4 +33,4 @@ def watch_(parameter: nn.Parameter) -> None:
     """Makes an ordinary parameter a watched one. What is of another kind, such as a DTensor, stays what it is."""
     kind: type = type(parameter)
     if kind is nn.Parameter:
-        parameter.__class__ = Watched
+        parameter.__class__ = WatchedWeight

@@ -1,11 +1,11 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
-from ._known import Scope
 from ._options import ShardOptions
-from ._scope import scope_of
 from ._shard import make_alike_, no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
+from .known.classes import Scope
+from .known.scope import scope_of
 from .layout.buffers import elements_lent
 from .layout.sharers import Share
 from .layout.sizes import ChunkSize, chunk_sizes

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from par_groups import Collective, agree, backend_of, check_alike, check_collectives, has_stepped
 
-from ._known import Scope
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
 from ._stage import STAGES
 from ._tiers import Offload
+from .known.classes import Scope
 from .layout.build import Plan
 from .layout.chunk import Member
 from .layout.fill import device_of

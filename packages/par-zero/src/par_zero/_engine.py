@@ -16,7 +16,6 @@ from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._order import Order
-from ._outputs import computed
 from ._reduce import Reducer
 from ._stage import Stage
 from ._torch_private import (
@@ -44,6 +43,7 @@ from .placement.recorder import Recorder
 from .placement.room import Room
 from .residency.count import count
 from .residency.table import Residency
+from .watch.outputs import computed
 
 
 class Engine:

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._order import KINDS, End, Order
-from ._outputs import SideOutputs, computed, hook_, tensors_of
 from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
@@ -30,6 +29,7 @@ from .placement.ledger import Placement
 from .placement.moments import Kind as PassKind
 from .placement.moments import Trace
 from .placement.recorder import Recorder
+from .watch.outputs import SideOutputs, computed, hook_, tensors_of
 
 
 class Gatherer:

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer
 
-from ._known import Scope
-from ._scope import scope_of
+from .known.classes import Scope
+from .known.scope import scope_of
 
 Atomic = bool | Callable[[Mapping[str, Any]], bool]
 """Which param groups have tensors that their optimizer must see whole: all, none, or what a function says of each."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ._collectives import Handle, all_gather
-from ._outputs import SideOutputs
 from ._torch_private import without_new_version
 from .layout.chunk import Chunk
+from .watch.outputs import SideOutputs
 
 if TYPE_CHECKING:
     from .offload.shares import Shares

@@ -8,7 +8,7 @@ from torch import nn
 
 from par_testing import for_each
 from par_zero import Scope, scope_of
-from par_zero._known import KNOWN
+from par_zero.known.classes import KNOWN
 
 
 def scope(optimizer):
@@ -125,7 +125,7 @@ def test_scope_sees_through_schedulers_and_compile_only():
 
 
 def test_table_imports_no_other_package():
-    source = inspect.getsource(importlib.import_module("par_zero._known"))
+    source = inspect.getsource(importlib.import_module("par_zero.known.classes"))
     assert {line.split()[1] for line in source.splitlines() if line.startswith(("import", "from"))} == {
         "collections.abc",
         "enum",

@@ -281,7 +281,7 @@ def reload_(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> None:
         entries = own[number] if number < len(own) else {}
         before, after = optimizer_load_hooks(one)
         if entries or any(map(is_foreign, (one.load_state_dict, *before))):
-            held = _Held(one)
+            held = _HeldModule(one)
             one.load_state_dict({**one.state_dict(), **entries})
             held.put_back_(one)
             continue
@@ -302,7 +302,7 @@ def takes_entries(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> 
     ]
 
 
-class _Held:
+class _HeldModule:
     """The tensors that an optimizer holds, before its own `load_state_dict` casts state to the dtype of parameters.
 
     Args:

@@ -67,7 +67,7 @@ def open_dcp(source: str) -> tuple[dict[str, Any], Callable[[torch.Tensor], torc
             items that are compressed.
         CorruptError: Its metadata or a file is broken, or they do not fit each other.
     """
-    files = _Files(Path(source))
+    files = _DcpFiles(Path(source))
     path = files.path(FILE)
     tensors, paths, items = _read_metadata(path)
     _check_ranges(items, files)
@@ -112,7 +112,7 @@ _Items = dict[tuple[str, tuple[int, ...]], _Item]
 """By name and first index of a chunk: where it is stored."""
 
 
-class _Files:
+class _DcpFiles:
     """The files of such a folder, each opened once.
 
     Args:
@@ -213,7 +213,7 @@ def _is_sound(name: object, tensor: TensorStorageMetadata) -> bool:
     )
 
 
-def _check_ranges(items: _Items, files: _Files) -> None:
+def _check_ranges(items: _Items, files: _DcpFiles) -> None:
     """Checks that items lie in their files, and do not share bytes, by which little data would become much.
 
     Raises:
@@ -255,7 +255,7 @@ def _check_chunks(name: str, tensor: TensorStorageMetadata, items: _Items) -> No
         raise corrupt(where, f"has {total} elements, and its chunks {found} of them")
 
 
-def _read_tensor(name: str, tensor: TensorStorageMetadata, items: _Items, files: _Files) -> torch.Tensor:
+def _read_tensor(name: str, tensor: TensorStorageMetadata, items: _Items, files: _DcpFiles) -> torch.Tensor:
     """A whole tensor, of its chunks.
 
     Raises:

@@ -38,15 +38,17 @@ def draw_alike(loader: DataLoader[Any], states: Any, *, replica: int, replicas: 
     alike = copy(loader)  # of the loader's own class, which may be the user's
     changed: dict[str, Any] = {}
     if streams:
-        changed["dataset"] = _Stream(loader.dataset, order)
+        changed["dataset"] = _SampleStream(loader.dataset, order)
     else:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         at_once = loader.num_workers == 0
-        changed[name] = _Order(getattr(loader, name), order, rows if at_once else None, bare=loader.generator is None)
+        changed[name] = _DrawnOrder(
+            getattr(loader, name), order, rows if at_once else None, bare=loader.generator is None
+        )
     if loader.generator is None:  # of the workers' seeds
         changed["generator"] = torch.Generator().manual_seed(seed)
     changed["collate_fn"] = _Collate(loader.collate_fn, rows, replica if streams else None)
-    changed["worker_init_fn"] = _Start(loader.worker_init_fn, 0 if streams else replica)
+    changed["worker_init_fn"] = _WorkerInit(loader.worker_init_fn, 0 if streams else replica)
     vars(alike).update(changed)  # DataLoader refuses to have these set, as its iterators would not follow
     return alike
 
@@ -92,7 +94,7 @@ def _add_order(digest: Any, value: Any, leave_out: Collection[str] = ()) -> None
                 _add_order(digest, inside, leave_out)
 
 
-class _Order(BatchSampler):
+class _DrawnOrder(BatchSampler):
     """A batch sampler that draws the order; all else is the sampler's own, and is set there.
 
     Args:
@@ -150,7 +152,7 @@ def _follows_epochs(sampler: Any) -> bool:
     return hasattr(sampler, "set_epoch") or any(map(_follows_epochs, inside))
 
 
-class _Stream(IterableDataset[Any]):
+class _SampleStream(IterableDataset[Any]):
     """A dataset without indices, which all ranks read whole, with draws that are equal on all of them."""
 
     def __init__(self, dataset: Any, order: Draws) -> None:
@@ -198,7 +200,7 @@ class _Collate:
                 self._rows.leave()
 
 
-class _Start:
+class _WorkerInit:
     """What a worker begins with: the user's own function, and then generators that are seeded alike in a replica.
 
     Trainers seed workers by the rank, and ranks of a replica would load other rows.

@@ -13,7 +13,7 @@ from .._torch_private import tree_leaves
 from .execute import read_once
 
 
-class Comparison:
+class BatchComparison:
     """Compares batches over the tensor and pipeline ranks of a replica: the first one, the second, the fourth, ...
 
     Stages that read other rows train on inputs and targets that do not belong together, and no rank sees it. So few

@@ -27,7 +27,7 @@ from ..data.workers import WorkerSignals
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
 from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
-from .alike import Comparison
+from .alike import BatchComparison
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
 from .existing import Plan, pretrained_in
@@ -176,7 +176,7 @@ class Strategy(Setup):
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
         self._draws, self._drawn_in = Draws(), -1  # of batches that come from another's loader, and their step
-        self.comparison = Comparison(self.groups)
+        self.comparison = BatchComparison(self.groups)
         self._checked: set[Optimizer] = set()
         self._hooks: list[RemovableHandle] = []  # on optimizers, which may live longer than this
         self._steps = 0  # optimizer steps, of all optimizers together

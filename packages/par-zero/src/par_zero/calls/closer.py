@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._outputs import computed, hook_
 from .._reduce import LearnedOrder, Reducer
 from ..layout.chunk import Chunk
 from ..layout.units import owners, sections
+from ..watch.outputs import computed, hook_
 from .record import Call, Calls
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from .._stage import Stage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
+from ..watch.elsewhere import GradientElsewhere
+from ..watch.freed import Freed, FreedParameter
 from .buffers import Buffers
-from .elsewhere import GradientElsewhere
-from .freed import Freed, FreedParameter
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
 from .sharers import Groups

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from .._torch_private import without_torch_functions
+from ..watch.elsewhere import GradientElsewhere, refuse_by_hand, stand_in_for
 from .chunk import Chunk
-from .elsewhere import GradientElsewhere, refuse_by_hand, stand_in_for
 
 _Kind = tuple[torch.Size, torch.dtype]
 

@@ -6,9 +6,9 @@ from collections.abc import Container, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from .._known import Scope
 from .._param_groups import ParamGroup
 from .._stage import STAGES
+from ..known.classes import Scope
 from ..layout.records import part_of_a_whole
 from .probe import contradiction, draws_numbers
 

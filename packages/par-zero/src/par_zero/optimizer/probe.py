@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._known import Scope
+from ..known.classes import Scope
 from .step import is_per_element
 from .twin import twin_of
 

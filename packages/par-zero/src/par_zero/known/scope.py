@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ._known import KNOWN, WIDER, Scope
+from .classes import KNOWN, WIDER, Scope
 
 _NOT_IN_A_STEP = {
     *("__init__", "__repr__", "__setstate__", "__getstate__", "__init_subclass__", "__class_getitem__"),

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._torch_private import without_torch_functions
+from .._torch_private import may_share_data, tensor_members, without_torch_functions
 
 _T = torch.Tensor
 _OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -24,12 +24,12 @@ _OF_SHAPES = {"shape", "ndim", "nbytes"}
 NOTES: frozenset[Any] = frozenset(
     [
         getattr(_T, name).__get__
-        for name, member in vars(torch._C.TensorBase).items()
+        for name, member in tensor_members().items()
         if isinstance(member, GetSetDescriptorType) and name not in _OF_VALUES | _OF_SHAPES
     ]
     + [_T.element_size, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device, _T.is_inference, _T.is_conj]
     + [_T.requires_grad_, _T.requires_grad.__set__]  # type: ignore[attr-defined]
-    + [torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
+    + [torch.is_floating_point, torch.is_complex, may_share_data]
 )
 """Operations on a tensor that read and write neither its values nor its shape."""
 

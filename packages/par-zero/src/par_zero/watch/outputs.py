@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._torch_private import tree_leaves
+from .._torch_private import tree_leaves
 
 _CLOSED = (
     *(str, bytes, int, float, complex, torch.dtype, torch.device),
