@@ -1,5 +1,6 @@
 """Who reads which rows under trainers: data ranks share an epoch, ranks of a replica have the same batches."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -85,6 +86,7 @@ def test_trainer_draws_the_same_batches_in_a_replica(tmp_path, workers):
             seen.append(inputs["input_ids"][:, 0].tolist())
             return super().training_step(model, inputs, *rest, **more)
 
+    multiprocessing.set_start_method("fork", force=True)  # a worker that starts anew could not import this module
     for name, strategy in (("tensor", TENSOR), ("pipeline", PIPELINE)):
         random.seed(dist.get_rank())  # the Trainer seeds them
         seen = []
@@ -162,7 +164,9 @@ LOADERS = {
     "no batches": lambda: DataLoader(
         torch.arange(ROWS), batch_size=None, sampler=BatchSampler(Shuffled(), 2, drop_last=False)
     ),
-    "worker": lambda: DataLoader(range(ROWS), batch_size=2, sampler=Shuffled(), num_workers=1),
+    "worker": lambda: DataLoader(
+        range(ROWS), batch_size=2, sampler=Shuffled(), num_workers=1, multiprocessing_context="fork"
+    ),
 }
 
 

@@ -170,6 +170,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:plan='auto'. the plan of GptOssForCausalLM shards")
 @pytest.mark.parametrize("config", MODELS, ids=lambda config: config.model_type)
 def test_parameters_of_models_of_transformers_are_those_that_a_rank_is_given(config):
     with torch.device("meta"):

@@ -46,7 +46,7 @@ def summed(outputs, target):
 SOURCES = {
     "shuffled": lambda: DataLoader(line(), batch_size=8, shuffle=True),
     "rows": lambda: DataLoader(Noisy(), batch_size=8),
-    "worker": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1),
+    "worker": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1, multiprocessing_context="fork"),
     "generator": drawn,
     "iterator": lambda: (pair for _ in range(20) for pair in DataLoader(line(), batch_size=8, shuffle=True)),
 }
