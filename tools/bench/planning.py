@@ -24,7 +24,8 @@ from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
 from par_checkpoint.plan.plan import Planner
 from par_checkpoint.plan.tasks import Dealt, Plan
 from par_checkpoint.transfer.claims import claims_of_all, words_of
-from par_checkpoint.transfer.ranks import Ranks, Session, _halves
+from par_checkpoint.transfer.ranks import Ranks, _halves
+from par_checkpoint.transfer.sessions import Session
 from par_groups import cut, whole
 
 RANKS, HOST = 4096, 8
@@ -268,7 +269,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
     ranks = Ranks(None, 60.0)
     ranks.rank, ranks.size, ranks._gloo = rank, RANKS, World(rank, messages)
     ranks._machines = [(range(first, first + HOST), f"host {first // HOST}") for first in range(0, RANKS, HOST)]
-    session = Session(None, 60.0)
+    session = Session(None)
     seconds: dict[str, float] = {}
     saved: list[tuple[list[GlobalTensor], list[File], Plan]] = []
 
