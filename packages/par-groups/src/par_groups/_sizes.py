@@ -3,9 +3,9 @@
 import re
 from decimal import Decimal
 
-_UNITS = {"": 1} | {f"{prefix}": 1000**power for power, prefix in enumerate("KMGTP", 1)}
-_BINARY = {f"{prefix}I": 1024**power for power, prefix in enumerate("KMGTP", 1)}
-_FACTORS = _UNITS | _BINARY
+_FACTORS = {"": 1}
+for _power, _prefix in enumerate("KMGTP", 1):
+    _FACTORS |= {_prefix: 1000**_power, f"{_prefix}I": 1024**_power}
 _SIZE = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(E[+-]?[0-9]{1,3})?\s*([KMGTP]?I?)B?\s*")
 _MOST = 1 << 63  # what torch and file systems count with
 
