@@ -37,6 +37,7 @@ PACKAGES = {
     "par-pipeline": "schedules and\ntheir runtime",
     "par-precision": "fp16, bf16, fp8,\nclipping",
     "par-recompute": "activations,\nwithin a budget",
+    "par-diagnosis": "which rank\nhangs, and why",
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 0 to 3: data\nparallelism",
 }

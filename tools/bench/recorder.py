@@ -21,10 +21,10 @@ from _table import Section, write_sections
 from _turns import quartile, ratio, shuffled
 from torch import nn
 
+from par_diagnosis import Diagnosis
 from par_groups import FlightRecorder, ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import Block
-from par_train import Diagnosis
 from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .data.loader import GlobalDataLoader
     from .data.mixture import MixedRows
     from .data.rows import PackedRows
-    from .diagnosis.watch import Diagnosis
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
     from .plan.inputs import Job, Machine
@@ -32,7 +31,6 @@ __version__ = "0.1.0"
 __all__ = [
     "GPT",
     "Corpus",
-    "Diagnosis",
     "GlobalDataLoader",
     "GradientHandler",
     "Job",
@@ -63,7 +61,6 @@ _LATE = {
     "data.loader": ("GlobalDataLoader",),
     "data.mixture": ("MixedRows",),
     "data.rows": ("PackedRows",),
-    "diagnosis.watch": ("Diagnosis",),
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),

@@ -3,7 +3,6 @@
 from multiprocessing import forkserver
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.data._utils import worker
@@ -33,15 +32,6 @@ def storage_key(tensor: Tensor) -> int:
     """
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def store_for_thread() -> Any:
-    """The store of the running world on a connection of its own, so that a thread is not kept by another one's wait.
-
-    `distributed_c10d._get_default_store`, in torch 2.11 to 2.13; `Store.clone` is public, but no public call gives the
-    store of a world that somebody else has started.
-    """
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs are behind
 
 
 def forget_worker() -> None:

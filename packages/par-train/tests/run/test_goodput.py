@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from par_diagnosis import Place
 from par_groups import ProcessGroups, Topology
 from par_train import Run, Shape, Strategy, model_flops
-from par_train.diagnosis.place import Place
 from par_train.jobs.options import ModelOptions
 from par_train.run.goodput import Clock, Exposed, Goodput
 

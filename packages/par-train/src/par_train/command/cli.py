@@ -69,10 +69,6 @@ def _run(arguments: Sequence[str]) -> int:
         raise _unknown_argument(unknown[0], command)
     if command is None:
         raise UserError("no command is given; start with: par-train run, or see par-train --help")
-    if command == "diagnose":
-        from .diagnose import diagnose  # noqa: PLC0415 - `--help` is quicker without
-
-        return diagnose(given.folder)
     run_flags = {key: flags[key] for key in settings(Options) if key in flags}
     options = load(Options, None if path is None else Path(path), {**run_flags, **parallel})
     if command == "run":
@@ -142,15 +138,6 @@ def _parser() -> argparse.ArgumentParser:
         "from its last checkpoint when time is up or ranks are lost. Nothing is started.",
     )
     render.add_argument("scheduler", choices=["slurm", "ray", "kubernetes"], help="whose file it is")
-    diagnose = commands.add_parser(
-        "diagnose",
-        help="say which rank kept the others, from the dumps that a job has left",
-        description="Says in one line which rank kept the others, where and why, and in one line each what every rank "
-        "was doing: from the dumps that a run writes when nothing goes on, on SIGQUIT and when a rank fails. Dumps of "
-        "torch's own flight recorder are read for ranks that have no other.",
-        allow_abbrev=False,
-    )
-    diagnose.add_argument("folder", metavar="DIR", help="folder of the run, or of the dumps")
     for command, kinds in ((run, [Options]), (plan, [PlanOptions, Options]), (render, [RenderOptions, Options])):
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog, command.allow_abbrev, command.argument_default = _EPILOG, False, argparse.SUPPRESS

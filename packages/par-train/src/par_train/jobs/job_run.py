@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from par_diagnosis import Diagnosis
 from par_groups import Environment, ProcessGroups, Topology, launch, together
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
 from .._errors import UserError
-from ..diagnosis.watch import Diagnosis
 from ..run.failure import one_traceback
 from ..run.files import RunFiles, write_file, writing
 from ..run.metrics import draw_load, draw_loss, read_metrics
@@ -155,7 +155,7 @@ class JobRun(Run):
         self.write(line)
 
     def _make_diagnosis(self, seconds: float, *, meets_on_error: bool = False) -> Diagnosis:
-        """A rank that fails says so itself; what it leaves is for `par-train diagnose`."""
+        """A rank that fails says so itself; `python -m par_diagnosis` reads its dump."""
         diagnosis = super()._make_diagnosis(seconds, meets_on_error=meets_on_error)
         diagnosis.catch_death()
         return diagnosis

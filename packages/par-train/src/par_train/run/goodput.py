@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from par_diagnosis import Place
 from par_groups import ProcessGroups
 
-from ..diagnosis.place import Place
 from .progress import interval
 
 PHASES = ("restart", "data", "step", "validation", "log", "checkpoint")

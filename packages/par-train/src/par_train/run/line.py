@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from par_groups import agree
 
-from ..diagnosis.place import Value
+Value = Tensor | float | int | np.integer[Any] | np.floating[Any]
+"""A number that a loop can log."""
 
 
 @dataclass(kw_only=True)

@@ -13,16 +13,15 @@ from typing import Self, TypeVar
 from torch.utils.data import DataLoader
 
 from par_checkpoint import Save, SaveOptions
+from par_diagnosis import Diagnosis, Place
 from par_groups import agree, check_alike, together
 
 from .._errors import TrainingError, UserError
-from ..diagnosis.place import Place, Value
-from ..diagnosis.watch import Diagnosis
 from ..strategy.strategy import Strategy
 from .attempt import BEGUN, NEAR, SAVED, has_begun, is_restarted, note_of
 from .files import RunFiles, writing
 from .goodput import Clock, Exposed, Goodput, peak_of
-from .line import Gathered
+from .line import Gathered, Value
 from .lock import Lock, lock_folder
 from .metrics import Line, draw_load, draw_loss, read_metrics, truncate_metrics
 from .output import say

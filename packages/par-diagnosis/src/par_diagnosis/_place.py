@@ -4,12 +4,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import SupportsFloat
 
-import numpy as np
 from torch import Tensor
-
-Value = Tensor | float | int | np.integer[Any] | np.floating[Any]
 
 _KEPT = 64
 """How many of the last values of a name are kept."""
@@ -32,13 +29,13 @@ class Place:
         self.step: int | None = None
         self.phase = ""
         self.since = time.monotonic()
-        self._values: dict[str, deque[Value]] = {}
+        self._values: dict[str, deque[Tensor | SupportsFloat]] = {}
 
     def at(self, step: int | None, phase: str) -> None:
         """Tells how many steps are done, and what comes now."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
 
-    def note(self, values: Mapping[str, Value]) -> None:
+    def note(self, values: Mapping[str, Tensor | SupportsFloat]) -> None:
         """Keeps what was logged last, to be looked at if something goes wrong."""
         for name, value in values.items():
             last = self._values.setdefault(name, deque(maxlen=_KEPT))
@@ -50,7 +47,7 @@ class Place:
         return ", ".join(f"{name} is {float(values[-1])}" for name, values in odd.items() if values)
 
 
-def _is_odd(value: Value) -> bool:
+def _is_odd(value: Tensor | SupportsFloat) -> bool:
     if isinstance(value, Tensor) and (not value.is_cpu or value.numel() != 1):
         return False
     return not math.isfinite(float(value))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .dump import Dump, from_json
+from ._dump import Dump, from_json
 
 _PAUSE = 0.05
 _SHOWN = 20_000
@@ -56,8 +56,8 @@ class Meeting:
 
     def __init__(self, store: Any, rank: int, world: int, patience: float) -> None:
         self._store, self._rank, self._world, self._patience = store, rank, world, patience
-        number = store.add(f"par_train/diagnosis/made/{rank}", 1)  # all ranks make theirs in the same order
-        self._prefix = f"par_train/diagnosis/{number}"
+        number = store.add(f"par_diagnosis/made/{rank}", 1)  # all ranks make theirs in the same order
+        self._prefix = f"par_diagnosis/{number}"
         self._round = 1
         self._say_who("")
 

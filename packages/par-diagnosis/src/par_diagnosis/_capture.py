@@ -13,8 +13,8 @@ from types import FrameType
 from par_groups import FlightRecorder
 from par_groups.live.trace import is_foreign, short_path, sites_of
 
-from .dump import Dump, Frame
-from .place import Place
+from ._dump import Dump, Frame
+from ._place import Place
 
 _FRAMES = 60
 """How many frames of a stack are kept, the innermost ones."""

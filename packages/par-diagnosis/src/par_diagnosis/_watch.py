@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from par_groups import FlightRecorder, ProcessGroups
 
-from .._errors import UserError
-from .._torch_private import store_for_thread
-from .capture import capture
-from .dump import death_of
-from .explain import explain
-from .meeting import Heard, Meeting
-from .place import Place
+from ._capture import capture
+from ._dump import death_of
+from ._explain import explain
+from ._meeting import Heard, Meeting
+from ._place import Place
+from ._torch_private import store_for_thread
 
 _RANKS_A_SECOND = 200
 """How often the store is asked, by all ranks together, whether somebody wants to meet."""
@@ -77,7 +76,7 @@ class Diagnosis:
         place: Place | None = None,
     ) -> None:
         if timeout <= 0 or patience <= 0:
-            raise UserError(f"timeout is {timeout} and patience {patience}; give seconds above 0")
+            raise ValueError(f"timeout is {timeout} and patience {patience}; give seconds above 0")
         self._folder, self._timeout, self._patience = Path(folder), timeout, patience
         self._tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
         self._recorder = FlightRecorder(groups)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from par_diagnosis.__main__ import main
+from par_diagnosis._dump import Dump, Frame, from_json, read_folder
+from par_diagnosis._explain import explain
+from par_diagnosis._history import find_difference
 from par_groups import Communicator, Operation
-from par_train.command.cli import main
-from par_train.diagnosis.dump import Dump, Frame, from_json, read_folder
-from par_train.diagnosis.explain import explain
-from par_train.diagnosis.history import find_difference
 
 
 def operation(number, name="all_reduce", site="train.py:10", *, ended=True, elements=6, began=None):
@@ -224,7 +224,7 @@ def test_dumps_of_torch_are_read_for_ranks_that_have_no_other(tmp_path, capsys):
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(waiting))
     (tmp_path / "nccl_trace_rank_1").write_text(json.dumps(behind))
     (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps(Frame))  # a class is never made of somebody's file
-    assert main(["diagnose", str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "rank 1 is at an unknown place and has not come to all_reduce number 2" in out
     assert "rank 0 waits at /x/train.py:3" in out
@@ -233,7 +233,7 @@ def test_dumps_of_torch_are_read_for_ranks_that_have_no_other(tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "words"), [("none", "there is no folder"), ("", "there is no dump in")])
 def test_a_folder_without_dumps_is_a_mistake(tmp_path, capsys, name, words):
-    assert main(["diagnose", str(tmp_path / name)]) == 2
+    assert main([str(tmp_path / name)]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -242,7 +242,7 @@ def test_what_python_wrote_when_a_signal_ended_a_rank_names_its_place(tmp_path, 
     (tmp_path / "rank-1.fatal").write_text(text)
     waiting = dump(0, 2, [("world", (0, 1), [operation(1, ended=False)])])
     (tmp_path / "rank-0.json").write_text(waiting.to_json())
-    assert main(["diagnose", str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(
         "rank 1 was ended by a signal (Aborted) at /x/train.py:3, as gloo ends a rank that gets more"
@@ -252,6 +252,6 @@ def test_what_python_wrote_when_a_signal_ended_a_rank_names_its_place(tmp_path, 
 
 def test_dumps_are_explained_without_torch(tmp_path):
     (tmp_path / "rank-0.json").write_text(dump(0, 1).to_json())
-    call = f"from par_train.command.cli import main; main(['diagnose', {str(tmp_path)!r}])"
+    call = f"from par_diagnosis.__main__ import main; main([{str(tmp_path)!r}])"
     code = f"import sys; {call}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

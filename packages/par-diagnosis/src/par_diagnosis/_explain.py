@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from par_groups import Communicator, Operation
 
-from .dump import Dump, Frame
-from .history import Difference, find_difference
+from ._dump import Dump, Frame
+from ._history import Difference, find_difference
 
 _LOST = re.compile(
     r"closed by|reset by|broken pipe|timed? ?out|likely closed|ncclRemoteError|is gone, or did not answer|PeerFailed",

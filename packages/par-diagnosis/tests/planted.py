@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from par_diagnosis import Diagnosis
 from par_groups import ProcessGroups, Topology, launch
-from par_train import Diagnosis
 
 TIMEOUT = 1.0
 FAULT_STEP = 3

@@ -12,8 +12,6 @@ from typing import Any
 
 from par_groups.live.trace import Communicator, Operation, operations_of, sites_of
 
-from .._errors import UserError
-
 _FORMAT = 1
 _RANK_FILE = re.compile(r"rank-(\d+)\.json")
 _FATAL_FILE = re.compile(r"rank-(\d+)\.fatal")
@@ -108,7 +106,7 @@ def from_json(text: str) -> Dump:
     try:
         values = json.loads(text)
         if (version := values.pop("format")) != _FORMAT:
-            raise ValueError(f"it has format {version}, this par-train reads {_FORMAT}")
+            raise ValueError(f"it has format {version}, this version of par-diagnosis reads {_FORMAT}")
         values["frames"] = tuple(Frame(**frame) for frame in values["frames"])
         values["communicators"] = {
             label: Communicator(
@@ -121,7 +119,7 @@ def from_json(text: str) -> Dump:
         tuples = {name: tuple(values[name]) for name in ("waits_for", "error_sites")}
         return Dump(**{**values, **tuples})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no dump of par-train: {error!r}") from error
+        raise ValueError(f"it is no dump of par-diagnosis: {error!r}") from error
 
 
 def _operation(values: dict[str, Any]) -> Operation:
@@ -154,12 +152,12 @@ def read_folder(folder: Path) -> Found:
         folder: The folder of the dumps, or that of the run.
 
     Raises:
-        UserError: There is no such folder, or no dump in it.
+        ValueError: There is no such folder, or no dump in it.
     """
     inside = folder / "diagnosis"
     folder = inside if inside.is_dir() else folder
     if not folder.is_dir():
-        raise UserError(f"there is no folder {str(folder)!r}; give the folder of a run, or of the dumps that it left")
+        raise ValueError(f"there is no folder {str(folder)!r}; give the folder of a run, or of the dumps that it left")
     dumps: dict[int, Dump] = {}
     torchs: dict[int, Dump] = {}
     deaths: dict[int, str] = {}
@@ -179,7 +177,7 @@ def read_folder(folder: Path) -> Found:
     found = {**torchs, **dumps}
     if not found and not deaths:
         why = f" ({'; '.join(unreadable)})" if unreadable else ""
-        raise UserError(f"there is no dump in {str(folder)!r}{why}; give the folder of a run that has left some")
+        raise ValueError(f"there is no dump in {str(folder)!r}{why}; give the folder of a run that has left some")
     world = max([dump.world for dump in found.values()] + [rank + 1 for rank in (*found, *deaths)])
     dumps = {rank: dataclasses.replace(dump, world=world) for rank, dump in sorted(found.items())}
     return Found(dumps=dumps, deaths=deaths, unreadable=tuple(unreadable))

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_diagnosis import Diagnosis, _watch
+from par_diagnosis._meeting import Meeting
 from par_groups import FlightRecorder
-from par_train import Diagnosis, Run, Strategy
-from par_train.diagnosis import watch
-from par_train.diagnosis.meeting import Meeting
+from par_train import Run, Strategy
 
 
 def made(**options):
@@ -30,7 +30,7 @@ def made(**options):
 
 def with_patience(monkeypatch):
     """Ranks wait for each other when they meet, however long one of them has been stopped."""
-    monkeypatch.setattr(watch, "Meeting", lambda store, rank, world, _: Meeting(store, rank, world, 250.0))
+    monkeypatch.setattr(_watch, "Meeting", lambda store, rank, world, _: Meeting(store, rank, world, 250.0))
 
 
 def first_lines(path):
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path, monkeypatc
     """Steps take longer than the limit together, by a clock that goes on only when the watch has looked at each."""
     strategy, model, optimizer = made()
     told, now, looks, state = StringIO(), [100.0], [], Diagnosis._state
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Diagnosis, "_state", lambda diagnosis: looks.append(1) or state(diagnosis))
     with redirect_stderr(told), Run(tmp_path / "run", strategy, progress=False, diagnose=0.2) as run:
         for batch in run.steps([torch.ones(3, 2)], 8):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from par_train.command.cli import main
+from par_diagnosis.__main__ import main
 
 from . import planted
 
@@ -98,7 +98,7 @@ def test_one_line_names_the_rank_the_place_and_the_cause(warm_python, tmp_path, 
     assert len(set(rounds)) == len(rounds), lines  # on a busy machine ranks end so late that they meet again
     for line in lines:
         assert all(words in line for words in EXPECTED[fault]), line
-    assert main(["diagnose", str(tmp_path)]) == 0  # from the dumps alone
+    assert main([str(tmp_path)]) == 0  # from the dumps alone
     first = capsys.readouterr().out.splitlines()[0]
     if fault not in ("dead", "stopped", "ended"):  # of these nothing is left that would tell
         assert all(words in first for words in EXPECTED[fault]), first
