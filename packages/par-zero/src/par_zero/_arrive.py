@@ -13,7 +13,7 @@ compiled, a step waits at once, as it does over gloo, whose threads would take t
 others the gradient tells, before anything is spoiled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from threading import Lock
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from ._collectives import Handle, all_gather, is_gloo
 from ._reduce import LearnedOrder, Reducer
 from ._torch_private import has_compiled, without_torch_functions
 from .layout.chunk import Chunk
+from .optimizer.written import WatchedParameter
 
 _NOTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
 
@@ -39,27 +40,43 @@ _HARMLESS: frozenset[Any] = frozenset(
 
 
 class ArrivingParameter(nn.Parameter):
-    """A parameter that is on its way. Each chunk has a class of its own, so that torch says which are concerned."""
+    """A parameter whose all-gather is in flight: the first operation on its values waits for the all-gather.
 
-    arrival: ClassVar["Arrival"]
+    Each chunk has subclasses of its own, so that torch passes to `__torch_function__` which chunks an operation reads.
+    """
+
+    wait_for_gather: ClassVar[Callable[[], None]]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Waits for the parameters that an operation reads, and then has it done."""
+        """Wait for the parameters that an operation reads or writes, then run the operation."""
         if func in _HARMLESS:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         for kind in types:
             if issubclass(kind, ArrivingParameter):
-                kind.arrival.read()
+                kind.wait_for_gather()
         return func(*args, **(kwargs or {}))
 
+    # `wait_for_gather` gives the tensor back its class, so the method that each of these calls is that class's.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy, which is an ordinary parameter."""
-        self.arrival.read()
-        return self.__deepcopy__(memo)  # of its class by now
+        type(self).wait_for_gather()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        type(self).wait_for_gather()
+        return self.__reduce_ex__(protocol)
+
+
+class ArrivingSlice(ArrivingParameter, WatchedParameter):
+    """An optimizer's tensor that is a view of a chunk whose all-gather is in flight.
+
+    The all-gather sends this memory to the other ranks. A write between the step and the next forward, such as that of
+    a step post hook, a schedule-free `eval()` or a Lookahead, would race with it.
+    """
 
 
 class Arrival:
@@ -74,7 +91,10 @@ class Arrival:
     def __init__(self, chunk: Chunk, arriving: set[int], came: list[int]) -> None:
         self._number, self._arriving, self._came = chunk.number, arriving, came
         self._parameters = [member.parameter for member in chunk.members]
-        self._kind = type("ArrivingParameter", (ArrivingParameter,), {"arrival": self})
+        self._kind = type("ArrivingParameter", (ArrivingParameter,), {"wait_for_gather": self.read})
+        # A slice does not call `read`: a hook that logs on one rank must not change the order that all ranks learn.
+        self._slice_kind = type("ArrivingSlice", (ArrivingSlice,), {"wait_for_gather": self.wait})
+        self._chunk = chunk
         self._lock = Lock()
         self._handle: Handle | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -86,6 +106,10 @@ class Arrival:
         self._arriving.add(self._number)
         for parameter in self._parameters:
             parameter.__class__ = self._kind
+        if self._chunk.master is self._chunk.own:  # else the optimizer holds copies, which no collective touches
+            for part in self._chunk.slices:
+                if type(part.tensor) is WatchedParameter:
+                    part.tensor.__class__ = self._slice_kind
 
     def read(self) -> None:
         """Waits, and notes that the chunk is needed now."""
@@ -104,6 +128,9 @@ class Arrival:
                 torch.cuda.current_stream().wait_stream(self._stream)
             for parameter in self._parameters:
                 parameter.__class__ = nn.Parameter
+            for part in self._chunk.slices:
+                if type(part.tensor) is self._slice_kind:
+                    part.tensor.__class__ = WatchedParameter
             self._arriving.discard(self._number)
             self._handle = None
 

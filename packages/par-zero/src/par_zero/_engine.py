@@ -424,9 +424,10 @@ class Engine:
                         chunk.own[part].copy_(exact)
                 elif chunk.master is not chunk.own and not any(part.in_pieces for part in chunk.slices[:1]):
                     chunk.own[: chunk.master.numel()].copy_(chunk.master)
+            self._writes.end_step(number)
+            # The all-gathers begin last: from then on the optimizer's tensors wait for them when they are touched.
             if self._arrivals is not None:
                 self._arrivals.begin(chunks)
-        self._writes.end_step(number)
 
     def _publish_anew(self, number: int) -> None:
         """The same, after the optimizer's tensors were written outside of its step. Collective, as a step is."""

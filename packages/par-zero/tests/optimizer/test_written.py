@@ -116,6 +116,55 @@ def test_writes_after_a_step_reach_every_rank(way, stage, copies_in_fp64):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+def tensors_of(optimizer):
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+@torch.no_grad()
+def average_(module, optimizer):
+    """An average of weights that takes the place of the weights, as before an evaluation."""
+    average = torch.optim.swa_utils.AveragedModel(nn.ParameterList(module.parameters()))
+    average.update_parameters(nn.ParameterList(module.parameters()))
+    for mine, mean in zip(module.parameters(), average.parameters(), strict=True):
+        mine.copy_(mean * 0.5)
+
+
+def load_optimizer(module, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch._foreach_mul_([each.detach() for each in tensors_of(optimizer)], 0.5)
+
+
+WRITES = {
+    "slice.mul_": lambda _, optimizer: [each.detach().mul_(0.5) for each in tensors_of(optimizer)],
+    "slice.data.copy_": lambda _, optimizer: [each.data.copy_(each.data * 0.5) for each in tensors_of(optimizer)],
+    "slice foreach": lambda _, optimizer: torch.no_grad()(torch._foreach_mul_)(tensors_of(optimizer), 0.5),
+    "slice out=": lambda _, optimizer: [torch.mul(e.detach(), 0.5, out=e.data) for e in tensors_of(optimizer)],
+    "load_state_dict of the optimizer": load_optimizer,
+    "weight.mul_": lambda module, _: [each.detach().mul_(0.5) for each in module.parameters()],
+    "weight.data.copy_": lambda module, _: [each.data.copy_(each.data * 0.5) for each in module.parameters()],
+    "weight foreach": lambda module, _: torch.no_grad()(torch._foreach_mul_)(list(module.parameters()), 0.5),
+    "weight.clamp_": lambda module, _: [each.data.clamp_(-0.1, 0.1) for each in module.parameters()],
+    "load_state_dict": lambda module, _: module.load_state_dict({n: v * 0.5 for n, v in module.state_dict().items()}),
+    "average": average_,
+}
+
+
+@for_each(write=WRITES, stage=(1, 2))
+@pytest.mark.ranks(2, backend="strict")
+def test_write_during_all_gather_waits_for_it(write, stage):
+    """Write right after a step, and compare what two more steps make of it with stage 0."""
+    results = []
+    for each in (0, stage):
+        module, optimizer = sharded(mlp(), each, sgd)
+        for step in range(3):
+            loss_of(module, batch(step, width=8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            WRITES[write](module, optimizer)
+        results.append(whole(module))
+    assert_near(results[1], results[0])
+
+
 def few(optimizer):
     """A model of one matrix, which one of two ranks has."""
     module = nn.Linear(4, 4, bias=False)

@@ -70,16 +70,18 @@ class Watch:
         tensors += [whole for chunk in chunks for whole in chunk.wholes]
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
         # Slices of one buffer have one counter, so that few have to be looked at.
-        self._counted = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+        # Their detached views share it, and reading it there waits for no all-gather, as `ArrivingSlice` would.
+        self._counted = list({place.untyped_storage().data_ptr(): place for _, place in self._tensors}.values())
         self._pieces, self._late = [part.tensor for part in slices if part.in_pieces], late
-        self._versions: list[tuple[nn.Parameter, int]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
         self.begin()
 
     def begin(self) -> None:
         """All ranks have what the tensors hold now."""
         self._versions = _versions(self._counted if self._late else [*self._counted, *self._pieces])
         for tensor, _ in self._tensors:
-            tensor.__class__ = WatchedParameter
+            if type(tensor) is nn.Parameter:  # not one whose all-gather is in flight
+                tensor.__class__ = WatchedParameter
 
     def settled(self, *_: object) -> None:
         """No step is under way any more."""
@@ -108,7 +110,7 @@ class Watch:
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
 
-def _versions(tensors: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Tensors, and how often each of them was written. Torch does not count writes to tensors of inference mode."""
     return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
 
