@@ -37,6 +37,16 @@ STRICT_COVER = (
 )
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
+PORTABLE = (
+    "packages/par-groups/tests/topology",
+    "packages/par-groups/tests/test_sizes.py",
+    "packages/par-pipeline/tests/schedules",
+    "packages/par-pipeline/tests/analysis",
+    "packages/par-checkpoint/tests/format",
+    "packages/par-checkpoint/tests/plan",
+)
+"""The tests for systems on which the ranks of a test cannot be started."""
+
 WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
 BASE = ROOT / ".nox" / f"base-{platform.python_version()}"
 BASES: set[Path] = set()  # those that this call of nox has looked after
@@ -220,49 +230,74 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Sdists and wheels into dist/: their metadata, their ranges, and each alone in a fresh environment.
+    """Build every release file, and install each as a user would after its release.
 
-    `-- par-zero` builds that one package, and the siblings that it needs.
+    Packages are taken in the order of a release: a sibling before the packages that need it. `-- par-zero` builds that
+    one package, and the siblings that it needs.
     """
-    packages = session.posargs or PACKAGES
+    packages = release_order(session.posargs or PACKAGES)
     session.install(*group("build"), *group("api"))
     session.run("python", "tools/check_api.py", "--ranges", *PACKAGES)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    needed = {sibling for package in packages for sibling in siblings(package)}
-    for package in sorted({*packages, *needed}):
+    for package in packages:
         session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")  # the wheel from the sdist
     session.run("twine", "check", "--strict", *(f"dist/{path.name}" for path in sorted((ROOT / "dist").iterdir())))
+    index = Path(session.create_tmp()) / "index"
+    shutil.rmtree(index, ignore_errors=True)
+    index.mkdir()
     for package in packages:
-        install_alone(session, package)
+        for file in (ROOT / "dist").glob(f"{package.replace('-', '_')}-*"):
+            shutil.copy2(file, index)
+        install_from(session, index, package)
 
 
-def install_alone(session: nox.Session, package: str) -> None:
-    """Installs a package's wheel, then its sdist, where nothing but what it declares is: siblings from dist/."""
-    folder = Path(session.create_tmp()) / "alone"
+def release_order(packages: Sequence[str]) -> list[str]:
+    """Return these packages and the siblings that they need, each behind all that it needs."""
+    order: list[str] = []
+    for package in packages:
+        needed = [each for each in PACKAGES if each != package and declares(package, each)]
+        order += [each for each in (*release_order(needed), package) if each not in order]
+    return order
+
+
+def install_from(session: nox.Session, index: Path, package: str) -> None:
+    """Install a package in a fresh environment, from an index that holds only what was released before it."""
+    folder = Path(session.create_tmp()) / "fresh"
     python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
     session.run("python", "-m", "venv", "--clear", str(folder))
-    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in (ROOT / "dist").glob("*.whl")}
-    pins = folder / "siblings.txt"  # by their paths: a package of that name on an index is somebody else's
-    pins.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    ours = release_order([package])
+    # Ours come from the index alone: a package of the same name on a public index may be somebody else's.
+    session.run(*pip, "--no-index", "--no-deps", "--find-links", str(index), *ours, external=True)
+    table = project(package)
+    extras = ",".join(name for name in table.get("optional-dependencies", {}) if name not in ("fabric", "ray"))
+    session.run(*pip, *CONSTRAINTS, f"{package}[{extras}]" if extras else package, external=True)
     module = package.replace("-", "_")
-    sdist = next((ROOT / "dist").glob(f"{module}-*.tar.gz"))
-    ours = sorted({package, *(each for each in PACKAGES if declares(package, each))})
     check = (
         f"import {module} as m; [getattr(m, name) for name in m.__all__]; print(m.__name__, m.__version__)\n"
         "import importlib.metadata as meta\n"
         "found = sorted(each.name for each in meta.distributions() if each.name.startswith('par-'))\n"
-        f"assert found == {ours}, found\n"
+        f"assert found == {sorted(ours)}, found\n"
         f"assert meta.version('{package}') == m.__version__"
     )
-    torch_alone = "ignore:Failed to initialize NumPy"  # which torch says of itself, where no package needs numpy
-    commands = load_toml(ROOT / "packages" / package / "pyproject.toml")["project"].get("scripts", {})
-    for one in ([*CONSTRAINTS, "-c", str(pins), str(wheels[package])], ["--no-deps", "--force-reinstall", str(sdist)]):
-        session.run(*pip, *one, external=True)
+    torch_alone = "ignore:Failed to initialize NumPy"  # torch warns so when no package needs numpy
+    sdist = str(next(index.glob(f"{module}-*.tar.gz")))
+    for again in ([], [*pip, "--no-deps", "--force-reinstall", sdist]):
+        if again:
+            session.run(*again, external=True)
         session.run(python, "-m", "pip", "check", external=True)
         session.run(python, "-W", "error", "-W", torch_alone, "-P", "-c", check, external=True)
-        for command in commands:
+        for command in table.get("scripts", {}):
             session.run(str(Path(python).parent / command), "--help", external=True, silent=True)
+
+
+@nox.session
+def portable(session: nox.Session) -> None:
+    """Run the tests that need neither ranks nor Linux, on macOS and Windows: arithmetic, schedules, file formats."""
+    # Without par-testing: it starts ranks, by calls that Windows lacks.
+    session.install(*editable(*PACKAGES), *group("test"))
+    options = ["-m", "not ranks", "-o", "markers=ranks\ngpu\nhosts\nstorm", "--hypothesis-profile", "ci"]
+    run_pytest(session, *options, *PORTABLE, *session.posargs)
 
 
 @nox.session

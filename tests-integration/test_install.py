@@ -1,6 +1,8 @@
 """What is said of installing: the same on every page, and true."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -61,3 +63,44 @@ def test_every_distribution_has_the_license_and_one_status():
         assert "Development Status :: 3 - Alpha" in declared["classifiers"]
         log = (package / "CHANGELOG.md").read_text()
         assert log.startswith(f"# Changelog of {package.name}\n\n## 0.1.0 (unreleased)\n"), package.name
+
+
+# What Windows lacks, taken away before the packages are imported. torch and its tools keep what they hold already.
+WITHOUT_POSIX = """
+import os, signal, sys
+import numpy, safetensors, torch, torch.distributed, torch.multiprocessing, tqdm
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None
+for module, names in (
+    (os, ("fork", "killpg", "posix_fallocate", "preadv", "pwrite", "pwritev", "statvfs")),
+    (signal, ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1")),
+):
+    for name in names:
+        delattr(module, name)
+for package in sys.argv[1:]:
+    module = __import__(package)
+    for name in module.__all__:
+        getattr(module, name)
+"""
+
+
+def test_packages_without_posix_modules_are_imported():
+    """All but par-train, whose runs need the locks and signals of Linux or macOS."""
+    names = [package.name.replace("-", "_") for package in PACKAGES if package.name != "par-train"]
+    subprocess.run([sys.executable, "-c", WITHOUT_POSIX, *names], check=True)
+
+
+def test_project_urls_are_the_same_address_in_every_package():
+    urls = {}
+    for package in PACKAGES:
+        urls[package.name] = tomllib.loads((package / "pyproject.toml").read_text())["project"]["urls"]
+    source = urls["par-groups"]["Source"].removesuffix("/tree/main/packages/par-groups")
+    for name, found in urls.items():
+        assert found == {
+            "Documentation": f"{source}/tree/main/docs",
+            "Source": f"{source}/tree/main/packages/{name}",
+            "Changelog": f"{source}/blob/main/packages/{name}/CHANGELOG.md",
+            "Issues": f"{source}/issues",
+        }
+    assert source in (ROOT / "CITATION.cff").read_text()
+    assert source.removeprefix("https://github.com/") in (ROOT / ".github/workflows/release.yml").read_text()

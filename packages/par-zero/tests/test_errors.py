@@ -284,7 +284,7 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
 @pytest.mark.ranks(2)
 def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tmp_path, monkeypatch):
     if dist.get_rank() == 1:
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_bfree=1, f_blocks=9, f_frsize=4096))
     module = mlp()
     optimizer = adamw(module.parameters())
     words = [f"the disk at {str(tmp_path)!r} has 4.1 KB free and 8.2 KB are needed; free some, or offload less"]

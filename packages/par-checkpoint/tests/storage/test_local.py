@@ -247,3 +247,9 @@ def test_what_cannot_be_written_back_early_is_written_all_the_same(tmp_path, mon
     writer.write_at(0, memoryview(bytes(2 * MIB)))
     writer.finish()
     assert (tmp_path / "file").read_bytes() == bytes(2 * MIB)
+
+
+def test_local_folder_without_positional_writes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "pwrite")
+    with pytest.raises(CheckpointError, match=r"local checkpoints need Linux or macOS; use WSL, or an object store"):
+        open_folder(tmp_path / "checkpoint")

@@ -132,7 +132,17 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, monkeypat
             Disk(str(tmp_path), 2 * MIB, threads=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4_000_000, f_frsize=1000))
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda _: SimpleNamespace(f_bavail=4_000_000, f_bfree=4_000_000, f_blocks=9_000_000, f_frsize=1000),
+    )
     with pytest.raises(ValueError, match=r"has 4.0 GB free and 12.3 GB are needed; free some, or offload less"):
         Disk(str(tmp_path), 12_300_000_000, threads=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_disk_without_posix_fallocate_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(ValueError, match=r"cannot reserve the bytes of a file .* use Linux, or offload to the host"):
+        Disk(str(tmp_path), MIB, threads=1)

@@ -341,7 +341,7 @@ def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_t
 @pytest.mark.ranks(2)
 def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_changed(tmp_path):
     def small_disk(_):
-        return SimpleNamespace(f_bavail=0, f_frsize=4096)
+        return SimpleNamespace(f_bavail=0, f_bfree=0, f_blocks=9, f_frsize=4096)
 
     module = mlp()
     optimizer = small(module.parameters())

@@ -51,6 +51,10 @@ class LocalFolder:
         self.path = Path(os.path.abspath(path))  # noqa: PTH100 - resolves '..', but no links
         if not self.path.name:
             raise ValueError(f"{path!r} has no name: give a folder below it")
+        # Several ranks write one file, each at its own offset. Windows has no calls for that, so a path is refused here
+        # rather than in the middle of a save. Object stores need no local folder.
+        if not hasattr(os, "pwrite"):
+            raise CheckpointError(f"path={path!r}: local checkpoints need Linux or macOS; use WSL, or an object store")
         self.url = str(self.path)
         self.target = Target(path=self.path, at=at, exchange=exchange, patience=patience, lease=lease)
         self._seen = self.path
@@ -251,8 +255,7 @@ class LocalStaging:
         self._folder.repair()
         target.sweep(dry_run=False)
         target.at("swept")
-        space = os.statvfs(parent)
-        free = space.f_bavail * space.f_frsize
+        free = shutil.disk_usage(parent).free
         if needed > free:
             raise CheckpointError(f"{needed:,} bytes are needed in {parent}, {free:,} are free: free some space")
         self._lease = target.begin(self._nonce)

@@ -6,9 +6,9 @@ written directly alike.
 """
 
 import errno
-import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -183,14 +183,17 @@ def check_room(folder: str, size: int) -> None:
     kind = _file_system(folder)
     if kind in _IN_MEMORY:
         raise ValueError(f"path {folder!r} is in memory ({kind}), so nothing would be saved; give a folder on a disk")
-    status = os.statvfs(folder)
-    if status.f_bavail * status.f_frsize < size:
+    if not hasattr(os, "posix_fallocate"):
+        raise ValueError(
+            f"offload folder {folder!r}: this system cannot reserve the bytes of a file; use Linux, or offload to the "
+            "host's memory"
+        )
+    if shutil.disk_usage(folder).free < size:
         raise _too_small(folder, size)
 
 
 def _too_small(folder: str, size: int) -> ValueError:
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(folder).free
     return ValueError(
         f"the disk at {folder!r} has {text_of(free)} free and {text_of(size)} are needed; free some, or offload less"
     )
@@ -232,6 +235,8 @@ def _opened_again(file: int) -> int | None:
 
 def _make_direct(file: int) -> bool:
     """Has a file read and written past the kernel's cache; False where its file system has no such way (EINVAL)."""
+    import fcntl  # noqa: PLC0415 - Windows has none, and imports this package for its arithmetic
+
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
