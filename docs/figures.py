@@ -22,9 +22,8 @@ from ways import draw_ways
 from par_groups import Topology
 from par_layers import Balance, Router, RouterLosses, TransformerShape, cost, update_choice_bias_
 from par_pipeline import schedule, simulate
+from par_plan import Job, Machine, Shape, rank
 from par_recompute import frontier, measure
-from par_train import Job, Machine, Shape
-from par_train.plan.search import rank
 from par_train.run.metrics import draw_load, load_of
 from par_zero import Moment, Trace, place
 from par_zero import simulate as simulate_placement
@@ -155,7 +154,7 @@ def draw_profile(path: Path) -> None:
 
 
 def draw_star(path: Path) -> None:
-    """The packages: all import par-groups, none imports a sibling, par-train imports all."""
+    """The packages: all import par-groups, none imports a sibling; par-plan plans for them, par-train imports all."""
     figure = Figure(figsize=(8, 6.2), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(-4.2, 4.2)
@@ -170,7 +169,12 @@ def draw_star(path: Path) -> None:
         draw_package(axes, (x, y), name, purpose)
     draw_package(axes, (0, 0), "par-groups", "which ranks\nwork together")
     axes.text(
-        0, -3.05, "par-train: wires all of them into one entry point", ha="center", weight="bold", color="#1f5fa8"
+        0,
+        -3.05,
+        "par-plan predicts what they take; par-train wires all of them into one entry point",
+        ha="center",
+        weight="bold",
+        color="#1f5fa8",
     )
     frame = mpl.patches.FancyBboxPatch(
         (-4, -3.2), 8, 6.4, boxstyle="round,pad=0,rounding_size=0.3", fill=False, lw=1.6, color="#1f5fa8"

@@ -17,6 +17,7 @@ PACKAGES = (
     "par_checkpoint",
     "par_diagnosis",
     "par_zero",
+    "par_plan",
     "par_train",
 )
 

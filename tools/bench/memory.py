@@ -19,10 +19,10 @@ from _table import write
 from _turns import shuffled
 from torch import Tensor
 
+from par_plan import TooSmallError
 from par_recompute import saved
 from par_train import GPT, Strategy
 from par_train.jobs.options import ModelOptions
-from par_train.memory.tiers import TooSmallError
 from par_zero import on_disk
 
 SIZES = ModelOptions(layers=6, width=192, heads=4, context=128)

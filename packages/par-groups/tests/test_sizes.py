@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_groups import parse_size
+from par_groups import format_bytes, format_seconds, parse_size
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,17 @@ def test_parse_size_of_any_text_is_a_size_or_an_error(text):
     except ValueError:
         return
     assert 0 <= size < 2**63
+
+
+@given(st.floats(1e3, 9.99e17))
+def test_format_bytes_is_read_back_by_parse_size(count):
+    assert parse_size(format_bytes(count).replace(",", "")) == pytest.approx(count, rel=0.05)
+
+
+def test_format_seconds_picks_a_unit_by_size():
+    assert [format_seconds(each) for each in (7.344, 0.0125, 3e-6, 12345.6)] == [
+        "7.34 s",
+        "12.5 ms",
+        "3.0 us",
+        "12,346 s",
+    ]

@@ -17,12 +17,6 @@ def test_the_leaves_of_nested_containers():
     assert _torch_private.tree_leaves({"a": [1, (tensor, 2.0)]}) == [1, tensor, 2.0]
 
 
-def test_tensors_that_share_memory_on_the_meta_device():
-    tensor = torch.ones(4, device="meta")
-    assert _torch_private.storage_key(tensor) == _torch_private.storage_key(tensor[1:])
-    assert _torch_private.storage_key(tensor) != _torch_private.storage_key(torch.ones(4, device="meta"))
-
-
 class Told(IterableDataset):
     def __iter__(self):
         yield get_worker_info() is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ._error_text import error_text
 from ._registry import Registry
-from ._sizes import parse_size
+from ._sizes import format_bytes, format_seconds, parse_size
 from .live.environment import Launch, read_environment
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.channels import Channels
@@ -84,6 +84,8 @@ __all__ = [
     "cut",
     "error_text",
     "follow_written_",
+    "format_bytes",
+    "format_seconds",
     "get_logger",
     "gradients",
     "group_among",

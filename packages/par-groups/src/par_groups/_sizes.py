@@ -1,5 +1,6 @@
-"""Sizes in bytes as people write them: the one parser of all packages, so that a text means the same everywhere."""
+"""Bytes and seconds as people write and read them: one parser and one format, so that all packages agree."""
 
+import math
 import re
 from decimal import Decimal
 
@@ -8,6 +9,7 @@ for _power, _prefix in enumerate("KMGTP", 1):
     _FACTORS |= {_prefix: 1000**_power, f"{_prefix}I": 1024**_power}
 _SIZE = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(E[+-]?[0-9]{1,3})?\s*([KMGTP]?I?)B?\s*")
 _MOST = 1 << 63  # what torch and file systems count with
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: str = "5GB") -> int:
@@ -50,3 +52,25 @@ def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: 
     if not least <= count < _MOST:
         raise ValueError(f"{name}={size!r}: a size is from {least} to 2**63 - 1 bytes; pass for example {example!r}")
     return count
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text with at least two digits and a decimal unit, such as "12.5 GB" or "980 kB".
+
+    Args:
+        count: Number of bytes, 0 or more.
+    """
+    power = min(5, max(0, int(math.log10(max(1, count)) // 3)))
+    value = count / 1000**power
+    return f"{value:,.{0 if value >= 100 or not power else 1}f} {_UNITS[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as text, such as "7.34 s", "12.5 ms" or "3.0 us".
+
+    Args:
+        seconds: Duration in seconds, 0 or more.
+    """
+    if seconds >= 1:
+        return f"{seconds:,.{0 if seconds >= 1000 else 2}f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from .data.rows import PackedRows
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
-    from .plan.inputs import Job, Machine
-    from .plan.predict import Prediction, model_flops, predict
-    from .plan.pretrained import PretrainedShape
-    from .plan.shape import Shape
-    from .plan.strategy_plan import StrategyPlan
     from .run.run import Run
     from .strategy.existing import token_loss
     from .strategy.handlers import GradientHandler, register_gradient_handler
@@ -33,23 +28,15 @@ __all__ = [
     "Corpus",
     "GlobalDataLoader",
     "GradientHandler",
-    "Job",
-    "Machine",
     "MixedRows",
     "PackedRows",
     "Plugin",
-    "Prediction",
-    "PretrainedShape",
     "Run",
-    "Shape",
     "Stages",
     "Strategy",
     "StrategyOptions",
-    "StrategyPlan",
     "load_model",
-    "model_flops",
     "open_corpus",
-    "predict",
     "read_corpus",
     "register_gradient_handler",
     "token_loss",
@@ -64,16 +51,11 @@ _LATE = {
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
-    "plan.inputs": ("Job", "Machine"),
-    "plan.predict": ("Prediction", "model_flops", "predict"),
-    "plan.pretrained": ("PretrainedShape",),
-    "plan.shape": ("Shape",),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),
     "strategy.stages": ("Stages",),
     "strategy.strategy": ("Strategy",),
     "strategy.options": ("StrategyOptions",),
-    "plan.strategy_plan": ("StrategyPlan",),
 }
 
 

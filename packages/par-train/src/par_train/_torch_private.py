@@ -25,15 +25,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Tells whether tensors share memory, also on the meta device, where no memory has an address.
-
-    `UntypedStorage._cdata` exists since torch 2.0; `data_ptr()` is 0 there, and Python's own objects come and go.
-    """
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def forget_worker() -> None:
     """Lets `torch.utils.data.get_worker_info()` give None in a worker. `worker._worker_info` exists since torch 1.2.
 

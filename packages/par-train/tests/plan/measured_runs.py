@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
+from par_plan.inputs import Machine
+from par_plan.prediction import RankPrediction, predict
 from par_testing import live_bytes, live_storages
 from par_train.command.plan import configured_job
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer
-from par_train.plan.inputs import Machine
-from par_train.plan.predict import RankPrediction, predict
 
 MODEL = ModelOptions(width=64, layers=4, heads=4, context=16)  # all sizes divide by 16 x 4: nothing is padded
 GLOO = Machine(gloo=True)

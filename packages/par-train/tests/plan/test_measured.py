@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.wire.lanes import Lane
+from par_plan.inputs import NUMBERS
+from par_plan.memory import replicas_of
+from par_plan.shape import Cut, Part, Shape, count
+from par_plan.traffic import data_traffic
 from par_testing import count_collectives, for_each, storm
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
 from par_train.jobs.trainer import make_optimizer
-from par_train.plan.inputs import NUMBERS
-from par_train.plan.memory import replicas_of
-from par_train.plan.shape import Cut, Part, Shape, count
-from par_train.plan.traffic import data_traffic
 from par_zero import shard
 
 from .measured_runs import SavedPeak, running

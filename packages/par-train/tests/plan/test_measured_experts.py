@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import ExpertSplit, MoEShape, PartialGradients, initialize, layer_set, moe_cost
+from par_plan.experts.costs import BESIDE
+from par_plan.inputs import Job, Machine
+from par_plan.prediction import predict
+from par_plan.shape import Shape
 from par_testing import count_collectives, live_bytes, live_storages
 from par_train import Strategy
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions
-from par_train.plan.experts.costs import BESIDE
-from par_train.plan.inputs import Job, Machine
-from par_train.plan.predict import predict
-from par_train.plan.shape import Shape
 from par_zero import Share, no_sync, shard
 
 from .measured_runs import SavedPeak

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from par_plan.inputs import NUMBERS
+from par_plan.memory import saved_block, saved_ends
+from par_plan.shape import Cut, Shape
 from par_train.jobs.options import ModelOptions
-from par_train.plan.inputs import NUMBERS
-from par_train.plan.memory import saved_block, saved_ends
-from par_train.plan.shape import Cut, Shape
 
 from .measured_runs import SavedPeak, running
 

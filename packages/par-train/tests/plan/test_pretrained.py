@@ -11,15 +11,10 @@ import torch
 import torch.distributed as dist
 
 from par_groups import Topology
-from par_layers import cuts
 from par_pipeline.wire.lanes import Lane
+from par_plan import Job, Machine, PretrainedShape, predict
 from par_testing import count_collectives
-from par_train import Job, Machine, PretrainedShape, Strategy, predict
-from par_train.plan.pretrained import shares
-from par_train.plan.pretrained.structure import Structure
-from par_train.plan.report import Report
-from par_train.plan.search import configurations, rank
-from par_train.plan.shape import cut_of
+from par_train import Strategy
 
 from .measured_runs import SavedPeak
 
@@ -70,22 +65,6 @@ def topology(world, **parallel):
 JOB = Job(batch=ROWS)
 
 
-# Parameters
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Mixtral", "Qwen3Moe"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_parameters_of_every_tensor_rank_are_those_that_cuts_gives(family, tied):
-    planned = shape(family, tie_word_embeddings=tied)
-    assert planned.parameters == sum(each.numel() for each in on_meta(family, tie_word_embeddings=tied).parameters())
-    for tensor in (IN_1D, IN_SEQUENCE, {**IN_1D, "size": 4, "kv_heads": 2}):
-        world = topology(tensor["size"], tensor=tensor)
-        made = predict(planned, world, JOB)
-        records = cuts(on_meta(family, tie_word_embeddings=tied), world, 0)
-        elements = sum(torch.Size(box.size).numel() for record in records.values() for box in record.boxes)
-        assert made.memory.parameters == 4 * elements
-
-
 @pytest.mark.ranks(4)
 def test_each_rank_has_as_many_bytes_as_predicted(tmp_path):
     for tied in (False, True):
@@ -104,32 +83,6 @@ def test_each_rank_has_as_many_bytes_as_predicted(tmp_path):
             assert {move.axis for move in mine.moves} == {"pipeline", "tensor"}
             assert ("logits" in str(mine)) == (strategy.groups.rank("pipeline") == 1)
             assert ("bubble" in str(mine)) == (mine.bubble == pytest.approx(1 / 3))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_add_up_to_the_model(tied):
-    planned = shape("Qwen3Moe", tie_word_embeddings=tied)
-    for schedule, ranks in (("1f1b", 3), ("interleaved", 2), ("zb_v", 2)):
-        job = Job(batch=8, schedule=schedule, microbatches=4)
-        made = predict(planned, topology(ranks, pipeline=ranks), job)
-        twice = tied and schedule != "zb_v"  # whose first rank has both ends
-        assert sum(each.parameters for each in made.ranks) == planned.parameters + twice * 101 * 64, schedule
-
-
-@pytest.mark.parametrize("tensor", [{}, IN_1D, IN_SEQUENCE], ids=str)
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "GPT2", "Qwen3Moe"])
-def test_layers_of_one_kind_are_looked_at_once_and_say_what_all_of_them_do(family, tensor, monkeypatch):
-    structure, cut = Structure(on_meta(family, num_hidden_layers=9)), cut_of(topology(2, tensor=tensor or 1))
-    looked = []
-    monkeypatch.setattr(shares, "cuts", lambda model, *given: looked.append(model) or cuts(model, *given))
-    found = shares.look(structure, cut)
-    assert [name for name, _ in structure.sampled.get_submodule(structure.layers).named_children()] == [
-        str(number) for number in structure.samples
-    ]
-    structure.sampled = structure.model
-    assert found == shares.look(structure, cut)
-    layers = [len(model.get_submodule(structure.layers)) for model in looked]
-    assert layers == ([len(structure.samples), 9] if tensor else [])
 
 
 # Traffic and activations of steps
@@ -281,97 +234,3 @@ def test_steps_in_16_bits():
         moves = [move for move in made.moves if move.axis == "tensor"]
         assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), precision
         assert made.memory.activations + 2 * ROWS * CONTEXT * 51 == pytest.approx(peak, rel=close), precision
-
-
-@pytest.mark.filterwarnings("ignore:plan='auto'. the plan of GptOssForCausalLM shards")
-@pytest.mark.parametrize(("family", "times"), [("Mixtral", 2), ("GptOss", 1)])
-def test_experts_without_values(family, times):
-    """Where a token's experts are chosen by values, as many as it goes to are counted; GPT-OSS' are not cut."""
-    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0}
-    if not on_meta(family, **options).tp_plan:
-        pytest.skip(f"transformers {transformers.__version__} has no plan for {family}")
-    two, four = (
-        predict(shape(family, **options, intermediate_size=size), topology(2, tensor=IN_1D), JOB).memory
-        for size in (96, 192)
-    )
-    inner = 5 * ROWS * CONTEXT * 2 * 4 * 96 * 4  # gate and up, the activated gate, the product; for two experts
-    assert four.activations - two.activations == inner / times
-
-
-# What does not go
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "parallel", "message"),
-    [
-        (
-            "OPT",
-            {},
-            {"tensor": IN_1D},
-            "no plan .* register it with register_plan",
-        ),
-        ("GPT2", {}, {"pipeline": 2}, "no _pp_plan with one list of layers.* give a list of layers"),
-        ("Llama", {}, {"tensor": {"size": 4, "mode": "2d"}}, "takes whole; use mode 1d"),
-        ("Llama", {}, {"tensor": {"size": 3, "mode": "1d"}}, "do not divide by 3 ranks"),
-        ("Llama", {"max_position_embeddings": 15}, {"tensor": IN_SEQUENCE}, "context is 15 tokens"),
-        ("Llama", {}, {"pipeline": 6}, "5 layers cannot be cut into the 6 stages"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_with_a_remedy(family, options, parallel, message):
-    sizes = {axis: one if isinstance(one, int) else one["size"] for axis, one in parallel.items()}
-    (world,) = sizes.values()
-    context = min(CONTEXT, options.get("max_position_embeddings", CONTEXT))
-    planned = PretrainedShape(on_meta(family, **options), context=context)
-    with pytest.raises(ValueError, match=message):
-        predict(planned, topology(world, **parallel), replace(JOB, microbatches=ROWS, batch=8))
-
-
-def test_configurations_are_those_that_the_model_allows():
-    found = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape(), 4, JOB)]
-    assert {pipeline for pipeline, _ in found} == {1, 2, 4}
-    assert {tensor for _, tensor in found} == {1, 2, 4}  # of four, two have a copy of a head of keys each
-    alone = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape("GPT2"), 4, JOB)]
-    assert {pipeline for pipeline, _ in alone} == {1}
-
-
-def test_a_model_that_was_cut_and_a_context_without_tokens_are_refused():
-    model = make()
-    model.lm_head.weight.par_sharding = None
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' was cut over ranks already; plan the whole model"):
-        PretrainedShape(model)
-    with pytest.raises(ValueError, match="context is 0; it"):
-        PretrainedShape(on_meta(), context=0)
-
-
-# Large worlds
-
-
-@pytest.mark.storm  # the small models above are reckoned by the same code
-def test_70_billion_parameters_on_512_devices_in_seconds():
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
-    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    planned = PretrainedShape(on_meta(**sizes, **heads, tie_word_embeddings=False), context=8192)
-    assert planned.parameters == 70_553_706_496
-    machine, job = Machine(memory=80e9), Job(batch=512, precision="bf16")
-    found = rank(planned, 512, job, machine, top=3)
-    said = Report(shape=planned, world=512, job=job, machine=machine, configured=None, ranking=found).text()
-    assert "7.055e+10 parameters: LlamaForCausalLM, 80 layers, width 8192, 64 heads, context 8192" in said
-    assert {each.topology.modes.get("tensor", ("none",))[0] for each in found.best} <= {"1d", "none"}
-    best = found.best[0].busiest.seconds["compute"]
-    flops = 6 * 70e9 * 512 * 8192  # attention beside
-    assert best == pytest.approx(flops / 512 / (989e12 * 0.5), rel=0.35)
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # for a new name
-def test_recomputed_layers_keep_their_input():
-    options = {"context": 4096}
-    model = on_meta(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, max_position_embeddings=4096)
-    shapes = [PretrainedShape(model, checkpointing=each, **options) for each in (False, True)]
-    plain, again = (predict(each, topology(1), JOB).memory for each in shapes)
-    inputs = 5 * ROWS * 4096 * 1024 * 4
-    layer = (plain.activations - again.activations + inputs - again.logits) / 4  # of five, one is there in either case
-    assert 0.9 * plain.activations < 5 * layer < plain.activations  # beside them there are the last norm and the head
-    assert plain.logits == again.logits < layer
-    assert not PretrainedShape(model).checkpointing
-    model.gradient_checkpointing_enable()
-    assert PretrainedShape(model).checkpointing

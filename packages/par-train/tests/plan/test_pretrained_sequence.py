@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_plan import Job, PretrainedShape, predict
 from par_testing import count_collectives
-from par_train import Job, PretrainedShape, Strategy, predict
+from par_train import Strategy
 
 from .measured_runs import SavedPeak
 from .test_measured_sequence import Messages, assert_bytes

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from par_groups import format_bytes
+
 from .. import __version__
 from .._errors import UserError
-from .._units import format_bytes
 from ..config.kinds import BOOL, BYTES
 from ..config.settings import Setting, load, settings, unknown_key
 from ..jobs.options import Options, PlanOptions, RenderOptions

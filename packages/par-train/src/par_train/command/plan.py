@@ -11,17 +11,13 @@ import torch
 from tqdm import tqdm
 
 from par_groups import Topology
+from par_plan import PEAKS, RECOMPUTES, Job, Machine, PlannedModel, Report, predict, rank
 
 from .._errors import UserError
 from ..jobs.checks import check_config, check_kind
 from ..jobs.existing.folder import read_config, row_length
 from ..jobs.options import Options, PlanOptions
-from ..plan.inputs import PEAKS, RECOMPUTES, Job, Machine
-from ..plan.model import PlannedModel
-from ..plan.predict import predict
-from ..plan.report import Report
-from ..plan.schedules import microbatches_of
-from ..plan.search import rank
+from ..strategy.schedules import microbatches_of
 
 SILENT = 2.0
 """Seconds after which a search shows on a terminal how far it is."""
@@ -110,7 +106,8 @@ def pretrained_shape(options: Options) -> PlannedModel:
     Raises:
         UserError: There is no config of such a model, transformers is not installed, or an adapter is trained.
     """
-    from ..plan.pretrained import PretrainedShape  # noqa: PLC0415 - other plans do without what it imports
+    from par_plan import PretrainedShape  # noqa: PLC0415 - other plans do without what it imports
+
     from ..strategy.pretrained.make import make_on_meta  # noqa: PLC0415 - as above
 
     model, key = options.model, "model.path" if options.model.path else "model.config"

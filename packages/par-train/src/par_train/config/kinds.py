@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from .._units import parse_rate
+from par_groups import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ def _fit_number(value: Any) -> float | None:
 
 def _fit_bytes(value: Any) -> float | None:
     try:
-        return parse_rate(value) if isinstance(value, str) else _fit_number(value)
+        if isinstance(value, str):  # also rates, such as "400GB/s"
+            return float(parse_size(value.strip().removesuffix("/s"), example="80GB"))
+        return _fit_number(value)
     except ValueError:
         return None
 

@@ -5,16 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from par_groups import Topology
+from par_groups import Topology, format_bytes
 from par_pipeline import partition
 
 from .._errors import UserError
-from .._units import format_bytes
 from ..data.shares import EXPERTS, data_axes
-from ..memory.recompute import read_recompute
-from ..plan.schedules import make_schedule, microbatches_of
 from ..run.profile import read_steps
 from ..run.trackers import check_trackers
+from ..strategy.recompute import read_recompute
+from ..strategy.schedules import make_schedule, microbatches_of
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
 from .order import check_size

@@ -14,10 +14,10 @@ from par_checkpoint import Checkpoints, Save
 from par_groups import ProcessGroups, Topology
 from par_layers import Tokens
 from par_pipeline import Batch
+from par_plan import model_flops
 
 from ..data.packing import IGNORED, Packing
 from ..data.shares import data_axes, share
-from ..plan.predict import model_flops
 from .checkpoint import Origin, TrainingState, kept_of_text, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from par_groups import ProcessGroups
+from par_plan import budget_of
 from par_precision import precision_of
 from par_recompute import Keep, Layers
 
-from ..memory.budget import budget_of
-from ..memory.recompute import policy_of
 from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from .plugin import Plugin
+from .recompute import policy_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import has_stepped
+from par_plan import Sizes
 
-from ..plan.strategy_plan import Sizes
 from .mixture.factor import LossFactor
 
 

@@ -13,20 +13,16 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, together
 from par_layers import initialize, parallelize
+from par_plan import Budget, Job, Measured, Spent, budget_of, pipe, spend_rest, spent_on
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import Offload, OnDisk, count_bytes_of_steps, make_alike_, on_disk, recall, shard, slots_of_steps
 
-from ..memory.budget import Budget, Spent, budget_of
-from ..memory.measured import Measured, spend_rest
-from ..memory.recompute import policy_of
-from ..plan.inputs import Job
-from ..plan.pipeline import pipe
-from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
 from .plugin import Plugin
+from .recompute import policy_of
 from .setup import Setup
 from .stages import Stages, build_model_stages, build_stages, leave_foreign_
 

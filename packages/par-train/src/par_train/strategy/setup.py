@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
+from par_plan import NUMBERS, Sizes, Spent, sizes_of
 from par_zero import ShardOptions, Share
 
 from ..data.shares import EXPERTS, averaged_over, cuts_sequence, data_axes
-from ..memory.budget import Spent
-from ..plan.inputs import NUMBERS
-from ..plan.schedules import make_schedule, microbatches_of
-from ..plan.strategy_plan import Sizes, sizes_of
 from .mixture.share import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
+from .schedules import make_schedule, microbatches_of
 
 
 def check_axes(topology: Topology, groups: ProcessGroups | None) -> None:

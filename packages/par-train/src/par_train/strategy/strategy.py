@@ -16,6 +16,7 @@ from par_checkpoint import Checkpoints, Save, SaveOptions
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
 from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
+from par_plan import Job, PretrainedShape, StrategyPlan, plan_of, plan_of_whole
 from par_precision import MixedOptimizer
 
 from ..data.alike import order_of
@@ -24,9 +25,6 @@ from ..data.place import placed
 from ..data.randomness import Draws, gather_states, random_states, restore_states, seed_number
 from ..data.shares import data_axes, replica_axes
 from ..data.workers import WorkerSignals
-from ..plan.inputs import Job
-from ..plan.pretrained import PretrainedShape
-from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
 from .alike import BatchComparison
 from .execute import Criterion, Execution
 from .existing import PathLike as Path

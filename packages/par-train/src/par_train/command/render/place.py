@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from par_groups import format_bytes
+
 from ..._errors import UserError
-from ..._units import format_bytes
 from ...jobs.checks import check_config
 from ...jobs.options import Options, RenderOptions
 

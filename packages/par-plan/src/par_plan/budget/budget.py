@@ -1,0 +1,246 @@
+"""One number for each tier of memory, and what is chosen within them before anything is wired.
+
+step 1     device: what has to stay        host, then disk: all state that has room there
+           activations: inputs of layers
+measured   what each layer could keep, and how long it takes to run again; how fast the disk is
+step 2 on  device: what saves most seconds a byte, of what layers could keep and of state on the disk
+
+State can come back from a disk, but not leave the device later: so at first as much as can lies elsewhere. What is
+measured is spent by `par_plan.budget.measured`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from typing import Any
+
+from par_groups import format_bytes, parse_size
+
+from .tiers import Shares, Source, TooSmallError, called, most_away, share_out
+
+ACTIVATIONS = 0.25
+"""Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Bytes of one rank in each tier.
+
+    Args:
+        device: Of the device: parameters, gradients, state, and activations. On a CPU, of its memory.
+        host: Of the host, beside the device; 0: nothing lies there.
+        disk: Of a disk; 0: nothing lies there.
+        path: A folder on that disk.
+        activations: Bytes of the device that must be left for activations when it is chosen what lies elsewhere; None:
+            none must, and a quarter of them is left where there is room elsewhere.
+    """
+
+    device: float
+    host: float = 0.0
+    disk: float = 0.0
+    path: str | None = None
+    activations: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What was chosen within a budget; printed, with the reason of each choice.
+
+    Args:
+        budget: The budget.
+        shares: Which part of what may leave the device lies where when it is wired.
+        kinds: Bytes of the device by what they are: what stays from step to step, and that in which gradients are
+            reduced and units gathered.
+        reasons: A sentence for each choice.
+        step: Bytes of the device beside `state` while the optimizer steps, when activations are free: gradients in its
+            dtype.
+        is_open: Whether the rest is spent when the first step was measured.
+        recalled: Bytes of state that have come back from the disk then.
+    """
+
+    budget: Budget
+    shares: Shares
+    kinds: Mapping[str, float]
+    reasons: tuple[str, ...]
+    step: float = 0.0
+    is_open: bool = False
+    recalled: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """Bytes of the device that activations cannot have."""
+        return sum(self.kinds.values()) + self.recalled
+
+    @property
+    def activations(self) -> int:
+        """Bytes that activations may take."""
+        return int(max(0.0, self.budget.device - self.state))
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
+
+
+def budget_of(given: object) -> Budget | None:
+    """The budget that a mapping says.
+
+    Args:
+        given: A mapping such as {"device": "80GB", "host": "200GB", "disk": "1TB", "path": "/scratch"}, with sizes as
+            texts or as numbers of bytes; None: there is none.
+
+    Raises:
+        TypeError: It is no mapping, or has another key.
+        ValueError: A size is none, or there is a disk without a path.
+    """
+    if given is None:
+        return None
+    keys = list(Budget.__dataclass_fields__)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"memory is {given!r}; give a mapping of {', '.join(keys)}, or None")
+    for key in given:
+        if key not in keys:
+            raise TypeError(f"memory has {key!r}; it can have {', '.join(keys)}")
+    sizes: dict[str, Any] = {
+        key: _size(f"memory[{key!r}]", value) for key, value in given.items() if key != "path" and value is not None
+    }
+    if not sizes.get("device"):
+        raise ValueError(f"memory is {dict(given)}, without the device's; give its bytes, such as device='80GB'")
+    path = given.get("path")
+    if path is not None and not isinstance(path, str | PathLike):
+        raise TypeError(f"memory['path'] is {path!r}; give a folder on a local disk")
+    if sizes.get("disk") and not path:
+        raise ValueError(f"memory['path'] is {path!r}, but the disk needs a path; give a folder on a local disk")
+    return Budget(**sizes, path=None if not path else fspath(path))
+
+
+def _size(name: str, value: object) -> float:
+    if isinstance(value, str):
+        return float(parse_size(value, name=name, example="80GB"))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{name} is {value!r}; give bytes, or a text such as '80GB'")
+    return float(value)
+
+
+def choose(
+    kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, *, measures: bool, step: float = 0.0
+) -> Spent:
+    """What lies where, in closed form.
+
+    Where the first step will be measured, all of the optimizer's state leaves the device that has room elsewhere; else
+    as much of it as is missing. Other sources leave as far as is missing.
+
+    Args:
+        kinds: Bytes on the device by what they are, if nothing leaves it. What leaves it is of the kind of its name.
+        sources: What may leave it, first the optimizer's state.
+        budget: Bytes of each tier.
+        measures: Whether the first step will be measured, so that state can come back.
+        step: Bytes on the device beside `kinds` while the optimizer steps, when activations are free.
+
+    Raises:
+        TooSmallError: A tier is too small; the message says which, and what the least is.
+    """
+    rooms = {"host": budget.host, "disk": budget.disk}
+    missing = sum(kinds.values()) - budget.device
+    must = missing + max(budget.activations or 0.0, step)
+    wanted = max(must, missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations))
+    if measures:
+        wanted = max(wanted, sources[0].frees)
+    try:
+        shares = share_out(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
+    except TooSmallError as error:
+        raise _refusal(error, kinds, sources, budget, step) from None
+    spent = Spent(
+        budget=budget,
+        shares=shares,
+        kinds=_staying(kinds, sources, shares.part),
+        reasons=(),
+        step=step,
+        is_open=measures,
+    )
+    return replace(spent, reasons=_reasons(spent, kinds))
+
+
+def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callable[[str], float]) -> dict[str, float]:
+    """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state.
+
+    Of what lies in one tier as a whole there may be less, as far as a unit goes that lies across the border.
+    """
+    left = dict(kinds)
+    for source in sources:
+        own, away = min(source.frees, kinds[source.name]), source.surely(part(source.name))
+        left[source.name] -= away * own
+        left["gradients"] -= away * (source.frees - own)
+    return {kind: max(0.0, size) for kind, size in left.items()}
+
+
+def _refusal(
+    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, step: float
+) -> TooSmallError:
+    """Says what the least is of the tier that is short."""
+    alone = not budget.host and not budget.disk
+    if alone or error.tier == "device":
+        parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0)
+        needs = {"activations": budget.activations or 0.0, "gradients of the step": step}
+        most = max(needs, key=lambda kind: needs[kind])  # which are not there at the same time
+        parts[most] = needs[most]
+        words = least_in_words("device", budget.device, parts)
+        elsewhere = (
+            f"raise it, or give bytes of a host or a disk, where {called(source.name for source in sources)} may lie"
+        )
+        remedy = elsewhere if alone else "raise it"
+        return TooSmallError("device", sum(parts.values()) - budget.device, f"{words}; {remedy}")
+    given = budget.host if error.tier == "host" else budget.disk
+    words = least_in_words(error.tier, given, error.parts)
+    return TooSmallError(
+        error.tier, error.missing, f"{words}, for which the device has no room; raise it, or that of the device"
+    )
+
+
+def least_in_words(tier: str, given: float, parts: Mapping[str, float]) -> str:
+    """What a tier has to have, such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
+
+    Args:
+        tier: The tier.
+        given: Its budget in bytes.
+        parts: Bytes that have to lie there, by what they are.
+    """
+    least = sum(parts.values())
+    return (
+        f"the budget of the {tier} is {format_bytes(given)}, and {format_bytes(least)} are the least: {in_parts(parts)}"
+    )
+
+
+def in_parts(parts: Mapping[str, float]) -> str:
+    """Bytes by what they are, in the unit of their sum, such as "parameters 1.2, two units 0.9, gradients 0.5"."""
+    number, unit = format_bytes(sum(parts.values())).split()
+    digits = 1 if "." in number else 0
+    size = parse_size(f"1{unit}")
+    told = {kind: f"{part / size:,.{digits}f}" for kind, part in parts.items()}
+    return ", ".join(f"{kind} {text}" for kind, text in told.items() if float(text.replace(",", "")))
+
+
+def _reasons(spent: Spent, kinds: Mapping[str, float]) -> tuple[str, ...]:
+    budget, shares = spent.budget, spent.shares
+    everything, stays = sum(kinds.values()), sum(spent.kinds.values())
+    device = f"device {format_bytes(budget.device)}"
+    if everything - stays <= 0:
+        reasons = [f"{device}: all state stays there, {format_bytes(everything)} ({in_parts(kinds)})."]
+    else:
+        why = (
+            "all that has room elsewhere is away until the first step is measured"
+            if spent.is_open
+            else f"the rest has no room beside {format_bytes(spent.activations)} for activations"
+        )
+        reasons = [
+            f"{device}: of {format_bytes(everything)} of state, {format_bytes(stays)} stay there "
+            f"({in_parts(spent.kinds)}); {why}: {shares.describe()}."
+        ]
+    for tier, given in (("host", budget.host), ("disk", budget.disk)):
+        if shares.bytes[tier]:
+            full = "is full, the rest goes on" if tier == "host" and shares.bytes["disk"] else "has room"
+            reasons.append(f"{tier} {format_bytes(given)}: {full}; {format_bytes(shares.bytes[tier])} lie there.")
+    left = f"activations: {format_bytes(spent.activations)} are left"
+    if spent.is_open:
+        reasons.append(f"{left}; in the first step layers keep their inputs alone.")
+    else:
+        reasons.append(f"{left} for what layers keep for backward.")
+    return tuple(reasons)

@@ -1,0 +1,149 @@
+"""The rest of a budget, when the first step was measured: what layers keep, and what state comes back from a disk.
+
+Both save seconds where they have room: a layer that keeps more runs less of itself again, and state that is in memory
+is not read and written in each step. `spend` takes what saves most.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from par_groups import format_bytes, format_seconds
+from par_recompute import Choice, Choices
+from par_zero import OnDisk
+
+from .budget import Spent, least_in_words
+from .spend import Item, spend
+from .tiers import TooSmallError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the first step has shown on a rank.
+
+    Args:
+        models: What the layers of each model could keep.
+        held: Number of microbatches whose activations are kept at a time.
+        disk: What lies on the disk, and how fast that is.
+    """
+
+    models: tuple[Choices, ...]
+    held: float
+    disk: OnDisk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What the rest of a budget is spent on.
+
+    Args:
+        budgets: Bytes that the layers of each model may keep of a microbatch.
+        recall: Bytes of state that come back from the disk.
+        spent: All that was chosen, with the reasons.
+    """
+
+    budgets: tuple[int, ...]
+    recall: int
+    spent: Spent
+
+
+def spend_rest(spent: Spent, measured: Measured) -> Rest:
+    """Spends what state leaves free on what saves most seconds. Pure.
+
+    A layer that does not keep everything runs again, as a whole or in parts; for that the largest one has room.
+
+    Args:
+        spent: What was chosen before the first step.
+        measured: What that has shown.
+
+    Raises:
+        TooSmallError: Not even the inputs of layers have room.
+    """
+    held = measured.held
+    frontiers = [[one for one in model.frontiers if one] for model in measured.models]
+    every = [frontier for of_model in frontiers for frontier in of_model]
+    fewest = [[min(choice.bytes for choice in one) for one in of_model] for of_model in frontiers]
+    inputs = held * sum(map(sum, fewest))
+    most = held * sum(max(choice.bytes for choice in one) for one in every)
+    layer = max((max(choice.bytes for choice in one) for one in every), default=0)
+    on_disk = sum(measured.disk.pieces)
+    everything = room = spent.budget.device - spent.state
+    if most + on_disk > room:
+        room -= layer
+    if room < inputs:
+        parts = {**spent.kinds, "inputs of layers": inputs, "one layer": layer}
+        words = least_in_words("device", spent.budget.device, parts)
+        raise TooSmallError("device", inputs - room, f"{words}; raise it, or train fewer rows at a time")
+    per_byte = 1 / measured.disk.read + 1 / measured.disk.write
+    state = [Item("state", size, size * per_byte) for size in measured.disk.pieces]
+    kept = [
+        Item(f"layers {number}", held * size, model.forwards * seconds)
+        for number, (model, of_model) in enumerate(zip(measured.models, frontiers, strict=True))
+        for one in of_model
+        for size, seconds in _increments(one)
+    ]
+    chosen = spend([*kept, *state], room - inputs)
+    in_step = max(0.0, everything - spent.step)  # for state, which is there then, too
+    if sum(item.bytes for item in chosen if item.name == "state") > in_step:
+        back = spend(state, in_step)
+        chosen = [*back, *spend(kept, room - inputs - sum(item.bytes for item in back))]
+    taken = {name: sum(item.bytes for item in chosen if item.name == name) for name in {item.name for item in chosen}}
+    recall = int(taken.get("state", 0.0))
+    budgets = [int(sum(few) + taken.get(f"layers {number}", 0.0) / held) for number, few in enumerate(fewest)]
+    left = room - held * sum(budgets) - recall
+    if budgets:  # what lies between two choices of a layer is of use to none of the others
+        budgets[0] += max(0, int(left / held))
+    keeps = min(most, held * sum(budgets))
+    again = sum(item.seconds for item in kept) - sum(item.seconds for item in chosen if item.name != "state")
+    displaced = not recall and any(size <= min(room - inputs, in_step) for size in measured.disk.pieces)
+    reasons = [*spent.reasons[:-1]]
+    if on_disk:
+        reasons.append(
+            _about_disk(on_disk, recall, on_disk * per_byte, measured.disk, full=keeps >= most and not displaced)
+        )
+    reasons.append(_about_layers(keeps, most, again) if every else spent.reasons[-1])
+    return Rest(
+        budgets=tuple(budgets),
+        recall=recall,
+        spent=replace(spent, reasons=tuple(reasons), is_open=False, recalled=float(recall)),
+    )
+
+
+def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
+    """What keeping more and more of a layer takes and saves, in the order of seconds a byte."""
+    choices = sorted(frontier, key=lambda choice: choice.bytes)
+    found: list[tuple[int, float]] = []
+    current = choices[0]
+    while True:
+        more = [
+            (choice.bytes - current.bytes, current.seconds - choice.seconds, choice)
+            for choice in choices
+            if choice.bytes > current.bytes and choice.seconds < current.seconds
+        ]
+        if not more:
+            return found
+        size, seconds, current = max(more, key=lambda one: (one[1] / one[0], one[0]))
+        found.append((size, seconds))
+
+
+def _about_disk(there: float, recall: float, seconds: float, disk: OnDisk, *, full: bool) -> str:
+    """Which part of the state comes back from the disk, and why."""
+    rates = f"{format_bytes(disk.read)}/s read and {format_bytes(disk.write)}/s written"
+    took = f"{format_bytes(there)} of state were there, {format_seconds(seconds)} a step at {rates}"
+    if not recall:
+        return (
+            f"disk: {took}; they stay, as {'there is no more room' if full else 'what layers keep instead saves more'}."
+        )
+    if recall >= there:
+        return f"disk: {took}; all come back, as they have room."
+    why = "more have no room" if full else "these save more than what layers would keep there"
+    return f"disk: {took}; {format_bytes(recall)} come back, as {why}."
+
+
+def _about_layers(keeps: float, most: float, again: float) -> str:
+    """How much of what autograd would keep the layers do keep, and what the rest takes."""
+    if keeps >= most:
+        return f"activations: layers keep all they can, {format_bytes(most)}."
+    return (
+        f"activations: layers keep up to {format_bytes(keeps)} of {format_bytes(most)}, and compute the rest again, "
+        f"{format_seconds(again)} a step."
+    )

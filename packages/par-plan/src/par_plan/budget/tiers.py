@@ -1,0 +1,190 @@
+"""What the device has no room for, and where it goes instead: parts in closed form, from what is missing.
+
+device     all of it, less what is missing
+host       takes what is missing, as far as it has room
+disk       takes the rest
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from par_groups import format_bytes
+
+AWAY = ("host", "disk")
+"""Where bytes go that the device has no room for, the quicker first."""
+
+_NOTHING = 1e-9
+"""Parts below it are what rounding leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Something that may leave the device, whole or a part of it.
+
+    Args:
+        name: What it is: "optimizer" or "parameters".
+        frees: Bytes that the device has more of when all of it is away.
+        takes: Bytes that all of it takes elsewhere, by tier.
+        beside: Bytes that it takes on the host when all of it is away, wherever that is, such as gradients that a
+            host steps by.
+        grain: Bytes of the device in the largest thing that lies in one tier; 0: all can be cut anywhere.
+    """
+
+    name: str
+    frees: float
+    takes: Mapping[str, float]
+    beside: float = 0.0
+    grain: float = 0.0
+
+    @property
+    def uneven(self) -> float:
+        """By how much less may be away than the part that is asked for, as a thing lies where its middle would."""
+        return self.grain / self.frees / 2 if self.frees else 0.0
+
+    def surely(self, part: float) -> float:
+        """The part that is away at least, if that one is asked for."""
+        return part if part >= 1 else max(0.0, part - self.uneven)
+
+
+def called(names: Iterable[str]) -> str:
+    """What errors call sources, by their names, such as "the optimizer's state and the parameters"."""
+    words = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
+    return " and ".join(words[name] for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Which part of each source lies away from the device.
+
+    Args:
+        parts: By name of a source, the part of it in each tier of `AWAY`.
+        bytes: Bytes in each of these tiers.
+    """
+
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    bytes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(AWAY, 0.0))
+
+    def part(self, name: str) -> float:
+        """The part of a source that is away, from 0 to 1."""
+        return sum(self.parts.get(name, {}).values())
+
+    def describe(self) -> str:
+        """What is away, such as "opt 60% host, 40% disk, param 20% host"; "-" if nothing is."""
+        short = {"optimizer": "opt", "parameters": "param"}
+        words = [
+            f"{short.get(name, name)} " + ", ".join(f"{part:.0%} {tier}" for tier, part in parts.items() if part)
+            for name, parts in self.parts.items()
+            if any(parts.values())
+        ]
+        return ", ".join(words) or "-"
+
+
+class TooSmallError(ValueError):
+    """A tier is too small.
+
+    Args:
+        tier: Which one: "device", or, if what is away has too little room, the last of the tiers that there are.
+        missing: Bytes that it lacks.
+        text: The message.
+        parts: Of what would have to lie there, bytes by name of a source.
+    """
+
+    def __init__(self, tier: str, missing: float, text: str, parts: Mapping[str, float] | None = None) -> None:
+        super().__init__(text)
+        self.tier, self.missing, self.parts = tier, missing, dict(parts or {})
+
+
+def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, float]) -> Shares:
+    """Moves as much of the sources as is missing on the device, the first source first, to the quickest tier with room.
+
+    Args:
+        missing: Bytes that the device has too few of, with everything on it; 0 or less: it has room.
+        sources: What may leave it, in the order in which it does.
+        rooms: Bytes of the tiers in `AWAY` that may be taken.
+
+    Raises:
+        TooSmallError: The device lacks room even if all of the sources are away; or what is to be away has no room.
+    """
+    beyond = missing - sum(source.frees for source in sources)
+    if beyond > _NOTHING * abs(missing):
+        raise TooSmallError("device", beyond, f"the device is short of {format_bytes(beyond)}, with all else away")
+    parts: dict[str, dict[str, float]] = {}
+    left = dict.fromkeys(AWAY, 0.0) | dict(rooms)
+    taken = dict.fromkeys(AWAY, 0.0)
+    for source in sources:
+        if missing <= _NOTHING * source.frees or source.frees <= 0:
+            continue
+        part = min(1.0, missing / source.frees + source.uneven)
+        missing -= part * source.frees
+        parts[source.name] = {}
+        beside = part * source.beside
+        for tier in AWAY:
+            size = source.takes[tier]
+            room = left[tier] - (beside if tier == "host" else 0)
+            here = part if size * part <= room else max(0.0, room / size - source.uneven)
+            if here > 0:
+                parts[source.name][tier] = here
+                part -= here
+                left[tier] -= here * size
+                taken[tier] += here * size
+        left["host"] -= beside
+        taken["host"] += beside
+        if part > _NOTHING or left["host"] < -_NOTHING * source.frees:
+            there = {each.name: parts[each.name] for each in sources if each.name in parts}
+            raise _no_room(sources, there, part, left, rooms)
+    return Shares(parts=parts, bytes=taken)
+
+
+def _no_room(
+    sources: Sequence[Source],
+    parts: Mapping[str, Mapping[str, float]],
+    part: float,
+    left: Mapping[str, float],
+    rooms: Mapping[str, float],
+) -> TooSmallError:
+    """The error for a part of the last source in `parts` that no tier has room for.
+
+    The last tier that has any room at all is short.
+    """
+    by_name = {source.name: source for source in sources}
+    source = by_name[list(parts)[-1]]
+    tier = next((tier for tier in reversed(AWAY) if rooms.get(tier, 0) > 0), "host")
+    tier = "host" if left["host"] < -_NOTHING * source.frees else tier
+    missing = part * source.takes[tier] + max(0.0, -left["host"])
+    have = ", ".join(f"the {tier} has {format_bytes(rooms.get(tier, 0))}" for tier in AWAY)
+    text = f"the {tier} is short of {format_bytes(missing)} for what the device has no room for: {have}"
+    there = {name: found.get(tier, 0.0) * by_name[name].takes[tier] for name, found in parts.items()}
+    if tier == "host":
+        there |= {name: size + sum(parts[name].values()) * by_name[name].beside for name, size in there.items()}
+    there[source.name] += part * source.takes[tier]
+    return TooSmallError(tier, missing, text, there)
+
+
+def most_away(sources: Sequence[Source], rooms: Mapping[str, float]) -> float:
+    """Bytes that the device has more of when as much of the sources is away as has room there, the first source first.
+
+    Of a part p the host takes what lies beside, and both tiers together what p takes.
+
+    Args:
+        sources: What may leave the device, in the order in which it does.
+        rooms: Bytes of the tiers in `AWAY` that may be taken.
+    """
+    freed = 0.0
+    left = dict.fromkeys(AWAY, 0.0) | dict(rooms)
+    for source in sources:
+        part = 1.0
+        for room, size in (
+            (sum(left[tier] / source.takes[tier] if source.takes[tier] else math.inf for tier in AWAY), 1.0),
+            (left["host"], source.beside),
+        ):
+            part = min(part, room / size) if size else part
+        if source.beside and source.takes["host"]:
+            both = left["host"] + left["disk"] * source.takes["host"] / source.takes["disk"]
+            part = min(part, both / (source.takes["host"] + source.beside))
+        freed += part * source.frees
+        if part < 1:
+            break
+        taken = share_out(source.frees, [source], left).bytes
+        left = {tier: room - taken[tier] for tier, room in left.items()}
+    return freed

@@ -1,0 +1,385 @@
+"""Bytes on one rank: what stays from step to step, and what autograd keeps in between.
+
+torch is here for its dtypes alone, which `par_zero.memory` takes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from par_zero import ShardOptions, elements_lent, memory
+
+from .budget.tiers import Source
+from .inputs import Job, Numbers
+from .shape import Count, Cut, Shape
+
+BUCKET = ShardOptions().bucket_of(1)
+"""Bytes of parameters that par-zero packs together."""
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at its fullest.
+
+    Args:
+        parameters: Parameters as the model uses them.
+        gradients: Gradients between their reduction and the optimizer's step.
+        optimizer: The optimizer's state, and its own copies of parameters.
+        buffers: What gradients are reduced in, and parameters that are gathered.
+        activations: What autograd keeps for backward, of all microbatches that wait; without `logits`.
+        logits: Logits over a large vocabulary, what the loss keeps of them, and their gradient.
+        attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
+            one attention holds in backward; logits are gone by then.
+        arriving: Gradients of one piece as autograd makes them, before they are taken to where they are reduced.
+        step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
+        host: What lies on the host: state of the optimizer, gradients that it steps by there, and parameters; not the
+            buffers through which passes what lies on a disk, of 200 MB at most.
+        disk: What lies on a disk.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    attention: float = 0.0
+    arriving: float = 0.0
+    step: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """Bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def backward(self) -> float:
+        """Bytes beside that at the fullest moment of backward; gradients of parameters arrive when logits are gone."""
+        return self.buffers + self.activations + max(self.logits, self.attention + self.arriving)
+
+    @property
+    def total(self) -> float:
+        """Bytes of the device at the fullest moment."""
+        return self.state + max(self.backward, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """The data-parallel replicas of one rank's parameters: how they share them, and in which pieces.
+
+    Args:
+        zero: ZeRO stage, 0 to 3.
+        ranks: Number of ranks that share.
+        accumulates: Whether gradients of several backward passes are added up before they are reduced, as in a
+            pipeline.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+        elements: Number of elements in this rank's parameters, before they are shared.
+        chunk: Number of elements in the largest piece that is reduced as one.
+        chunks: Number of pieces that are reduced as one.
+        gathered: Number of elements that are whole at a time, at stage 3.
+        stays: Number of those that are gathered once a pass, and not again for backward.
+        reduced: Number of elements for which there are buffers that pieces are reduced in, one after the other.
+        waiting: Number of those for which there are more, in which pieces wait for their turn.
+    """
+
+    zero: int
+    ranks: int
+    accumulates: bool = False
+    gloo: bool = False
+    elements: int
+    chunk: int
+    chunks: int
+    gathered: int
+    stays: int
+    reduced: int
+    waiting: int = 0
+
+    @property
+    def received(self) -> float:
+        """The part of a piece that its reduction receives into a buffer: that of gloo receives all of it.
+
+        Between two ranks that share nothing one sum in place is enough.
+        """
+        if self.ranks == 1:
+            return 0.0
+        if self.gloo:
+            return 1.0 if self.zero or self.ranks > 2 else 0.0
+        return 1 / self.ranks if self.zero else 0.0
+
+
+def replicas_of(
+    count: Count, numbers: Numbers, *, zero: int, ranks: int, accumulates: bool = False, gloo: bool = False
+) -> Replicas:
+    """The replicas of a GPT's parameters, cut into pieces as par-zero does with its defaults; padding is left out.
+
+    Args:
+        count: The parameters of a rank.
+        numbers: Widths of numbers.
+        zero: ZeRO stage, 0 to 3.
+        ranks: Number of ranks that share.
+        accumulates: As in `Replicas`.
+        gloo: As in `Replicas`.
+    """
+    elements, bucket = count.total, BUCKET // numbers.master
+    if zero < 3:  # parameters fill buckets in their order
+        chunk = min(elements, bucket + count.largest)
+        chunks = min(count.tensors, math.ceil(elements / bucket))
+        gathered = stays = elements
+        reduced = min(elements, 2 * chunk)
+    else:  # a unit is as many blocks as fill a bucket; embeddings, last norm and classifier are one more
+        blocks_a_unit = max(1, bucket // count.block)
+        units = math.ceil(count.blocks / blocks_a_unit)
+        unit = count.block * min(blocks_a_unit, count.blocks)
+        last_unit = count.block * (count.blocks - (units - 1) * blocks_a_unit)
+        chunk = max(unit, count.ends)
+        chunks = units + 1
+        gathered = min(elements, count.ends + 2 * unit)
+        stays = count.ends + last_unit
+        reduced = elements_lent([last_unit, *[unit] * (units - 1), count.ends], 2)
+    return Replicas(
+        zero=zero,
+        ranks=ranks,
+        accumulates=accumulates,
+        gloo=gloo,
+        elements=elements,
+        chunk=chunk,
+        chunks=chunks,
+        gathered=gathered,
+        stays=stays,
+        reduced=reduced,
+    )
+
+
+def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
+    """Replicas of several parts of a model, such as of experts, as they are beside each other.
+
+    One after the other is reduced in the same buffers. Where gradients are shared all of them may be under way at a
+    time: nothing waits in backward for ranks that others do not have.
+
+    Args:
+        replicas: Those of each part, if it were alone.
+    """
+    if len(replicas) == 1:
+        return tuple(replicas)
+    if replicas[0].zero >= 2:
+        return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0, waiting=0) for each in replicas)
+    receive = [each for each in replicas if each.received]
+    lent = max((each.chunk for each in receive), default=0) * min(2, sum(each.chunks for each in receive))
+    lends = max(receive, key=lambda each: each.received, default=None)  # has the least to share with
+    return tuple(replace(each, reduced=lent if each is lends else 0) for each in replicas)
+
+
+def added(memories: Sequence[Memory]) -> Memory:
+    """The bytes of several parts of a model; gradients arrive of one of them at a time.
+
+    Args:
+        memories: Those of each part.
+    """
+    sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(Memory)}
+    return Memory(**{**sums, "arriving": max(each.arriving for each in memories)})
+
+
+def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -> tuple[Source, ...]:
+    """What of all parts of a model may leave the device, first the optimizer's state.
+
+    Args:
+        replicas: The replicas of each part.
+        numbers: Widths of numbers.
+        slots: Tensors of state for each parameter.
+    """
+    found: dict[str, list[Source]] = {}
+    for each in replicas:
+        for source in (optimizer_away(each, numbers, slots), parameters_away(each, numbers)):
+            if source is not None:
+                found.setdefault(source.name, []).append(source)
+    return tuple(
+        replace(
+            parts[0],
+            frees=sum(part.frees for part in parts),
+            takes={tier: sum(part.takes[tier] for part in parts) for tier in parts[0].takes},
+            beside=sum(part.beside for part in parts),
+        )
+        for parts in found.values()
+    )
+
+
+def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory:
+    """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
+
+    While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
+
+    Args:
+        replicas: The replicas.
+        numbers: Widths of numbers.
+        slots: Tensors of state for each parameter, each as wide as a master: 2 for Adam.
+    """
+    zero, ranks, elements = replicas.zero, replicas.ranks, replicas.elements
+    state = memory(
+        zero,
+        elements,
+        ranks,
+        dtype=_DTYPES[numbers.master],
+        param_dtype=_DTYPES[numbers.weight],
+        slots=slots,
+    )
+    reduced = replicas.reduced
+    received = reduced * replicas.received
+    whole_gradients = gathered = 0
+    if zero >= 2:
+        whole_gradients = elements if replicas.accumulates else reduced + replicas.waiting
+    if zero == 3:
+        gathered = elements if replicas.accumulates else replicas.gathered
+    copies = elements / (ranks if zero else 1) if numbers.copied else 0
+    return Memory(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        buffers=(received + whole_gradients) * numbers.gradient + gathered * numbers.weight,
+        arriving=replicas.chunk * numbers.weight,
+        step=copies * numbers.master,
+    )
+
+
+def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Source:
+    """What may leave the device: the optimizer's state, and its own copies of parameters.
+
+    Off an accelerator its host steps what it has, by gradients that follow, and by copies of parameters in any case.
+    On a CPU, where host and device are one memory, neither is needed. Arguments as those of `state_memory`.
+    """
+    own = replicas.elements / (replicas.ranks if replicas.zero else 1)
+    state = own * numbers.master * (slots + numbers.copied)
+    if replicas.gloo:
+        return Source(name="optimizer", frees=state, takes={"host": state, "disk": state})
+    gradients, away = own * numbers.gradient, own * numbers.master * (slots + 1)
+    return Source(
+        name="optimizer",
+        frees=state + (gradients if replicas.zero >= 2 else 0),
+        takes={"host": away, "disk": away},
+        beside=gradients,
+    )
+
+
+def parameters_away(replicas: Replicas, numbers: Numbers) -> Source | None:
+    """What may leave the device beside: parameters between their gathers, at stage 3.
+
+    Two units stay, as buffers. Nothing is gained while parameters stay gathered, as for several microbatches.
+
+    Args:
+        replicas: The replicas.
+        numbers: Widths of numbers.
+    """
+    if replicas.zero < 3 or replicas.accumulates:
+        return None
+    own = replicas.elements / replicas.ranks * numbers.weight
+    return Source(name="parameters", frees=own, takes={"host": own, "disk": own})
+
+
+def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) -> Memory:
+    """A rank's memory where parts of its optimizer and of its parameters lie elsewhere.
+
+    What an accelerator's host steps by copies needs none of parameters that lie there in the same dtype.
+
+    Args:
+        memory: Its memory with all of it on the device.
+        replicas: The replicas.
+        numbers: Widths of numbers.
+        job: The job, which says which parts.
+    """
+    away = job.optimizer_away
+    if away:
+        source = optimizer_away(replicas, numbers)
+        gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
+        memory = replace(
+            memory,
+            optimizer=memory.optimizer - (away * source.frees - gradients),
+            gradients=memory.gradients - gradients,
+            step=memory.step * (1 if replicas.gloo else 1 - away),
+            host=job.host * source.takes["host"] + away * source.beside,
+            disk=job.disk * source.takes["disk"],
+        )
+    parameters = parameters_away(replicas, numbers)
+    if parameters is None or not job.parameters_away:
+        return memory
+    copies = 0.0 if replicas.gloo or numbers.copied else parameters.frees
+    spared = min(job.parameters_host, away)
+    on_host = min(spared, job.host)
+    return replace(
+        memory,
+        parameters=memory.parameters - job.parameters_away * parameters.frees,
+        host=memory.host + job.parameters_host * parameters.takes["host"] - on_host * copies,
+        disk=memory.disk + job.parameters_disk * parameters.takes["disk"] - (spared - on_host) * copies,
+    )
+
+
+def saved_block(
+    shape: Shape,
+    cut: Cut,
+    numbers: Numbers,
+    tokens: int,
+    *,
+    cheap: bool = False,
+    mixture: float | None = None,
+) -> float:
+    """Bytes that autograd keeps of one block for one microbatch.
+
+    In the residual layout these are the inputs of both norms and of both column layers, and what the norms know of each
+    token; in the inner layout queries, keys and values, what attention gives, and the MLP before and after its
+    activation.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for attention that does not keep its weights.
+
+    Args:
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        numbers: Widths of numbers.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        cheap: Whether norms and the activation are computed again. What they make is kept nevertheless where a product
+            keeps a copy of another dtype, or where a norm sums over ranks.
+        mixture: Bytes of the mixture of experts that is in the place of the MLP, with its input; None: it is an MLP.
+    """
+    h, own = shape.width, tokens / cut.tokens
+    inner = tokens / cut.inner_tokens / cut.inner
+    float8 = numbers.saved != numbers.product  # keeps what was gathered, and a copy of what attention gives
+    column_input = tokens * h if float8 else own * h / cut.features
+    norms_again = cheap and cut.features == 1 and numbers.saved == numbers.residual
+    activation_again = cheap and numbers.saved == numbers.product
+    residual = 2 * own * h / cut.features * numbers.residual
+    inputs = 2 if mixture is None else 1
+    residual += 0 if norms_again else inputs * column_input * numbers.saved
+    statistics = own * 4 * (2 if cut.features > 1 else 4)
+    attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
+    mlp = shape.mlp * (numbers.product + (0 if activation_again else numbers.saved))
+    casts = numbers.cast * shape.block_matrices / cut.matrix
+    if mixture is not None:
+        mlp, casts = 0, numbers.cast * shape.attention_matrices / cut.matrix
+    return residual + statistics + inner * (attention + mlp) + casts + (mixture or 0.0)
+
+
+def saved_ends(
+    shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, first: bool = False, last: bool = False
+) -> float:
+    """Bytes that autograd keeps of token ids, last norm, logits and loss for one microbatch.
+
+    Args:
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        numbers: Widths of numbers.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        first: Whether this rank has the embeddings.
+        last: Whether it has the last norm and the loss.
+    """
+    saved: float = 0
+    if first:
+        saved += tokens * (9 if cut.ranks > 1 else 8)  # ids are int64; a cut table also keeps which of them are its own
+    if last:
+        h, own, inner = shape.width, tokens / cut.tokens, tokens / cut.inner_tokens
+        saved += own * h / cut.features * (numbers.residual + numbers.product) + own * 8  # the norm
+        saved += inner * (4 * shape.vocabulary / cut.inner + (22 if cut.ranks > 1 else 8))  # logits and loss
+        saved += numbers.cast * h * shape.vocabulary / cut.matrix
+    return saved

@@ -1,0 +1,450 @@
+"""What a step takes: memory, traffic, bubble and time of one configuration, from formulas alone.
+
+memory     of the pipeline's rank that needs most
+traffic    of the rank that is busiest
+time       compute + again (what backward computes once more) + tensor + sequence (what does not hide behind attention)
+           + experts (rows on their way, as far as that does not hide behind shared experts)
+           + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what a step
+           waits for what lies elsewhere, as far as that does not hide)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+
+from par_groups import Topology
+
+from .budget.tiers import Source
+from .experts.costs import ExpertWork, work_of
+from .experts.spread import misfit_of_experts
+from .gpt import GPTPlan
+from .inputs import Job, Machine, Numbers
+from .memory import Memory, Replicas, added, replicas_of, shared_apart, sources_of, state_memory, with_away
+from .model import PlannedModel
+from .pipeline import Pipe, Place, pipe
+from .seconds import Away, seconds_of, seconds_within, wiring_of
+from .sequence import Attention, SequenceCut, local_tokens, reach, sequence_of, sequence_traffic
+from .shape import Cut, Part, Shape, averaged_ranks, cut_of
+from .traffic import Move, data_traffic, exchange_traffic, pipeline_traffic
+
+MARGIN = 0.1
+"""Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPrediction:
+    """What a step takes on one rank of a pipeline; without a pipeline, on every rank.
+
+    Args:
+        place: "first", "middle" or "last".
+        parameters: Number of elements in its parameters.
+        memory: Bytes of its memory.
+        moves: What it receives over each axis.
+        seconds: Seconds of a step by the names in `TERMS`.
+        numbers: The ranks of the pipeline that it stands for.
+        sources: What of its memory may lie elsewhere than on the device: the optimizer's state, and at stage 3
+            parameters.
+        experts: What its layers of experts take, if it has any.
+    """
+
+    place: str
+    parameters: int
+    memory: Memory
+    moves: tuple[Move, ...]
+    seconds: Mapping[str, float]
+    numbers: tuple[int, ...] = (0,)
+    sources: tuple[Source, ...] = ()
+    experts: ExpertWork | None = None
+
+
+def _rounded_up(room: float) -> float:
+    """A limit that what was cut to it exactly is not above."""
+    return room * (1 + 1e-9) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step takes under one configuration.
+
+    Args:
+        topology: Which ranks work together.
+        job: The training job.
+        bubble: The part of a step's time in which a pipeline rank waits.
+        ranks: Predictions for the first and the last rank of the pipeline, and for each kind of rank between them.
+    """
+
+    topology: Topology
+    job: Job
+    bubble: float
+    ranks: tuple[RankPrediction, ...]
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most."""
+        return max((rank.memory for rank in self.ranks), key=lambda memory: memory.total)
+
+    @property
+    def busiest(self) -> RankPrediction:
+        """The rank that the others wait for."""
+        return max(self.ranks, key=lambda rank: sum(rank.seconds.values()))
+
+    @property
+    def traffic(self) -> Mapping[str, float]:
+        """Bytes that the busiest rank receives in a step, by axis; "data" are all ranks that average gradients."""
+        moves = self.busiest.moves
+        axes = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *(move.axis for move in moves)))
+        return {axis: sum(move.bytes for move in moves if move.axis == axis) for axis in axes}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.busiest.seconds.values())
+
+    @property
+    def bound(self) -> str:
+        """The largest term of the time, a name in `TERMS`."""
+        seconds = self.busiest.seconds
+        return max(seconds, key=lambda term: seconds[term])
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether the configuration leaves the margins of a device and of its host free, and the disk has room."""
+        rooms = machine.rooms(self.topology.world_size)
+        return (
+            all(rank.memory.total <= _rounded_up((1 - MARGIN) * machine.memory) for rank in self.ranks)
+            and max(rank.memory.host for rank in self.ranks) <= _rounded_up(rooms["host"])
+            and max(rank.memory.disk for rank in self.ranks) <= _rounded_up(rooms["disk"])
+        )
+
+    def binds(self, machine: Machine) -> str:
+        """The tier for whose sake the step takes longer than it would: "device", "host", or "" for none of them."""
+        job = self.job
+        if (job.disk or job.parameters_disk) and machine.host_memory:
+            return "host"
+        return "device" if job.recompute or job.optimizer_away or job.parameters_away else ""
+
+
+def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
+    """Predicts memory, traffic, bubble and time of a training step. Pure; no process and no device is asked.
+
+    Args:
+        shape: The sizes of a GPT, or a `PretrainedShape`, those of a model of transformers.
+        topology: Sizes of the axes data, pipeline, sequence, expert and tensor, with their modes, and the view of
+            experts where they are dealt out.
+        job: Batch, ZeRO stage, precision, schedule and microbatches.
+        machine: What the job runs on; None: `Machine()`, nodes of eight H100.
+
+    Raises:
+        ValueError: Sizes that do not go together; the message names them.
+    """
+    return Frame(shape, topology, job, machine).predict(job)
+
+
+class Frame:
+    """A topology and a number of microbatches, for which any schedule, ZeRO stage and way to fit is predicted.
+
+    What ranks compute and receive within microbatches depends on which part of the model they have, and on little
+    else: it is worked out once for each part, as is the state that a part takes at a stage.
+
+    Args:
+        shape: The model's sizes.
+        topology: Its axes.
+        job: Batch, precision, microbatches, and what rows and experts are like; its schedule, stage and what is
+            computed again or lies elsewhere may be others in each prediction.
+        machine: What it runs on; None: `Machine()`.
+
+    Raises:
+        ValueError: Sizes that do not go together; the message names them.
+    """
+
+    def __init__(
+        self, shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None
+    ) -> None:
+        self.model, self.topology, self.machine = planned(shape), topology, machine or Machine()
+        self.cut, self.sequence = cut_of(topology), sequence_of(topology)
+        self._data = topology.size("data") * self.cut.experts.own  # ranks that see other rows
+        self._check(job)
+        # Rows of microbatches differ by one at most; the larger ones come first.
+        rows, larger = divmod(job.batch // self._data, job.microbatches)
+        self._pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
+        local = local_tokens(self.sequence, self.model.context, job.documents)
+        self._microbatches = {size * local: times for size, times in self._pieces.items()}
+        self._wiring = wiring_of(topology, self.cut, self.sequence, self.machine)
+        self._averaged, self._copies = averaged_ranks(topology), topology.size("data") * self.cut.experts.copies
+        self._models = {"": self.model}
+        self._states: dict[tuple[Part, int], _State] = {}
+        self._work: dict[tuple[Part, int, int, bool, str], _Work] = {}
+
+    def predict(self, job: Job) -> Prediction:
+        """Predicts a step.
+
+        Args:
+            job: The frame's job, with the schedule, the stage and all else that it leaves open.
+
+        Raises:
+            ValueError: A schedule or a stage that does not go with these sizes.
+        """
+        if job.recompute not in self._models:
+            self._models[job.recompute] = self.model.again(job.recompute)
+        model, pipeline = self._models[job.recompute], self._pipeline(job)
+        numbers, cut, sequence = job.numbers, self.cut, self.sequence
+        ranks = []
+        for place, part, numbers_of_ranks in _kinds_of_places(self.model, pipeline):
+            state = self._state(part, job)
+            work = self._work_of(model, place, part, state, job)
+            activations, logits = model.activations(cut, sequence, pipeline, place, job, max(self._pieces))
+            own, movable = state.own, state.sources
+            rank = RankPrediction(
+                place=place.name,
+                parameters=state.parameters,
+                memory=replace(state.memory_of(job), activations=activations, logits=logits, attention=work.attention),
+                moves=(*state.moves, *work.moves),
+                seconds=seconds_of(
+                    work.seconds,
+                    self._wiring,
+                    job,
+                    self.machine,
+                    pipeline,
+                    shared=state.moves,
+                    away=Away(
+                        elements=job.optimizer_away * own,
+                        disk=job.disk * movable[0].takes["disk"],
+                        parameters=job.parameters_away * own,
+                        parameters_disk=job.parameters_disk * own * numbers.weight,
+                    ),
+                ),
+                numbers=numbers_of_ranks,
+                sources=movable,
+                experts=work.experts,
+            )
+            ranks.append(rank)
+        bubble = pipeline.bubble(job.microbatches)
+        return Prediction(topology=self.topology, job=job, bubble=bubble, ranks=tuple(ranks))
+
+    def _state(self, part: Part, job: Job) -> "_State":
+        """What stays of a part of the model, at the job's stage."""
+        if (part, job.zero) not in self._states:
+            cut, gloo = self.cut, self.machine.gloo
+            parameters, experts = self.model.count(cut, part), self.model.count_experts(cut, part)
+            accumulates = job.microbatches > 1 or self.topology.size("pipeline") > 1
+            shared = partial(replicas_of, numbers=job.numbers, zero=job.zero, accumulates=accumulates, gloo=gloo)
+            every = [shared(parameters, ranks=self._averaged)]
+            if experts is not None:
+                every.append(shared(experts, ranks=self._copies))
+            replicas, *of_experts = shared_apart(every)
+            moves = data_traffic(replicas, job.numbers)
+            for each in of_experts:
+                moves += data_traffic(each, job.numbers, "expert_data", flags=cut.experts.reaches)
+            self._states[part, job.zero] = _State(
+                replicas=(replicas, *of_experts),
+                numbers=job.numbers,
+                parameters=parameters.total + (0 if experts is None else experts.total),
+                table=parameters.table * job.numbers.master / (self._averaged if job.zero else 1),
+                memory=added([state_memory(each, job.numbers) for each in (replicas, *of_experts)]),
+                moves=tuple(moves),
+                sources=sources_of((replicas, *of_experts), job.numbers),
+            )
+        return self._states[part, job.zero]
+
+    def _work_of(self, model: PlannedModel, place: Place, part: Part, state: "_State", job: Job) -> "_Work":
+        """What a rank computes and receives within microbatches."""
+        key = part, place.received, place.neighbours, job.zero > 0, job.recompute
+        if key not in self._work:
+            cut, sequence, numbers, microbatches = self.cut, self.sequence, job.numbers, self._microbatches
+            attentions = model.attentions(cut, sequence, part)
+            moves = (
+                *pipeline_traffic(model, cut, place, part, microbatches, state.table),
+                *sequence_traffic(
+                    sequence,
+                    attentions,
+                    model.context,
+                    job.documents,
+                    {size / cut.inner_tokens: times for size, times in self._pieces.items()},
+                    width=numbers.product,
+                    again=model.checkpointing,
+                    loss=part.last and model.sums_losses,
+                ),
+                *model.tensor_traffic(cut, numbers, part, microbatches, state.replicas[0]),
+                *exchange_traffic(model.mixture, cut, numbers, part.mixtures, microbatches, job.imbalance),
+            )
+            held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
+            self._work[key] = _Work(
+                moves=moves,
+                seconds=seconds_within(
+                    model, self._wiring, job, self.machine, part=part, moves=moves, attentions=attentions
+                ),
+                attention=held * max(self._pieces) / cut.inner_tokens * numbers.product,
+                experts=work_of(model.mixture, cut.experts, numbers, part.mixtures, microbatches, job.imbalance),
+            )
+        return self._work[key]
+
+    def _check(self, job: Job) -> None:
+        """Raises ValueError if topology, model and batch make no sense together."""
+        model, topology, cut, sequence = self.model, self.topology, self.cut, self.sequence
+        data, spread = self._data, cut.experts
+        ranks = data * topology.size("pipeline") * sequence.ranks * cut.ranks
+        if ranks != topology.world_size or (spread.own > 1 and not spread.is_dealt):
+            raise ValueError(
+                f"{topology.axes} has ranks on other axes than data, pipeline, sequence, tensor and those of "
+                "Topology.from_config for experts; leave them out"
+            )
+        if job.batch % data or job.batch // data < job.microbatches or job.microbatches < 1:
+            ranks_of = "data ranks" if spread.own == 1 else "data x expert ranks"
+            raise ValueError(
+                f"a batch of {job.batch} does not divide over {data} {ranks_of} into {job.microbatches} microbatches "
+                "each; change one of them"
+            )
+        problem = misfit_of_experts(model.mixture, spread, job.imbalance)
+        for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
+            problem = problem or model.misfit(cut, rows)
+        problem = problem or misfit_of_sequence(model, cut, sequence)
+        if problem is not None:
+            raise ValueError(problem)
+        if job.precision == "fp8" and cut.mode not in (None, "1d"):
+            raise ValueError(
+                f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}; use 'bf16', or "
+                "mode 1d"
+            )
+
+    def _pipeline(self, job: Job) -> Pipe:
+        """The pipeline of a job's schedule.
+
+        Raises:
+            ValueError: It does not go with the model, or with the job's stage.
+        """
+        ranks = self.topology.size("pipeline")
+        pipeline = pipe(job.schedule, ranks, job.microbatches)
+        if ranks > 1 and (problem := self.model.not_staged()) is not None:
+            raise ValueError(problem)
+        if pipeline.stages > self.model.layers:
+            raise ValueError(
+                f"{self.model.layers} layers cannot be cut into the {pipeline.stages} stages of {job.schedule}; take "
+                "fewer pipeline ranks, or more layers"
+            )
+        if pipeline.splits and job.zero == 3:
+            raise ValueError(f"zero 3 frees weights that schedule {job.schedule!r} needs again; use zero 2, or 1f1b")
+        return pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What stays of a part of a model at a ZeRO stage, and what those receive who share it.
+
+    Args:
+        replicas: The replicas of its parameters, and of those of experts that are dealt out.
+        numbers: Widths of numbers.
+        parameters: Number of elements.
+        table: Bytes of the gradient of the embedding's table.
+        memory: Bytes with all of it on the device.
+        moves: Gradients and parameters that ranks receive which share them.
+        sources: What may lie elsewhere.
+    """
+
+    replicas: tuple[Replicas, ...]
+    numbers: Numbers
+    parameters: int
+    table: float
+    memory: Memory
+    moves: tuple[Move, ...]
+    sources: tuple[Source, ...]
+
+    @cached_property
+    def own(self) -> float:
+        """Number of elements whose optimizer's state a rank has."""
+        return sum(each.elements / (each.ranks if each.zero else 1) for each in self.replicas)
+
+    def memory_of(self, job: Job) -> Memory:
+        """Bytes where parts of it lie elsewhere, as a job says."""
+        if not job.optimizer_away and not job.parameters_away:
+            return self.memory
+        numbers = self.numbers
+        return added([with_away(state_memory(each, numbers), each, numbers, job) for each in self.replicas])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a rank computes and receives within the microbatches of a step.
+
+    Args:
+        moves: What it receives.
+        seconds: How long it takes, by the terms of `seconds_within`.
+        attention: Bytes that one attention over a sequence's ranks holds in backward.
+        experts: What its layers of experts take, if it has any.
+    """
+
+    moves: tuple[Move, ...]
+    seconds: Mapping[str, float]
+    attention: float
+    experts: ExpertWork | None
+
+
+def planned(shape: Shape | PlannedModel) -> PlannedModel:
+    """A model as the planner sees it.
+
+    Args:
+        shape: The sizes of a GPT, or what is a model already.
+    """
+    return GPTPlan(shape) if isinstance(shape, Shape) else shape
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_places(model: PlannedModel, pipeline: Pipe) -> tuple[tuple[Place, Part, tuple[int, ...]], ...]:
+    """The first rank, the last, and of those between that have as much of the model the one that keeps most.
+
+    Each with what it has of the model, and the ranks that it stands for.
+    """
+    kinds: dict[tuple[str, Part], list[int]] = {}
+    for number, place in enumerate(pipeline.places):
+        kinds.setdefault((place.name, model.part(pipeline, place)), []).append(number)
+    fullest = [max(numbers, key=lambda number: pipeline.places[number].kept) for numbers in kinds.values()]
+    return tuple(
+        (pipeline.places[one], part, tuple(numbers))
+        for one, ((_, part), numbers) in zip(fullest, kinds.items(), strict=True)
+    )
+
+
+def misfit_of_sequence(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> str | None:
+    """Why a model cannot attend over the ranks of a sequence, and what to change; None if it can.
+
+    Args:
+        model: The model.
+        cut: The cut of the tensor mode.
+        sequence: The cut of a row's tokens.
+    """
+    if sequence.ranks == 1:
+        return None
+    if (problem := model.not_sequenced()) is not None:
+        return problem
+    try:
+        attentions = attentions_of(model, cut, sequence)
+    except ValueError as error:
+        return str(error)
+    for attention in attentions:
+        if attention.heads % sequence.inner:
+            return (
+                f"{attention.heads} heads a rank do not divide by the {sequence.inner} ranks that exchange tokens for "
+                f"heads in sequence mode {sequence.label}; use mode 'ring' or 'gather', or '2d' with fewer ranks of "
+                "ulysses"
+            )
+    return None
+
+
+def attentions_of(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> Mapping[Attention, int]:
+    """The attentions of all layers of a model; see `PlannedModel.attentions`."""
+    alone = pipe("1f1b", 1, 1)
+    return model.attentions(cut, sequence, model.part(alone, alone.places[0]))
+
+
+def model_flops(model: Shape | PlannedModel) -> float:
+    """Floating-point operations of a whole model for one token, in forward and backward: what MFU is the share of.
+
+    Of causal attention half is counted, of experts those that a token goes to, and nothing that is computed again: so
+    MFU tells how much of the devices' peak goes into what the model needs.
+
+    Args:
+        model: The sizes of a GPT, or a model as the planner takes it, such as `PretrainedShape`.
+
+    Example:
+        Run(folder, strategy, flops=model_flops(PretrainedShape(model, context=4096)))
+    """
+    alone, asked = pipe("1f1b", 1, 1), planned(model)
+    return sum(asked.flops(asked.part(alone, alone.places[0])))

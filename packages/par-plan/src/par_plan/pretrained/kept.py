@@ -1,0 +1,437 @@
+"""What autograd keeps of an existing model for backward, seen on the meta device: shapes alone, no memory, no weights.
+
+The model's own forward runs once, on two rows. What is kept is sorted by where it lies, which says what tensor ranks
+leave of it:
+
+residual   between attentions and MLPs, where layers add up; sequence parallelism cuts it
+inner      between a column and the row that closes its region; tensor ranks cut it
+keys       keys and values, of which a rank has one head at least
+whole      everything else, which every rank has
+
+Attention keeps queries, keys, values, its output and a number for each head and token, as fused kernels do. Where
+packed documents are told apart by a mask, every layer keeps one of numbers, and keys and values of as many heads as
+there are queries. Experts are taken to share tokens evenly.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from par_layers import Context, Mask, Tokens
+
+from .._torch_private import storage_key
+from ..inputs import Numbers
+from ..sequence import CAUSAL, Attention
+
+ROWS = 2
+"""Rows of a traced batch: what has a single one is the same for all of them."""
+
+ATTENTION = "par_plan"
+"""The name of the attention in transformers' registry."""
+
+
+@dataclass
+class Kept:
+    """Bytes that autograd keeps of one part of a model, for one row.
+
+    Args:
+        residual: Where layers add up.
+        inner: Between a column and a row.
+        keys: Keys and values.
+        heads: Number of heads of keys.
+        copies: How often each head is copied for the queries that share it; a single one on a rank never is.
+        whole: Whatever else.
+        fixed: What is the same for all rows, such as rotary tables; once, whatever the number of rows.
+        experts: What of all these experts keep, by where it lies.
+        whole_heads: The attentions whose heads every tensor rank has, as they were seen over ranks of a sequence.
+        cut_heads: Those whose heads tensor ranks share.
+    """
+
+    residual: float = 0.0
+    inner: float = 0.0
+    keys: float = 0.0
+    heads: int = 1
+    copies: int = 1
+    whole: float = 0.0
+    fixed: float = 0.0
+    experts: dict[str, float] = field(default_factory=dict)
+    whole_heads: list[Attention] = field(default_factory=list)
+    cut_heads: list[Attention] = field(default_factory=list)
+
+    def attentions(self, ranks: int) -> list[Attention]:
+        """The attentions as each of some tensor ranks computes them; fewer heads of keys than ranks are copied.
+
+        Args:
+            ranks: Number of ranks of a tensor group.
+
+        Raises:
+            ValueError: Heads of queries do not divide.
+        """
+        for each in self.cut_heads:
+            if each.heads % ranks:
+                raise ValueError(f"{each.heads} heads do not divide by {ranks} tensor ranks; take fewer of these")
+        of_rank = [
+            replace(each, heads=each.heads // ranks, key_heads=max(1, each.key_heads // ranks))
+            for each in self.cut_heads
+        ]
+        return [*self.whole_heads, *of_rank]
+
+    def on_rank(self, ranks: int, *, sequence: bool, experts: bool = True) -> float:
+        """Bytes for one row on each of some tensor ranks, without what is fixed.
+
+        Args:
+            ranks: Number of ranks of a tensor group.
+            sequence: Whether they cut the sequence where layers add up.
+            experts: Whether what experts keep is among it.
+        """
+        keys = self.keys * max(1 / ranks, 1 / self.heads) * (self.copies if ranks < self.heads else 1)
+        without = {} if experts else self.experts
+        residual, inner, whole = (
+            getattr(self, name) - without.get(name, 0.0) for name in ("residual", "inner", "whole")
+        )
+        total: float = residual / (ranks if sequence else 1) + inner / ranks + keys + whole
+        return total
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which modules of a model a plan cuts, by name.
+
+    Args:
+        layers: The list of layers.
+        columns: Linears that open a region; none for a model without a plan.
+        rows: Linears that close one.
+        blocks: Modules inside which the sequence is whole: those with experts that are cut.
+        experts: Modules with the packed weights of experts, cut or not.
+        head: The linear that gives logits, or None.
+    """
+
+    layers: str
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+    head: str | None = None
+
+
+def kept_of(
+    model: nn.Module,
+    roles: Roles,
+    context: int,
+    numbers: Numbers,
+    experts_per_token: int = 1,
+    *,
+    packed: bool = False,
+    masked: bool = False,
+    over_ranks: bool = False,
+) -> dict[int, Kept]:
+    """What autograd keeps, by number of the layer; -1 is what comes before the layers, their number what comes after.
+
+    Logits, and what a loss keeps of them, are not among it.
+
+    Args:
+        model: A model of transformers on the meta device, which is left as it is.
+        roles: Which of its modules a plan cuts.
+        context: Number of tokens in a row.
+        numbers: Widths of numbers.
+        experts_per_token: Number of experts that a token goes to.
+        packed: Whether rows hold several documents, and so have positions of their own.
+        masked: Whether attention is given a mask that tells these apart.
+        over_ranks: Whether attention is a `par_layers.Context`'s, as it is over the ranks of a sequence.
+
+    Raises:
+        ValueError: The forward cannot be followed without memory, or the model cannot attend over ranks.
+    """
+    traced: Any = copy.deepcopy(model).to(torch.float32 if numbers.weight == 4 else torch.bfloat16).train()
+    traced.config.get_text_config().pad_token_id = None  # else some families look for it among the ids
+    for module in traced.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    trace = _Trace(traced, roles, numbers, experts_per_token, masked=masked)
+    ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
+    more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks else {}
+    if over_ranks:
+        watching = _Watching(trace)
+        watching.transformers_(traced)
+        more.update(par_tokens=watching.tokens(context), attention_mask=torch.ones_like(ids))
+    try:
+        with _attention(trace.attend), trace.watching(), _Products(numbers):
+            if not over_ranks:
+                traced.set_attn_implementation(ATTENTION)
+            traced(input_ids=ids, use_cache=False, **more)
+    except Exception as error:  # it is the code of any family
+        if over_ranks:
+            raise ValueError(
+                f"the sequence of {type(model).__name__} cannot be cut over ranks ({error}); give these ranks to data, "
+                "tensor or pipeline"
+            ) from error
+        raise ValueError(
+            f"the forward of {type(model).__name__} cannot be followed on the meta device, where there are no values "
+            f"({type(error).__name__}: {error}), so nobody knows its activations; plan a model of another family with "
+            "the same sizes, or give predict() a par_plan.Shape"
+        ) from error
+    return trace.kept
+
+
+@contextmanager
+def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """A context in which transformers knows an attention of this name; it makes no masks for it."""
+    known: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    known[ATTENTION] = attend
+    try:
+        yield
+    finally:
+        del known[ATTENTION]
+
+
+class _Trace:
+    """Watches a forward.
+
+    Args:
+        model: The model, which is this trace's own.
+        roles: Which of its modules a plan cuts.
+        numbers: Widths of numbers.
+        chosen: Number of experts that a token goes to.
+        masked: Whether attention is given a mask.
+    """
+
+    def __init__(self, model: nn.Module, roles: Roles, numbers: Numbers, chosen: int, *, masked: bool) -> None:
+        self._masked = masked
+        self.product = torch.float32 if numbers.product == 4 else torch.bfloat16
+        modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        layers = list(modules[roles.layers].children())
+        self.last = len(layers)
+        self.kept = {number: Kept() for number in range(-1, self.last + 1)}
+        self._part, self._layouts = -1, ["whole"]
+        self._seen: dict[int, object] = {}  # storages by key, kept so that no other one gets the key
+        self._constant: dict[int, object] = {}
+        for parameter in model.parameters():
+            self._seen[storage_key(parameter)] = parameter
+        for name, module in modules.items():
+            if name and name != roles.layers and not name.startswith(f"{roles.layers}."):
+                module.register_forward_hook(self._note_constants)
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._enter_layer, number))
+        layers[-1].register_forward_hook(self._leave_layers)
+        for name in roles.columns:
+            modules[name].register_forward_hook(self._open)
+        for name in roles.rows:
+            modules[name].register_forward_hook(self._close)
+        for name in roles.blocks:
+            modules[name].register_forward_pre_hook(lambda *_: self._layouts.append("whole"))
+            modules[name].register_forward_hook(self._end_block)
+        for name in roles.experts:
+            is_cut = name.rpartition(".")[0] in roles.blocks
+            modules[name].forward = partial(self._experts, modules[name], chosen, is_cut)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which everything that autograd keeps is counted."""
+        with saved_tensors_hooks(self.keep, lambda tensor: tensor), torch.enable_grad():
+            yield
+
+    def keep(self, tensor: Tensor, layout: str | None = None) -> Tensor:
+        """Counts a tensor that is kept, once for all that share its storage, and gives it back.
+
+        Args:
+            tensor: The tensor.
+            layout: Where it lies; None: where the forward is.
+        """
+        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
+        if key in self._seen:
+            return tensor
+        self._seen[key] = tensor.untyped_storage()
+        layout = layout or self._layouts[-1]
+        if layout == "residual" and tensor.dtype == torch.uint8:
+            layout = "whole"  # float8 products keep what was gathered
+        if key not in self._constant:
+            kept = self.kept[self._part]
+            setattr(kept, layout, getattr(kept, layout) + size / ROWS)
+        elif tensor.shape[0] == 1:
+            self.kept[-1].fixed += size
+        else:
+            self.kept[-1].whole += size / ROWS
+        return tensor
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
+    ) -> tuple[Tensor, None]:
+        """A fused attention, of [B, heads, S, features] each; gives [B, S, heads, features].
+
+        As in torch's, the output lies in memory as the queries do, and is copied where that is another order.
+        """
+        del module, others, named
+        rows, heads, time, _ = query.shape
+        query, key, value = (each.to(self.product) for each in (query, key, value))
+        output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        statistics = torch.empty(rows, heads, time, device="meta")
+        for tensor in (query, output, statistics):
+            self.keep(tensor)
+        is_cut = self._layouts[-1] == "inner"
+        self.kept[self._part].heads = key.shape[1]
+        if self._masked:  # as torch makes one of numbers for each call; and no kernel with a mask shares out keys
+            self.keep(torch.empty(rows, 1, time, time, dtype=self.product, device="meta"), "whole")
+            if is_cut:
+                self.kept[self._part].copies = heads // key.shape[1]
+            elif 1 < key.shape[1] < heads:
+                key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
+        for tensor in (key, value):
+            self.keep(tensor, "keys" if is_cut else None)
+        return output.transpose(1, 2).contiguous(), None
+
+    def attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """The attention of a context, of [B, S, heads, features] each; gives [B, S, heads, features]."""
+        rows, time, heads, _ = query.shape
+        query, key, value = (each.to(self.product) for each in (query, key, value))
+        output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        for tensor in (query, output, torch.empty(rows, heads, time, device="meta")):
+            self.keep(tensor)
+        kept, is_cut = self.kept[self._part], self._layouts[-1] == "inner"
+        kept.heads = key.shape[2]
+        found = Attention(
+            heads=heads,
+            key_heads=key.shape[2],
+            width=(query.shape[3] + value.shape[3]) // 2,
+            key_width=(key.shape[3] + value.shape[3]) // 2,
+            mask=mask,
+        )
+        (kept.cut_heads if is_cut else kept.whole_heads).append(found)
+        for tensor in (key, value):
+            self.keep(tensor, "keys" if is_cut else None)
+        return output
+
+    def _note_constants(self, module: nn.Module, args: Any, output: Any) -> None:
+        """What modules outside of the layers give without a gradient, such as rotary tables, is no layer's own."""
+        del module, args
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                self._constant[storage_key(tensor)] = tensor
+
+    # Where the forward is
+
+    def _enter_layer(self, number: int, *_: Any) -> None:
+        self._part, self._layouts = number, ["residual"]
+
+    def _leave_layers(self, *_: Any) -> None:
+        self._part, self._layouts = self.last, ["whole"]
+
+    def _open(self, *_: Any) -> None:
+        if self._layouts[-1] != "inner":
+            self._layouts.append("inner")
+
+    def _close(self, *_: Any) -> None:
+        if self._layouts[-1] == "inner":
+            self._layouts.pop()
+
+    def _end_block(self, *_: Any) -> None:
+        self._layouts.pop()
+
+    def _experts(self, experts: Any, chosen: int, is_cut: bool, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+        """In the place of experts: as many rows as tokens have experts, through the weights of one of them."""
+        del others, named
+        kept = self.kept[self._part]
+        before = {name: getattr(kept, name) for name in ("residual", "inner", "whole")}
+        width = hidden.shape[-1]
+        *ups, down = (weight[0] for weight in experts.parameters(recurse=False) if weight.dim() == 3)
+        tokens = hidden.reshape(-1, width).repeat(chosen, 1)
+        products = [functional.linear(tokens, up if up.shape[1] == width else up.t()) for up in ups]
+        if is_cut:
+            self._open()
+        down = down if down.shape[0] == width else down.t()
+        if len(products) == 1 and products[0].shape[1] == 2 * down.shape[1]:
+            products = list(products[0].chunk(2, -1))
+        inner = functional.silu(products[0]) * products[1] if len(products) == 2 else functional.silu(products[0])
+        output = functional.linear(inner, down)
+        if is_cut:
+            self._close()
+        weights = output.new_empty(len(output), 1).requires_grad_()
+        summed = (output * weights).reshape(chosen, *hidden.shape).sum(0)
+        for name, bytes_before in before.items():
+            kept.experts[name] = kept.experts.get(name, 0.0) + getattr(kept, name) - bytes_before
+        return summed
+
+
+class _Watching(Context):
+    """In the place of the context of a sequence's ranks: computes nothing.
+
+    Args:
+        trace: Counts what attention keeps.
+    """
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__(None)
+        self._trace = trace
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens | None = None,
+        *,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """What attention gives, by its shape."""
+        del tokens, scale, sinks
+        return self._trace.attend_over_ranks(q, k, v, mask)
+
+
+class _Attention(torch.autograd.Function):
+    """The shape of what attention gives, that of queries. What it keeps is counted apart; nobody goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        del ctx, key
+        if value.shape[-1] == query.shape[-1]:
+            return torch.empty_like(query)
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+class _Products(TorchFunctionMode):
+    """Linears that keep their input in another width than the model computes in: autocast's, and float8's.
+
+    Args:
+        numbers: Widths of numbers.
+    """
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        self.is_native = not numbers.cast and numbers.saved == numbers.product
+        self.product = torch.float32 if numbers.product == 4 else torch.bfloat16
+        self.saved = torch.uint8 if numbers.saved == 1 else self.product
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls the function, or stands in for a linear."""
+        del types
+        if not self.is_native and function is functional.linear:
+            return _Product.apply(args[0], args[1].shape[0], self.product, self.saved)  # type: ignore[no-untyped-call]
+        if not self.is_native and function is torch.addmm:  # transformers' Conv1D
+            return _Product.apply(args[1], args[2].shape[1], self.product, self.saved)  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+class _Product(torch.autograd.Function):
+    """The shape of what a linear gives; kept is its input in a width of its own. Nobody goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, features: int, product: torch.dtype, saved: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x.to(saved))
+        return x.new_empty((*x.shape[:-1], features), dtype=product)

@@ -1,0 +1,229 @@
+"""The layers of a model of transformers, what lies outside of them, and which of its modules a plan cuts."""
+
+import copy
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from par_groups import Sharding, Topology
+from par_layers import cuts
+from par_pipeline import build_stage, schedule
+
+from ..experts.mixture import Mixture
+from ..experts.spread import Spread
+from .kept import Roles
+
+SMALL = (2, 3, 5, 7, 11, 13)
+"""Numbers of ranks by which a plan is looked at: what it cuts is the same for all that divide."""
+
+
+class Structure:
+    """A model on the meta device, taken apart by name.
+
+    Args:
+        model: The model, whose values are not read.
+
+    Attributes:
+        model: A copy on the meta device.
+        config: Its config, of text.
+        parameters: Its parameters by name.
+        table: The name of the embedding's table.
+        head: The name of the module that gives logits, or None.
+        layers: The name of the list of layers.
+        kinds: The kind of every layer.
+        samples: For each kind the first layer of it.
+        sampled: The model with these layers alone, under their names: what is asked of it is the same, and sooner.
+        ends: The names of the parameters outside of the layers that the first, a middle and the last stage have; or why
+            there are no stages.
+
+    Raises:
+        TypeError: The model has no list of layers.
+        ValueError: It was cut over ranks before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = _on_meta(model)
+        self.config: Any = self.model.config.get_text_config()
+        self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self.table = self._name_of(table.weight)
+        self.head = next((name for name, module in self.model.named_modules() if module is head), None)
+        self.vocabulary, self.width = (int(size) for size in table.weight.shape)
+        self.tied = head is not None and head.weight is table.weight
+        self.layers = _layers_of(self.model)
+        self.kinds = self._kinds_of_layers()
+        self.samples = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        self.ends = self._ends_of_stages()
+        self.sampled = self._with_samples_alone()
+
+    @property
+    def experts_per_token(self) -> int:
+        """Number of experts that a token goes to."""
+        return getattr(self.config, "num_experts_per_tok", None) or 1
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The names of the modules with the packed weights of experts."""
+        return frozenset(name.rpartition(".")[0] for name, each in self.parameters.items() if each.dim() == 3)
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The names of the parameters of experts."""
+        return frozenset(name for name in self.parameters if name.rpartition(".")[0] in self.packed)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The layers of experts, by the first of them; None if there are none.
+
+        Shared experts are layers like others here: nobody computes them while rows travel.
+        """
+        weights = [each for name, each in self.parameters.items() if each.dim() == 3]
+        if not weights:
+            return None
+        module = next(name.rpartition(".")[0] for name, each in self.parameters.items() if each is weights[0])
+        own = [each for name, each in self.parameters.items() if name.rpartition(".")[0] == module and each.dim() == 3]
+        experts, total = own[0].shape[0], sum(each.numel() for each in own)
+        down = own[-1].numel()  # is declared last, as `Kept` takes it
+        return Mixture(
+            hidden=self.width,
+            intermediate=down // (experts * self.width),
+            experts=experts,
+            top_k=self.experts_per_token,
+            gated=total == 3 * down,
+        )
+
+    @cached_property
+    def of_samples(self) -> tuple[tuple[str, ...], ...]:
+        """For each kind of layer the names of the parameters of its sample."""
+        return tuple(
+            tuple(name for name in self.parameters if name.startswith(f"{self.layers}.{number}."))
+            for number in self.samples
+        )
+
+    @cached_property
+    def have_experts(self) -> tuple[bool, ...]:
+        """For each kind of layer whether it has experts."""
+        return tuple(any(name in self.experts for name in names) for names in self.of_samples)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, own in self.parameters.items() if own is parameter)
+
+    def _with_samples_alone(self) -> Any:
+        """A copy of the model whose list of layers lacks all but the samples, which keep their numbers."""
+        kept = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
+        sampled = copy.deepcopy(self.model, kept)
+        layers = sampled.get_submodule(self.layers)
+        for number in {*range(len(self.kinds))}.difference(self.samples):
+            delattr(layers, str(number))
+        return sampled
+
+    def _kinds_of_layers(self) -> list[int]:
+        """The kind of every layer: alike are those whose parameters have the same names and shapes, but for both ends.
+
+        What a layer's attention sees, as the config says it, makes kinds, too. The first and the last one are kinds of
+        their own: under sequence parallelism they cut and gather.
+        """
+        count = len(self.model.get_submodule(self.layers))
+        contents: list[list[tuple[str, torch.Size]]] = [[] for _ in range(count)]
+        for name, parameter in self.parameters.items():
+            if name.startswith(f"{self.layers}."):
+                number, _, rest = name.removeprefix(f"{self.layers}.").partition(".")
+                contents[int(number)].append((rest, parameter.shape))
+        known: dict[Any, int] = {}
+        sees = getattr(self.config, "layer_types", None) or [None] * count
+        return [
+            known.setdefault((tuple(content), sees[number], number == 0, number == count - 1), len(known))
+            for number, content in enumerate(contents)
+        ]
+
+    def _ends_of_stages(self) -> dict[str, frozenset[str]] | str:
+        """The names of the parameters outside of the layers that the first, a middle and the last stage have."""
+        stages = min(3, len(self.kinds))
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        found: list[frozenset[str]] = []
+        try:
+            for rank in range(stages):
+                (stage,) = build_stage(self.model, schedule("1f1b", stages, stages), rank)
+                own = {names[id(parameter)] for parameter in stage.parameters()}
+                found.append(frozenset(name for name in own if not name.startswith(f"{self.layers}.")))
+        except TypeError as error:
+            return str(error)
+        middle = found[1] if stages == 3 else found[0] & found[-1]
+        return {"first": found[0], "middle": middle, "last": found[-1]}
+
+    @cached_property
+    def roles(self) -> Roles:
+        """What the plan makes of the modules; nothing without a plan."""
+        records: Mapping[str, Sharding] = {}
+        for ranks in SMALL:
+            try:
+                records = cuts(self.model, alone({"mode": "1d"}, ranks))
+                break
+            except (TypeError, ValueError):
+                continue
+        columns, rows, experts = set[str](), set[str](), set[str]()
+        for name, record in records.items():
+            module, _, own = name.rpartition(".")
+            size = record.boxes[0].size
+            is_cut = [length < whole for length, whole in zip(size, record.shape, strict=True)]
+            if module == self.head or name == self.table or own == "bias" or not any(is_cut):
+                continue
+            if len(size) == 3:
+                experts.add(module)
+            elif len(size) == 2:
+                turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
+                (columns if is_cut[0] != turned else rows).add(module)
+        blocks = frozenset(name.rpartition(".")[0] for name in experts)
+        return Roles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
+
+
+def alone(tensor: Mapping[str, Any], ranks: int, spread: Spread | None = None) -> Topology:
+    """A world of one tensor group.
+
+    Args:
+        tensor: Its mode.
+        ranks: Number of its ranks.
+        spread: How experts lie, of which here all parts are on one rank; None: nothing deals them out.
+    """
+    dealt = spread is not None and spread.is_dealt
+    expert = {"expert": {"size": 1, "tensor": spread.tensor}} if spread is not None and dealt else {}
+    return Topology.from_config({"tensor": {"size": ranks, **tensor}, **expert}, ranks)
+
+
+def _layers_of(model: nn.Module) -> str:
+    """The name of the list of layers: the nn.ModuleList that has most of the parameters.
+
+    Raises:
+        TypeError: There is none.
+    """
+    sizes: dict[str, int] = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    if not sizes or not max(sizes.values()):
+        raise TypeError(
+            f"{type(model).__name__} has no nn.ModuleList of layers, whose activations could be counted one by one; "
+            "give predict() a par_plan.Shape with its sizes"
+        )
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _on_meta(model: nn.Module) -> Any:
+    """A copy of a model on the meta device, of which nothing is read.
+
+    Raises:
+        ValueError: Its parameters are parts.
+    """
+    kept: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "par_sharding"):
+            raise ValueError(f"{name!r} was cut over ranks already; plan the whole model, before it is cut")
+        data = torch.empty_like(parameter, device="meta")
+        kept[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        kept[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, kept)

@@ -1,0 +1,384 @@
+"""Every configuration of a world that a model's sizes allow, and the fastest of those that fit.
+
+A frame is a topology and a number of microbatches: what its ranks compute and send within a microbatch is the same
+under every schedule and ZeRO stage, but for what attention fetches over a sequence that is cut, whose mode is chosen
+with these. Topologies are looked at in the order of that time, until no other can be faster than what was found.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from par_groups import Topology
+
+from .budget.tiers import TooSmallError
+from .experts.spread import expert_config, expert_configs, misfit_of_experts
+from .inputs import NUMBERS, Job, Machine
+from .model import PlannedModel
+from .pipeline import SCHEDULES, pipe
+from .prediction import Frame, Prediction, attentions_of, misfit_of_sequence, planned
+from .sequence import sequence_of
+from .shape import Shape, averaged_ranks, cut_of
+from .tiers import cheapest
+
+LEAST_TOKENS = 2048
+"""A rank of a sequence has as many tokens of a row at least: the attention of fewer is too little to cut."""
+
+_LEAST_KEPT = 3
+"""No schedule keeps fewer activations than 1F1B divided by this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """What a search found.
+
+    Args:
+        best: The best configuration of each topology, of those that fit, the fastest first.
+        nearest: The configuration that takes the least memory of the device, if none fits.
+        short: Why it does not fit: the tier that is too small, and by how much.
+        frames: Number of topologies, each counted with each of its numbers of microbatches.
+    """
+
+    best: tuple[Prediction, ...]
+    nearest: Prediction | None
+    frames: int
+    short: TooSmallError | None = None
+
+
+def rank(
+    shape: Shape | PlannedModel,
+    world: int,
+    job: Job,
+    machine: Machine,
+    top: int = 10,
+    *,
+    sequence: int | None = None,
+    watch: Callable[[], object] = lambda: None,
+) -> Ranking:
+    """Finds the fastest configurations that fit a machine, each with the cheapest of what it may do to fit.
+
+    Args:
+        shape: The model's sizes.
+        world: Number of ranks.
+        job: The job, of which batch, precision and documents are kept.
+        machine: What the job runs on, with what it has beside its devices' memory.
+        top: Number of topologies to find, which differ in sizes, or in the tensor mode.
+        sequence: Number of ranks that each sequence is cut over; None: whatever is best.
+        watch: Is called whenever one more topology was looked at: once each, and again those that may win.
+
+    Raises:
+        ValueError: The model's activations cannot be known.
+    """
+    model = planned(shape)
+    search, bounds = _Search(model, machine, top), []
+    for bound in _bounds(model, world, job, machine, sequence):
+        bounds.append(bound)
+        watch()
+    for bound in sorted(bounds, key=lambda one: one.seconds):
+        if bound.seconds > search.slowest:
+            break
+        search.look_at(bound, machine.memory)
+        watch()
+    for bound in sorted(bounds, key=lambda one: one.memory) if not search.best else ():
+        if bound.memory > search.room:
+            break
+        search.look_at(bound, search.room)
+        watch()
+    frames = sum(len(bound.jobs) for bound in bounds)
+    if search.best:
+        return Ranking(best=tuple(search.found), nearest=None, frames=frames)
+    return Ranking(best=(), nearest=search.nearest, frames=frames, short=search.short)
+
+
+class _Search:
+    """What was found so far.
+
+    Args:
+        model: The model.
+        machine: What the job runs on.
+        top: Number of topologies to find.
+    """
+
+    def __init__(self, model: PlannedModel, machine: Machine, top: int) -> None:
+        self._model, self._machine, self._top = model, machine, top
+        self._elsewhere = bool(machine.host_memory or machine.disk)
+        self.best: dict[str, Prediction] = {}
+        self.nearest: Prediction | None = None
+        self.short: TooSmallError | None = None
+
+    @property
+    def found(self) -> list[Prediction]:
+        """The best configurations of the best topologies."""
+        return sorted(self.best.values(), key=_order)[: self._top]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds beyond which no other topology is of use."""
+        return self.found[-1].seconds if len(self.best) >= self._top else math.inf
+
+    @property
+    def room(self) -> float:
+        """Bytes of the device beyond which nothing comes nearer to what fits."""
+        if self.short is None:
+            return math.inf
+        return self._machine.memory + self.short.missing * (self.short.tier == "device")
+
+    def look_at(self, bound: "_Bound", room: float) -> None:
+        """Considers the frames of a topology that take no more than some bytes, and are of use."""
+        for job in bound.jobs if bound.memory <= room else ():
+            frame = Frame(self._model, bound.topology, job, self._machine)
+            least_seconds, least_memory = _least(frame, job)
+            if least_memory <= room and least_seconds <= self.slowest:
+                self._consider(least_seconds, frame, job)
+
+    def _consider(self, least_seconds: float, frame: Frame, job: Job) -> None:
+        """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
+        topology = frame.topology
+        best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
+        # More than this topology's best, or of a new one more than all that are wanted, is of no use.
+        within = best[name].seconds if name in best else self.slowest
+        stages = variants(topology, job, elsewhere=self._elsewhere)
+        for variant, way in product(stages, best_modes(frame, job)):
+            within = min(within, best[name].seconds) if name in best else within
+            try:
+                idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
+                if least_seconds * (1 + idle) > within:
+                    continue
+                made, problem = cheapest(way, variant, within)
+            except ValueError:  # a schedule that does not take these sizes
+                continue
+            if problem is not None and not best:
+                self._note(made, problem)
+            if problem is None and (name not in best or _order(made) < _order(best[name])):
+                best[name] = made
+
+    def _note(self, made: Prediction, problem: TooSmallError) -> None:
+        """Keeps what does not fit, if nothing came nearer."""
+        if self.nearest is None or _lacks(made, problem) < _lacks(self.nearest, self.short):
+            self.nearest, self.short = made, problem
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A topology with the jobs of its frames, and seconds and bytes of the device below which none of them comes."""
+
+    topology: Topology
+    jobs: tuple[Job, ...]
+    seconds: float
+    memory: float
+
+
+def _bounds(model: PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> Iterator[_Bound]:
+    """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
+    for topology, jobs in _frames(model, world, job, sequence):
+        fewest = min(jobs, key=lambda frame: frame.microbatches)
+        seconds, memory = _least(Frame(model, topology, fewest, machine), fewest, activations=False)
+        yield _Bound(topology, jobs, seconds, memory)
+
+
+def _least(frame: Frame, job: Job, *, activations: bool = True) -> tuple[float, float]:
+    """Seconds, and bytes of the device, below which no variant of a frame comes.
+
+    The highest useful stage takes the least state, what computes most again the least activations, and the mode
+    "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
+
+    Args:
+        frame: The frame.
+        job: Its job.
+        activations: Whether activations count.
+    """
+    machine, topology = frame.machine, frame.topology
+    again, elsewhere = frame.model.recomputes[-1], bool(machine.host_memory or machine.disk)
+    zero = _last_stage(topology, job, elsewhere=elsewhere)
+    first = frame.predict(replace(job, zero=zero, recompute=again))
+    fullest = max(first.ranks, key=lambda one: one.memory.total)
+    seconds, memory = first.busiest.seconds, fullest.memory
+    least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1) if activations else 0.0
+    if elsewhere:
+        least_kept -= sum(source.frees for source in fullest.sources)
+    return sum(seconds[term] for term in ("compute", "tensor", "experts", "pipeline")), memory.state + least_kept
+
+
+def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float, float]:
+    """What predictions that do not fit are sorted by: first those that lack no device, then by how much they lack."""
+    if problem is None:
+        return False, 0.0, made.memory.total
+    return problem.tier == "device", problem.missing, made.memory.total
+
+
+def configurations(
+    shape: Shape | PlannedModel, world: int, job: Job, sequence: int | None = None
+) -> Iterator[tuple[Topology, Job]]:
+    """Every frame of a world that a model and its batch divide over, as a topology and a job.
+
+    Args:
+        shape: The model's sizes.
+        world: Number of ranks.
+        job: The job, of which batch, precision and documents are kept; the schedule becomes "1f1b", and the stage 0.
+        sequence: Number of ranks that each sequence is cut over, in the mode "gather"; None: as many as are of use.
+    """
+    for topology, jobs in _frames(planned(shape), world, job, sequence):
+        yield from ((topology, each) for each in jobs)
+
+
+def _frames(
+    model: PlannedModel, world: int, job: Job, sequence: int | None
+) -> Iterator[tuple[Topology, tuple[Job, ...]]]:
+    """Every topology, with a job for each number of microbatches; arguments as those of `configurations`."""
+    for tensor in tensor_configs(model, world, job.precision):
+        left = world // tensor.get("size", 1)
+        for pipeline, ranks in product(
+            _divisors(left), sequence_sizes(model, left) if sequence is None else [sequence]
+        ):
+            data, rest = divmod(left, pipeline * ranks)
+            if rest or pipeline > model.layers or job.batch % data:
+                continue
+            if pipeline > 1 and model.not_staged() is not None:
+                continue
+            parallel: dict[str, Any] = {"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}
+            if ranks > 1:
+                parallel["sequence"] = {"size": ranks, "mode": "gather"}
+            for expert in expert_configs(model.mixture, tensor.get("size", 1), ranks, data):
+                topology = Topology.from_config({**parallel, **expert}, world)
+                cut, rows = cut_of(topology), job.batch // data
+                if misfit_of_experts(model.mixture, cut.experts, job.imbalance) is not None:
+                    continue
+                if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
+                    break
+                jobs = tuple(
+                    replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
+                    for microbatches in _divisors(rows)
+                    if microbatches >= min(pipeline, rows) and model.misfit(cut, rows // microbatches) is None
+                )
+                if jobs:
+                    yield topology, jobs
+
+
+def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
+    """Numbers of ranks that a sequence may be cut over, so that each has tokens enough; [1] of a model that cannot be.
+
+    Args:
+        model: The model.
+        world: Number of ranks, which they divide.
+    """
+    most = model.context // LEAST_TOKENS if model.not_sequenced() is None else 1
+    return [size for size in _divisors(world) if size == 1 or (size <= most and model.context % size == 0)]
+
+
+def best_modes(frame: Frame, job: Job) -> list[Frame]:
+    """A frame in those of `sequence_modes` that may be best: no other one waits less and takes less memory.
+
+    That is so in whatever schedule.
+
+    Args:
+        frame: The frame, in the mode "gather".
+        job: Its job.
+    """
+    ways = sequence_modes(frame.model, frame.topology, frame.machine)
+    if len(ways) == 1:
+        return [frame]
+    costs: dict[tuple[float, float, float], Frame] = {}
+    for way in ways:
+        try:
+            in_mode = frame if way == frame.topology else Frame(frame.model, way, job, frame.machine)
+            made = in_mode.predict(job)
+        except ValueError:  # heads that this mode cannot share out
+            continue
+        taken = made.busiest.seconds["sequence"], made.memory.activations, made.memory.attention
+        costs.setdefault(taken, in_mode)
+    return [
+        way for mine, way in costs.items() if not any(its != mine and all(map(operator.le, its, mine)) for its in costs)
+    ]
+
+
+def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Machine) -> list[Topology]:
+    """A topology in each of the modes in which attention may reach other ranks' tokens; itself where none is cut.
+
+    In mode 2d as many ranks exchange tokens for heads as a node has, and heads allow.
+
+    Args:
+        shape: The model's sizes.
+        topology: Sizes, and the mode "gather".
+        machine: Whose nodes decide.
+    """
+    model, ranks = planned(shape), topology.size("sequence")
+    if ranks == 1:
+        return [topology]
+    cut = cut_of(topology)
+    ways: list[dict[str, Any]] = [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}]
+    heads = math.gcd(*(each.heads for each in attentions_of(model, cut, sequence_of(topology))))
+    inside = [
+        size
+        for size in _divisors(math.gcd(ranks, heads))
+        if 1 < size < ranks and machine.devices_per_node % (size * cut.ranks) == 0
+    ]
+    if inside:
+        ways += [{"mode": "2d", "ulysses": inside[-1], "outer": outer} for outer in ("ring", "gather")]
+    mode, options = topology.modes.get("tensor", (None, {}))
+    tensor = {"tensor": {"size": cut.ranks, "mode": mode, **options}} if mode else {}
+    others = {"pipeline": topology.size("pipeline"), **tensor, **expert_config(topology)}
+    return [Topology.from_config({**others, "sequence": {"size": ranks, **way}}, topology.world_size) for way in ways]
+
+
+def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> Iterator[dict[str, Any]]:
+    """The tensor modes and sizes that a model allows, as a config writes them; {} stands for none.
+
+    Args:
+        shape: The model's sizes.
+        world: Number of ranks.
+        precision: Name of a precision.
+    """
+    model = planned(shape)
+    yield {}
+    for size in _divisors(world):
+        for options in model.tensor_configs(size, precision) if size > 1 else ():
+            config = {"size": size, **options}
+            if model.misfit(cut_of(Topology.from_config({"tensor": config}, size))) is None:
+                yield config
+
+
+def variants(topology: Topology, job: Job, *, elsewhere: bool = False) -> Iterator[Job]:
+    """The schedules and ZeRO stages of a frame.
+
+    Stages 2 and 3 are left out where gradients of several microbatches are added up, as in every pipeline: they are
+    whole until the last one, and parameters stay gathered, so that stage 1 takes no more. Where nothing is shared there
+    is stage 3 alone beside stage 0, for parameters that lie elsewhere.
+
+    Args:
+        topology: The axes.
+        job: The job.
+        elsewhere: Whether there is another tier than devices.
+    """
+    last = _last_stage(topology, job, elsewhere=elsewhere)
+    for schedule in SCHEDULES if topology.size("pipeline") > 1 else ("1f1b",):
+        for zero in range(1 + last) if _shares(topology) else {0, last}:
+            yield replace(job, schedule=schedule, zero=zero)
+
+
+def _shares(topology: Topology) -> bool:
+    """Whether there are replicas to share anything among."""
+    return averaged_ranks(topology) > 1
+
+
+def _last_stage(topology: Topology, job: Job, *, elsewhere: bool) -> int:
+    """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
+    if job.microbatches > 1 or topology.size("pipeline") > 1:
+        return 1 if _shares(topology) else 0
+    highest = 2 if NUMBERS[job.precision].cast else 3
+    return highest if _shares(topology) else 3 if elsewhere and highest == 3 else 0
+
+
+def _order(prediction: Prediction) -> tuple[float, float]:
+    """What predictions are sorted by: the faster first, and of equally fast ones that which takes less memory."""
+    return prediction.seconds, prediction.memory.total
+
+
+@lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return (*small, *large)

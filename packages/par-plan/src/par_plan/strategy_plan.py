@@ -1,0 +1,333 @@
+"""What the models of a strategy take on this rank, by the formulas of the planner. No process is asked."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import Topology, format_bytes
+from par_pipeline import Schedule, simulate
+from par_zero import ChunkSize, ShardOptions, chunk_sizes, elements_lent
+
+from .budget.budget import Budget, Spent, choose
+from .experts.spread import spread_of
+from .inputs import Job, Machine
+from .memory import Memory, Replicas, added, sources_of, state_memory
+from .model import PlannedModel
+from .prediction import predict
+from .shape import averaged_ranks
+from .traffic import Move, data_traffic, over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a rank has of a model, before data ranks share it, in numbers of elements with the padding of its chunks.
+
+    Args:
+        trained: Elements of each chunk that is reduced as one.
+        frozen: Elements that are not trained.
+        root: At stage 3, elements that are whole from the beginning of forward to the end of backward.
+        units: At stage 3, elements of each other unit.
+        inflight: Number of chunks that are reduced at a time.
+        kept: Number of buffers of chunks that stay between backward passes.
+        waiting: At stage 3, number of chunks whose turn may be after that of another one of their unit, which is
+            complete later. Ranks learn the order in which that is in the first steps.
+        tensors: For each tensor that the optimizer comes to have, the number of its param group.
+        beside: Bytes of what is in no chunk, such as buffers of the model.
+        experts: The same of experts that other ranks share than all else, whose part of `root` and `units` is there;
+            None: there are none.
+        chunks: Where there are such experts, all chunks in the order in which they are reduced, whoever shares them.
+    """
+
+    trained: tuple[int, ...]
+    frozen: int = 0
+    root: int = 0
+    units: tuple[int, ...] = ()
+    inflight: int = 2
+    kept: int = 2
+    waiting: int = 0
+    tensors: tuple[int, ...] = ()
+    beside: int = 0
+    experts: "Sizes | None" = None
+    chunks: tuple[ChunkSize, ...] = ()
+
+    @property
+    def parts(self) -> tuple["Sizes", ...]:
+        """What is shared by all data ranks, and what is not."""
+        return (self,) if self.experts is None else (self, self.experts)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.trained) + self.frozen
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest part that lies in one tier: a chunk, or a unit."""
+        return max((*self.trained, self.root, *self.units), default=0)
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of the largest chunk that is reduced."""
+        return max((size for part in self.parts for size in part.trained), default=0)
+
+    @property
+    def at_once(self) -> int:
+        """At stage 3, elements of the two units beside the root's that are whole: one that runs, and one that comes."""
+        return sum(sorted(self.units, reverse=True)[:2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """What a step takes; printed, a table.
+
+    Activations depend on the batch: of models that were initialized they are not in it, of a whole model they are.
+
+    Args:
+        memory: Bytes on this rank, for each model in the order of `initialize`.
+        moves: What this rank receives in a step: for initialized models over the data axis, for a whole one over all.
+        bubble: The part of a step in which a pipeline rank waits, if forward, input gradient and weight gradient take
+            the same time; None without a pipeline.
+        topology: The strategy's axes.
+    """
+
+    memory: tuple[Memory, ...]
+    moves: tuple[Move, ...]
+    bubble: float | None
+    topology: Topology
+
+    def __str__(self) -> str:
+        kinds = ["parameters", "gradients", "optimizer", "buffers", "total"]
+        kinds[-1:-1] = [
+            kind for kind in ("activations", "logits", "attention") if any(vars(each)[kind] for each in self.memory)
+        ]
+        rows: list[tuple[object, ...]] = [("model", *kinds)]
+        for number, memory in enumerate(self.memory):
+            rows.append((number, *(format_bytes(getattr(memory, kind)) for kind in kinds)))
+        lines = ["".join(f"{cell:>12}" for cell in row) for row in rows]
+        for move in self.moves:
+            axes, received = over(move, self.topology), format_bytes(move.bytes)
+            lines.append(f"{axes}: {move.what}, {move.operations:g} operations, {received} a step")
+        if self.bubble is not None:
+            lines.append(f"bubble of the pipeline: {self.bubble:.1%}")
+        return "\n".join(lines)
+
+
+def sizes_of(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    stage: int,
+    ranks: int,
+    options: ShardOptions | None = None,
+    experts: tuple[Sequence[nn.Parameter], int] = ((), 1),
+) -> Sizes:
+    """The sizes of a model whose parameters have been made, by the chunks that par-zero will make of it.
+
+    Args:
+        model: What this rank has of the model.
+        optimizer: Its optimizer; None: it is only run.
+        stage: ZeRO stage.
+        ranks: Number of ranks that share.
+        options: The options of `par_zero.shard`; None: its defaults.
+        experts: Parameters of experts that other ranks share, and the number of these.
+    """
+    options = options or ShardOptions()
+    shares = [experts] if experts[0] else []
+    every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, others=shares)
+    sizes = _sizes([chunk for chunk in every if not chunk.share], stage, options)
+    if shares:
+        apart, whole = _sizes([chunk for chunk in every if chunk.share], stage, options), _sizes(every, stage, options)
+        sizes = replace(
+            sizes,
+            root=whole.root,
+            units=whole.units,
+            inflight=options.inflight or len(whole.trained),
+            experts=replace(apart, root=0, units=()),
+            chunks=tuple(sorted(every, key=lambda chunk: stage == 3 and chunk.unit == 0)),
+        )
+    frozen = sizes.frozen
+    if stage < 3:  # where they lie in no chunk
+        groups = [] if optimizer is None else optimizer.param_groups
+        stepped = {id(each) for group in groups for each in group["params"]}
+        others = (each for each in model.parameters() if id(each) not in stepped)
+        frozen += sum(each.numel() for each in others if groups or not each.requires_grad)
+    return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()))
+
+
+def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Sizes:
+    """The sizes of some chunks."""
+    trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
+    frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
+    units: dict[int, int] = {0: 0}
+    for chunk in chunks if stage == 3 else ():
+        units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
+    return Sizes(
+        trained=trained,
+        frozen=frozen,
+        root=units.pop(0),
+        units=tuple(units.values()),
+        inflight=options.inflight or 2,
+        kept=options.inflight or 2,
+        waiting=max(Counter(chunk.unit for chunk in chunks if chunk.trained).values(), default=1) - 1
+        if stage == 3
+        else 0,
+        tensors=tuple(group for chunk in chunks for group in chunk.groups),
+    )
+
+
+def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo: bool = False) -> Replicas:
+    """The replicas of a module of which its parameters alone are known.
+
+    Args:
+        sizes: Its sizes.
+        elements: Number of its elements that are reduced.
+        ranks: Number of data ranks that share them.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+    """
+    reduced = elements_lent(sizes.trained, sizes.inflight)
+    return Replicas(
+        zero=job.zero,
+        ranks=ranks,
+        accumulates=job.microbatches > 1,
+        gloo=gloo,
+        elements=elements,
+        chunk=max(sizes.trained, default=0),
+        chunks=len(sizes.trained),
+        gathered=sizes.root + sizes.at_once,
+        stays=0,
+        reduced=reduced,
+        waiting=elements_lent(sizes.trained, sizes.inflight + sizes.waiting) - reduced,
+    )
+
+
+def plan_of(
+    models: Sequence[Sizes], topology: Topology, job: Job, schedule: Schedule | None, *, gloo: bool
+) -> StrategyPlan:
+    """The plan of models that are trained alike.
+
+    Args:
+        models: What this rank has of each model.
+        topology: The strategy's axes.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        schedule: The pipeline's schedule, if there is a pipeline.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+    """
+    spread, made = spread_of(topology), partial(replicas_of_sizes, job=job, gloo=gloo)
+    memory: list[Memory] = []
+    moves: list[Move] = []
+    for sizes in models:
+        each = [made(sizes, sizes.parameters, ranks=averaged_ranks(topology))]
+        if sizes.experts is not None:
+            copies = topology.size("data") * spread.copies
+            each.append(made(sizes.experts, sizes.experts.parameters, ranks=copies))
+            each = _reduced_in_turn(sizes, each)
+        all_else, *experts = each
+        memory.append(added([state_memory(one, job.numbers) for one in (all_else, *experts)]))
+        moves += data_traffic(all_else, job.numbers)
+        moves += [
+            move for one in experts for move in data_traffic(one, job.numbers, "expert_data", flags=spread.reaches)
+        ]
+    return StrategyPlan(
+        memory=tuple(memory),
+        moves=tuple(moves),
+        bubble=None if schedule is None else simulate(schedule).bubble,
+        topology=topology,
+    )
+
+
+def spent_on(
+    sizes: Sizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: Job, gloo: bool, measures: bool
+) -> Spent:
+    """What a budget is spent on, of a model of which its parameters alone are known.
+
+    Args:
+        sizes: What this rank has of it.
+        budget: Bytes of each tier.
+        slots: Tensors of the optimizer's state for each parameter.
+        ranks: Number of ranks that share each of its parts.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        gloo: Whether it computes on a CPU.
+        measures: Whether the first step will be measured.
+
+    Raises:
+        TooSmallError: A tier is too small.
+    """
+    weight, parts, sharded = job.numbers.weight, sizes.parts, job.zero == 3
+    each = [
+        replicas_of_sizes(part, sum(part.trained), ranks=count, job=job, gloo=gloo)
+        for part, count in zip(parts, ranks, strict=True)
+    ]
+    if sizes.experts is not None:
+        each = _reduced_in_turn(sizes, each)
+    memory = added([state_memory(one, job.numbers, slots) for one in each])
+    frozen = sum(part.frozen / (one.ranks if sharded else 1) for part, one in zip(parts, each, strict=True))
+    shares = memory.parameters + frozen * weight
+    kinds = {"parameters": shares + sizes.beside}
+    buffers = memory.buffers + memory.arriving
+    if sharded and each[0].accumulates:
+        buffers -= sum(one.elements for one in each) * weight
+        kinds["gathered"] = sum(part.parameters for part in parts) * weight
+    elif sharded:
+        buffers -= sum(one.gathered for one in each) * weight
+        kinds["the root's unit"] = sizes.root * weight
+        kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
+    kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
+    copies = (job.zero >= 2) + max(one.received for one in each)  # of a chunk that is reduced
+    kept = min(buffers - memory.arriving, copies * sizes.kept * sizes.largest_trained * job.numbers.gradient)
+    step = max(0.0, memory.step - (buffers - kept))  # the other buffers are free by then
+    state, *units = sources_of(each, job.numbers, slots)
+    largest = max((chunk.elements / each[chunk.share].ranks for chunk in sizes.chunks), default=0)
+    grain = (largest or sizes.largest / each[0].ranks) * weight
+    sources = [state]  # and parameters, with those that are frozen
+    sources += [replace(one, frees=shares, takes=dict.fromkeys(one.takes, shares), grain=grain) for one in units]
+    return choose(kinds, sources, budget, measures=measures, step=step)
+
+
+def _reduced_in_turn(sizes: Sizes, replicas: Sequence[Replicas]) -> list[Replicas]:
+    """The replicas of all else and of experts, whose chunks are reduced in one order, in the same buffers.
+
+    At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. At stage 2 any may
+    wait for its turn, until ranks have learned in which order they come.
+
+    Args:
+        sizes: The sizes of all chunks.
+        replicas: Those of each part, if it were alone.
+    """
+    trained, zero = [chunk for chunk in sizes.chunks if chunk.trained], replicas[0].zero
+    waiting = len(trained)
+    if zero == 3:
+        of_units = Counter(chunk.unit for chunk in trained)
+        waiting = of_units.pop(0, 0) + max(of_units.values(), default=1) - 1
+    lent = partial(elements_lent, kept=sizes.kept)
+    received = lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
+    whole = lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
+    lends = max(replicas, key=lambda one: one.received)  # has the least to share with
+    return [
+        replace(one, reduced=received, waiting=whole - received) if one is lends else replace(one, reduced=0, waiting=0)
+        for one in replicas
+    ]
+
+
+def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:
+    """The plan of one model that is still whole, as it will be cut.
+
+    Args:
+        shape: The model.
+        topology: The topology of the strategy.
+        job: The job.
+        rank: This rank's place in its pipeline.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+
+    Raises:
+        ValueError: The model cannot be cut so, or the batch does not divide.
+    """
+    made = predict(shape, topology, job, Machine(gloo=gloo))
+    mine = next(each for each in made.ranks if rank in each.numbers)
+    has_stages = topology.size("pipeline") > 1
+    bubble = made.bubble if has_stages else None
+    return StrategyPlan(memory=(mine.memory,), moves=mine.moves, bubble=bubble, topology=topology)

@@ -1,0 +1,90 @@
+"""The formulas of memory. That they hold is measured in test_measured.py."""
+
+import pytest
+
+from par_plan.inputs import NUMBERS, Job
+from par_plan.memory import (
+    Memory,
+    Replicas,
+    added,
+    parameters_away,
+    replicas_of,
+    shared_apart,
+    state_memory,
+    with_away,
+)
+from par_plan.shape import Cut, Part, Shape, count
+
+
+def replicas(zero, ranks, elements=1000, **changes):
+    return Replicas(
+        zero=zero, ranks=ranks, elements=elements, chunk=100, chunks=10, gathered=300, stays=100, reduced=200, **changes
+    )
+
+
+def test_the_zero_papers_figure_comes_out():
+    for zero, gigabytes in enumerate((120, 31.4, 16.6, 1.88)):
+        state = state_memory(replicas(zero, 64, elements=7_500_000_000), NUMBERS["bf16"]).state
+        assert state / 1e9 == pytest.approx(gigabytes, rel=3e-3)
+
+
+def test_gradients_that_accumulate_are_whole():
+    at_once, later = (state_memory(replicas(3, 4, accumulates=one), NUMBERS["bf16"]) for one in (False, True))
+    assert at_once.buffers == (2 * 100 / 4 + 2 * 100 + 300) * 2  # received, whole gradients, gathered parameters
+    assert later.buffers == (2 * 100 / 4 + 1000 + 1000) * 2
+
+
+def test_fp32_gradients_take_room_when_activations_are_gone():
+    memory = state_memory(replicas(1, 4), NUMBERS["bf16"])
+    assert memory.step == 4 * 1000 / 4
+    assert memory.total == memory.state + memory.step
+    full = Memory(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
+    assert full.total == 3 + 7
+
+
+def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():
+    for dense, experts, received in ((4, 2, 200), (2, 1, 0), (4, 1, 200), (4, 4, 200), (2, 2, 0)):
+        apart = shared_apart([replicas(0, ranks, gloo=True) for ranks in (dense, experts)])
+        assert added([state_memory(each, NUMBERS["fp32"]) for each in apart]).buffers == 4 * received
+    on_device = shared_apart([replicas(1, ranks) for ranks in (4, 2)])
+    assert added([state_memory(each, NUMBERS["fp32"]) for each in on_device]).buffers == 4 * 200 / 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "gloo", "parts", "device", "host", "disk"),
+    [  # of 250 elements a rank; Adam has two slots, and in bf16 a copy
+        ("bf16", False, {"host": 0.5}, 4000 - 0.5 * (3000 + 500), 0.5 * (3000 + 500), 0),
+        ("bf16", False, {"host": 0.25, "disk": 0.5}, 4000 - 0.75 * 3500, 0.25 * 3000 + 0.75 * 500, 0.5 * 3000),
+        ("bf16", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3500 - 250, 3500 + 250, 0),
+        ("fp32", False, {"host": 1}, 4000 - 3000, 3000 + 1000, 0),
+        ("fp32", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3000 - 500, 4000, 0),  # which are the copies
+        ("fp32", False, {"parameters_host": 0.5}, 4000 - 500, 500, 0),
+        ("fp32", False, {"host": 0.5, "disk": 0.5, "parameters_host": 1}, 0, 2500 + 500, 1000),
+        ("fp32", True, {"host": 0.5, "parameters_disk": 0.5}, 4000 - 1000 - 500, 1000, 500),
+    ],
+)
+def test_what_lies_elsewhere_is_that_of_the_formulas(precision, gloo, parts, device, host, disk):
+    given, numbers = replicas(3, 4, gloo=gloo), NUMBERS[precision]
+    memory = with_away(state_memory(given, numbers), given, numbers, Job(batch=1, zero=3, precision=precision, **parts))
+    assert (memory.state, memory.host, memory.disk) == (device, host, disk)
+
+
+def test_parameters_leave_at_stage_3_alone_and_not_while_they_stay_gathered():
+    assert parameters_away(replicas(2, 4), NUMBERS["fp32"]) is None
+    assert parameters_away(replicas(3, 4, accumulates=True), NUMBERS["fp32"]) is None
+    assert parameters_away(replicas(3, 4), NUMBERS["fp32"]).frees == 1000
+
+
+def test_blocks_are_gathered_together_until_they_fill_a_bucket():
+    small, large = (
+        replicas_of(
+            count(Shape(layers=6, width=width, heads=4, context=16), Cut(), Part(blocks=6, first=True, last=True)),
+            NUMBERS["fp32"],
+            zero=3,
+            ranks=2,
+        )
+        for width in (64, 512)
+    )
+    assert small.gathered == small.stays == small.elements  # one unit
+    assert large.chunks == 7
+    assert large.gathered == large.elements - 4 * large.chunk

@@ -1,0 +1,11 @@
+"""Every API of torch that is not public, called once."""
+
+import torch
+
+from par_plan import _torch_private
+
+
+def test_storage_key_on_meta_tells_shared_memory():
+    tensor = torch.ones(4, device="meta")
+    assert _torch_private.storage_key(tensor) == _torch_private.storage_key(tensor[1:])
+    assert _torch_private.storage_key(tensor) != _torch_private.storage_key(torch.ones(4, device="meta"))
