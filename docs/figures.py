@@ -168,14 +168,8 @@ def draw_star(path: Path) -> None:
         axes.annotate("", xy=(edge * x, edge * y), xytext=(x, y), arrowprops={"arrowstyle": "->"}, zorder=0)
         draw_package(axes, (x, y), name, purpose)
     draw_package(axes, (0, 0), "par-groups", "which ranks\nwork together")
-    axes.text(
-        0,
-        -3.05,
-        "par-plan predicts what they take; par-train wires all of them into one entry point",
-        ha="center",
-        weight="bold",
-        color="#1f5fa8",
-    )
+    text = "par-plan predicts what they take; par-train wires all of them into one entry point"
+    axes.text(0, -3.05, text, ha="center", weight="bold", color="#1f5fa8")
     frame = mpl.patches.FancyBboxPatch(
         (-4, -3.2), 8, 6.4, boxstyle="round,pad=0,rounding_size=0.3", fill=False, lw=1.6, color="#1f5fa8"
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .inputs import NUMBERS, PEAKS, RECOMPUTES, Job, Machine
     from .model import PlannedModel
     from .pipeline import pipe
-    from .predictionion import Prediction, model_flops, predict
+    from .prediction import Prediction, model_flops, predict
     from .pretrained import PretrainedShape
     from .report import Report
     from .search import rank

@@ -1,8 +1,10 @@
 """What the planner proposes and predicts are options that the command takes."""
 
+from contextlib import suppress
 from typing import get_args, get_type_hints
 
-from par_plan import NUMBERS, Job, Shape
+from par_plan import NUMBERS, Job, Machine, Shape
+from par_plan.prediction import Frame
 from par_plan.search import configurations, variants
 from par_train.jobs.checks import check_config
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
@@ -16,13 +18,14 @@ def test_configurations_of_a_search_pass_the_checks_of_a_run():
     """The main job takes it, and no rank is left over."""
     model = ModelOptions(width=512, layers=8, heads=8, context=256)
     shape, job = Shape(layers=8, width=512, heads=8, context=256), Job(batch=64, precision="bf16")
-    found = [
-        (topology, variant)
-        for topology, frame in configurations(shape, 16, job)
-        for variant in variants(topology, frame)
-        if variant.schedule != "dualpipe_v"  # wants more microbatches
-    ]
-    assert len(found) > 200
+    found = []
+    for topology, base in configurations(shape, 8, job):
+        framed = Frame(shape, topology, base, Machine())
+        for variant in variants(topology, base):
+            with suppress(ValueError):  # a schedule that takes other sizes, which a search leaves out
+                framed.predict(variant)
+                found.append((topology, variant))
+    assert len(found) > 100
     for topology, job in found:
         mode, options = topology.modes.get("tensor", (None, {}))
         tensor = {"tensor": {"size": topology.size("tensor"), "mode": mode, **options}} if mode else {}
@@ -34,4 +37,4 @@ def test_configurations_of_a_search_pass_the_checks_of_a_run():
             pipeline=ScheduleOptions(schedule=job.schedule, microbatches=job.microbatches),
             parallel={"pipeline": topology.size("pipeline"), **tensor},
         )
-        assert check_config(chosen, 16).axes == topology.axes
+        assert check_config(chosen, 8).axes == topology.axes
