@@ -41,7 +41,7 @@ def structure(package: str) -> tuple[Parts, set[tuple[str, str]]]:
 
     The package's own `__init__` is left out: it lists what is public, and so imports everything.
     """
-    graph = grimp.build_graph(package, cache_dir=None)
+    graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
     parts: Parts = {}
     for name in sorted(graph.modules):
         inner = name.split(".")[1:]

@@ -1,4 +1,4 @@
-"""What packages import is what they declare, wherever in a module the import stands."""
+"""Packages declare what they import, and par-groups declares the attributes that two packages use."""
 
 import ast
 import re
@@ -13,6 +13,12 @@ PACKAGES = sorted(path.parent for path in Path(__file__).parents[1].glob("packag
 
 THERE = {"par-precision": {"triton"}, "par-layers": {"transformers"}}
 """What comes with torch, and with the models that are given."""
+
+KEYWORDS = {"par_tokens"}
+"""Keyword arguments that par-layers adds to the forward of a model; par-train passes them."""
+
+SET_BY_NAME = {"par_sharding", "par_segments", "par_gradient_elsewhere", "par_pretrained", "par_label"}
+"""Attributes that every package reads and sets through par-groups, so that only par-groups spells their names."""
 
 
 def imported(source):
@@ -43,3 +49,18 @@ def test_a_package_imports_what_it_declares(package):
         if not declared.intersection(map(normal, known.get(name, [name])))
     }
     assert missing == set()
+
+
+def test_attribute_of_two_packages_is_declared_once():
+    from par_groups import attributes
+
+    declared = {each.name for each in vars(attributes).values() if isinstance(each, attributes.Attribute)}
+    modules = {package.name.replace("-", "_") for package in PACKAGES} | {"par_testing"}
+    packages: dict[str, set[str]] = {}
+    for package in (*PACKAGES, PACKAGES[0].parents[1] / "tools" / "par-testing"):
+        for source in package.glob("src/**/*.py"):
+            for name in re.findall(r"\bpar_[a-z_]+", source.read_text()):
+                packages.setdefault(name, set()).add(package.name)
+    shared = {name for name, users in packages.items() if len(users) > 1} - modules
+    assert shared - declared == KEYWORDS
+    assert {name for name in declared if packages[name] == {"par-groups"}} <= SET_BY_NAME

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from par_groups import FlightRecorder
+from par_groups import FlightRecorder, attributes
 from par_groups.live.trace import is_foreign, short_path, sites_of
 
 from ._dump import Dump, Frame
@@ -107,11 +107,11 @@ def _is_of_diagnosis(path: str) -> bool:
 
 def _doing_of(frame: FrameType) -> str:
     holder = frame.f_locals.get("self")
-    tell = getattr(type(holder), "par_doing", None)
+    tell = attributes.DOING.of(type(holder))
     return "" if tell is None else str(tell(holder))
 
 
 def _waits_of(frame: FrameType) -> tuple[int, ...]:
     holder = frame.f_locals.get("self")
-    tell = getattr(type(holder), "par_waits_for", None)
+    tell = attributes.WAITS_FOR.of(type(holder))
     return () if tell is None else tuple(tell(holder))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, Sharding, agree, check_alike, has_stepped, segments_of, slots_of
+from par_groups import JointOptimizer, Sharding, agree, attributes, check_alike, has_stepped, segments_of, slots_of
 
 from ._dtensor import is_dtensor
 from ._float8 import check_chosen, float8_layers
@@ -136,8 +136,7 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
     """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for tensor in tensors_in(optimizer):
-        attributes = tensor.__dict__
-        if is_dtensor(tensor) or "par_sharding" in attributes or "par_segments" in attributes:
+        if is_dtensor(tensor) or attributes.SHARDING.is_on(tensor) or attributes.SEGMENTS.is_on(tensor):
             mesh = f" on ranks {tensor.device_mesh.mesh.flatten().tolist()}" if is_dtensor(tensor) else ""
             for segment in segments_of(tensor, names.get(tensor, "")):
                 yield segment.name + mesh, segment.sharding

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from par_groups import attributes
+
 
 def kept_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers that keep their dtype when a model is cast.
@@ -33,6 +35,6 @@ def _kept(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor
     return [
         (part._buffers, name, tensor)
         for part in module.modules()
-        for name in dict.fromkeys((*getattr(part, "par_keep_dtype", ()), _OF_ROUTERS))
+        for name in dict.fromkeys((*(attributes.KEEP_DTYPE.of(part) or ()), _OF_ROUTERS))
         if (tensor := part._buffers.get(name)) is not None
     ]

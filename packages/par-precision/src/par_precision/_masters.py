@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import follow_written_, on_settle, on_written, set_gradient_elsewhere, set_sharding, sharding_of
+from par_groups import (
+    attributes,
+    follow_written_,
+    on_settle,
+    on_written,
+    set_gradient_elsewhere,
+    set_sharding,
+    sharding_of,
+)
 
 from ._dtensor import cut_like, gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
 from ._torch_private import foreach_copy_, version_of
@@ -263,7 +271,7 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
     local = local_part(parameter)
     master = nn.Parameter(local.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
     master.grad_dtype = None  # it shows gradients of the parameter's dtype
-    if is_dtensor(parameter) or "par_sharding" in parameter.__dict__:
+    if is_dtensor(parameter) or attributes.SHARDING.is_on(parameter):
         set_sharding(master, sharding_of(parameter))
     counted = ownership.of(parameter)
     kind = repr((master.shape, master.stride(), master.device, counted is EVERYTHING))

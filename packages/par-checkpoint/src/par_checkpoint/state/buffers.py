@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from par_groups import attributes
+
 from .._errors import CheckpointError
 from .._torch_private import buffers_of, non_persistent_buffers, version_of
 from .model import Model, clean, materialise_, unwrapped
-from .transformers import PART_OF, is_pretrained, pretrained_of
+from .transformers import is_pretrained, pretrained_of
 
 _MARK = "_is_hf_initialized"
 """The attribute of a tensor whose values transformers leaves as they are."""
@@ -87,7 +89,7 @@ def meta_buffers(model: Model | None) -> list[MetaBuffer]:
     inner = None if model is None else unwrapped(model)
     if not isinstance(inner, nn.Module):
         return []
-    found = list(_meta_buffers(inner, "", getattr(inner, PART_OF, None), set()))
+    found = list(_meta_buffers(inner, "", attributes.PRETRAINED.of(inner), set()))
     idle = _left_by_transformers(inner, [buffer for buffer in found if not buffer.is_own and buffer.maker is not None])
     return [replace(buffer, maker=None) if buffer.name in idle else buffer for buffer in found]
 

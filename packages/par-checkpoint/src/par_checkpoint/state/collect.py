@@ -16,7 +16,7 @@ from crc32c import crc32c
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, settle_
+from par_groups import Sharding, attributes, settle_
 
 from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
@@ -135,7 +135,7 @@ def collect(
             raise ValueError(f"{name!r} is on the meta device and has no values to save; materialise the model first")
         # A tensor says itself how it is cut, or else is held to be whole. Then ranks that should be replicas are
         # compared, but for buffers: nothing keeps those alike on all ranks.
-        has_record = hasattr(tensor, "par_sharding") or hasattr(tensor, "placements")
+        has_record = attributes.SHARDING.is_on(tensor) or hasattr(tensor, "placements")
         if isinstance(model, nn.Module):
             is_buffer = not isinstance(tensor, nn.Parameter)
         else:

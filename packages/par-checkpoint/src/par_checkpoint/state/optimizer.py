@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from par_groups import SCALARS, Segment, Segments, Sharding, segments_of, sharding_of, whole
+from par_groups import SCALARS, Segment, Segments, Sharding, attributes, segments_of, sharding_of, whole
 
 from ..plan.claims import Entry, key_of
 from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
@@ -112,7 +112,7 @@ class Naming:
         """
         tensors = list(tensors)
         names = dict.fromkeys(name for packed in tensors for name in packed.segments.names)
-        if not any(hasattr(packed.tensor, "par_segments") for packed in tensors):
+        if not any(attributes.SEGMENTS.is_on(packed.tensor) for packed in tensors):
             return tuple(names)
         order = {self._names.get(name, name): place for place, name in enumerate(self._by_id.values())}
         return tuple(sorted(names, key=lambda name: order.get(name, len(order))))
@@ -126,7 +126,7 @@ class Naming:
             where: Its place in the optimizer, for messages.
         """
         name = self._by_id.get(id(tensor), None if given is None else clean(given))
-        flat = segments_of(tensor) if name is None or hasattr(tensor, "par_segments") else None
+        flat = segments_of(tensor) if name is None or attributes.SEGMENTS.is_on(tensor) else None
         if flat is not None and flat.names != ("",):
             segments = flat
         elif name is not None:
@@ -151,7 +151,7 @@ class Naming:
         """Whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of some."""
         if id(tensor) in self._by_id:
             return False
-        own = not self._by_id and not hasattr(tensor, "par_segments")  # no model beside it that it could differ from
+        own = not self._by_id and not attributes.SEGMENTS.is_on(tensor)  # no model beside it that it could differ from
         return not own and local_of(tensor).untyped_storage().data_ptr() not in self._storages
 
 

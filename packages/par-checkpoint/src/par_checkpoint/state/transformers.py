@@ -16,20 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from par_groups import attributes
+
 from .conversion import Convert, Part, Shape
 from .model import Model, clean, unwrapped
 
 _CONVERTS_SINCE = 5
 """The first release of transformers that packs and takes apart tensors on their way from and to files."""
 
-PART_OF = "par_pretrained"
-"""The attribute of a module, such as a stage of a pipeline, that holds parameters of this model of transformers."""
-
 
 def pretrained_of(model: Model | None) -> Any:
     """The model of transformers that this is, is a part of, or that its wrappers hold; None if it is no such model."""
     inner = None if model is None else unwrapped(model)
-    inner = getattr(inner, PART_OF, None) or inner
+    inner = attributes.PRETRAINED.of(inner) or inner
     return inner if isinstance(inner, nn.Module) and is_pretrained(inner) else None
 
 

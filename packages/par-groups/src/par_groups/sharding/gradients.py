@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from .._torch_private import in_get_state_dict
+from ..attributes import GRADIENT_ELSEWHERE
 from .segments import segments_of
 from .sharding import Box
 
@@ -35,7 +36,7 @@ def gradients(
             own `.grad` would be absent or partly filled.
     """
     for name, tensor in _named(source):
-        elsewhere = getattr(tensor, "par_gradient_elsewhere", None)
+        elsewhere = GRADIENT_ELSEWHERE.of(tensor)
         if elsewhere is not None:
             raise RuntimeError(f"the gradient of {name!r} lives in {elsewhere}; ask that one's optimizer for gradients")
         if tensor.grad is not None:
@@ -71,7 +72,7 @@ def set_gradient_elsewhere(parameter: torch.Tensor, where: str) -> None:
         parameter: A module's parameter, of which an optimizer holds a flat shard instead.
         where: Words for the error that whoever reads its `.grad` gets, such as "the flat shard of unit 'layers.3'".
     """
-    parameter.par_gradient_elsewhere = where  # type: ignore[attr-defined]  # a tensor takes attributes
+    GRADIENT_ELSEWHERE.set(parameter, where)
 
 
 class Registration:

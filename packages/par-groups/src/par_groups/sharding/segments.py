@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..attributes import SEGMENTS
 from .sharding import Box, Sharding, recorded_sharding, whole
 
 SCALARS = "par_scalars"
@@ -29,7 +30,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     record = recorded_sharding(tensor)
     if record is not None:
         return record
-    segments = _recorded_segments(tensor)
+    segments = SEGMENTS.of(tensor)
     if segments is not None:
         raise ValueError(f"this flat tensor packs {segments.names}; use segments_of(tensor)")
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
@@ -127,7 +128,7 @@ def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
     elements = sum(segment.sharding.local_numel for segment in segments)
     if elements > tensor.numel():
         raise ValueError(f"the segments hold {elements} elements, but the tensor has {tensor.numel()}")
-    tensor.par_segments = segments  # type: ignore[attr-defined]  # a tensor takes attributes
+    SEGMENTS.set(tensor, segments)
 
 
 def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
@@ -137,7 +138,7 @@ def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
         tensor: Any tensor.
         name: The name of an ordinary tensor, which does not know its own.
     """
-    segments = _recorded_segments(tensor)
+    segments = SEGMENTS.of(tensor)
     return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments
 
 
@@ -156,9 +157,3 @@ def slots_of(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """The memory that is kept ready for an optimizer's state of a tensor, by name of a slot; mostly none."""
     slots: Mapping[str, torch.Tensor] = getattr(tensor, "par_slots", {})
     return slots
-
-
-def _recorded_segments(tensor: torch.Tensor) -> Segments | None:
-    """The record on a flat tensor, or None."""
-    record: Segments | None = getattr(tensor, "par_segments", None)
-    return record

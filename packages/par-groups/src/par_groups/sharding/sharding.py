@@ -10,6 +10,8 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..attributes import PART, SHARDING
+
 if TYPE_CHECKING:
     import torch
 
@@ -133,10 +135,10 @@ class Sharding:
 def part_of(tensor: "torch.Tensor") -> "torch.Tensor":
     """This rank's part of a tensor that refuses to be read as if it were the part, such as a freed parameter of ZeRO.
 
-    Such a tensor has it in its attribute `par_part`. Any other tensor is returned as it is.
+    Any other tensor is returned as it is.
     """
-    part: torch.Tensor = getattr(tensor, "par_part", tensor)
-    return part
+    part = PART.of(tensor)
+    return tensor if part is None else part
 
 
 def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
@@ -154,13 +156,12 @@ def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
             raise ValueError(f"box {box} ends at local element {box.last}, but the tensor has {tensor.numel()}")
     if sharding.local_numel > tensor.numel():
         raise ValueError(f"the boxes hold {sharding.local_numel} elements, but the tensor has {tensor.numel()}")
-    tensor.par_sharding = sharding  # type: ignore[attr-defined]  # a tensor takes attributes
+    SHARDING.set(tensor, sharding)
 
 
 def recorded_sharding(tensor: "torch.Tensor") -> Sharding | None:
     """The record on a tensor, or None."""
-    record: Sharding | None = getattr(tensor, "par_sharding", None)
-    return record
+    return SHARDING.of(tensor)
 
 
 def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from par_groups import Sharding, set_sharding
+from par_groups import Sharding, attributes, set_sharding
 
 from .parameter import Init
 
@@ -28,7 +28,7 @@ class HasInit(Protocol):
 class ParallelLayer(nn.Module):
     """A layer whose parameters come from `make_parameter`, or were whole ones of another model and have been cut."""
 
-    records: tuple[str, ...] = ("par_sharding", "par_init")
+    records: tuple[str, ...] = (attributes.SHARDING.name, "par_init")
     """The attributes that each of its parameters has."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -60,7 +60,7 @@ class ParallelLayer(nn.Module):
         return made
 
 
-def check_records(model: nn.Module, record: str = "par_sharding") -> None:
+def check_records(model: nn.Module, record: str = attributes.SHARDING.name) -> None:
     """Raises RuntimeError if a parameter of our layers has lost its record.
 
     Args:
@@ -69,7 +69,7 @@ def check_records(model: nn.Module, record: str = "par_sharding") -> None:
     """
     for path, module in model.named_modules():
         ours = record in module.records if isinstance(module, ParallelLayer) else RECORDS_OF_MODULE in module.__dict__
-        if ours and (isinstance(module, ParallelLayer) or record == "par_sharding"):
+        if ours and (isinstance(module, ParallelLayer) or record == attributes.SHARDING.name):
             for name, parameter in module.named_parameters(path, recurse=False):
                 if not hasattr(parameter, record):
                     raise RuntimeError(
@@ -101,7 +101,7 @@ def _records_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _with_records(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, parameter) for name, parameter in module._parameters.items() if hasattr(parameter, "par_sharding"))
+    return ((name, parameter) for name, parameter in module._parameters.items() if attributes.SHARDING.is_on(parameter))
 
 
 def _init_of(parameter: Tensor) -> Init | None:

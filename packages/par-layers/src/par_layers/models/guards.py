@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from par_groups import attributes
+
 from ..modes.grid import Axes, Grid
 from .hooks import Hook
 from .linear import Logits
@@ -33,7 +35,7 @@ def check_whole(model: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor: FSDP2 or transformers has cut this {who}; cut it here first, and "
                 "shard it with par-zero"
             )
-        if hasattr(parameter, "par_sharding"):
+        if attributes.SHARDING.is_on(parameter):
             raise TypeError(f"parameter {name!r} has a record already: {who} is, or holds, a model that was cut")
         if parameter.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient of the whole model; cut the model before its backward")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from par_groups import WeightGradHook, WeightGradient, weight_and_hook
+from par_groups import WeightGradHook, WeightGradient, attributes, weight_and_hook
 
 from .._collectives import (
     all_gather_to,
@@ -177,7 +177,7 @@ class _Adopted(ParallelLayer, nn.Linear):
     grid: Grid
     axes: Axes
 
-    records = ("par_sharding",)
+    records = (attributes.SHARDING.name,)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, WeightGradHook | None]:
         """x, this rank's weight [n, k] and bias in the dtype that autocast asks for, and the hook."""

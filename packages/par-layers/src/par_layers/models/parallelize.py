@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, check_alike, check_collectives
+from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, attributes, check_alike, check_collectives
 
 from .._layer_set import LayerSet, layer_set
 from ..context.context import Context
@@ -173,7 +173,7 @@ def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Pla
     if logits != before.logits:
         raise ValueError(f"this model was cut with logits={before.logits!r}, not {logits!r}; make it anew")
     for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "par_sharding"):
+        if not attributes.SHARDING.is_on(parameter):
             raise ValueError(
                 f"parameter {name!r} came after this model was cut; make the model anew, with adapters, and cut that"
             )

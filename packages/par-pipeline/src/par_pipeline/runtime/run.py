@@ -128,7 +128,7 @@ class Run:
                 self._do(position, instruction)
 
     def par_doing(self) -> str:
-        """What the step is in, in words: par-train's diagnosis looks for this method where a program hangs."""
+        """Return what the step is doing, in words; see `par_groups.attributes.DOING`."""
         if not isinstance(self.doing, Action):
             return f"in a step of the pipeline ({self.doing or 'at its beginning'})"
         what = OPERATION_NAMES[self.doing.op]

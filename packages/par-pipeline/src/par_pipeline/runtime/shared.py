@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Box, Sharding, agree, gradients, sendable, set_sharding, sharding_of, whole, written_
+from par_groups import Box, Sharding, agree, attributes, gradients, sendable, set_sharding, sharding_of, whole, written_
 
 Cuts = list[list[tuple[tuple[int, ...], tuple[int, ...]]]]
 """For each parameter, the boxes whose gradients a holder has: their starts and sizes."""
@@ -208,7 +208,7 @@ class Shared:
 
 def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:
     """A parameter's record; without one, it is whole on this rank and its replicas."""
-    if hasattr(parameter, "par_sharding"):
+    if attributes.SHARDING.is_on(parameter):
         return sharding_of(parameter)
     copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
     return whole(parameter.shape, copies)

@@ -82,10 +82,7 @@ class Inbox:
         self._knows_failure = False
 
     def par_waits_for(self) -> tuple[int, ...]:
-        """The global ranks that a thread waits for which is inside of a method of this object.
-
-        par-train's diagnosis looks for this method in the frames of a program that hangs.
-        """
+        """Return the global rank whose messages this object receives; see `par_groups.attributes.WAITS_FOR`."""
         return (self._peer,)
 
     def plan(self, arrivals: tuple[Arrival, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from par_groups import Sharding, Topology
+from par_groups import Sharding, Topology, attributes
 from par_layers import cuts
 from par_pipeline import build_stage, schedule
 
@@ -220,7 +220,7 @@ def _on_meta(model: nn.Module) -> Any:
     """
     kept: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "par_sharding"):
+        if attributes.SHARDING.is_on(parameter):
             raise ValueError(f"{name!r} was cut over ranks already; plan the whole model, before it is cut")
         data = torch.empty_like(parameter, device="meta")
         kept[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)

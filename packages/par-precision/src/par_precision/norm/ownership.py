@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import Segments, segments_of
+from par_groups import Segments, attributes, segments_of
 
 from .._dtensor import is_dtensor
 from .._torch_private import spec_of
@@ -44,8 +44,7 @@ class Ownership:
         """
         if is_dtensor(tensor):
             return self._of_dtensor(tensor)
-        attributes = tensor.__dict__
-        record = attributes.get("par_sharding") or attributes.get("par_segments")
+        record = attributes.SHARDING.of(tensor) or attributes.SEGMENTS.of(tensor)
         return self._plain if record is None else self._of_recorded(tensor, record)
 
     def _of_dtensor(self, tensor: Tensor) -> Counted:
@@ -95,8 +94,7 @@ def tensors_in(parameters: Parameters) -> Iterator[Tensor]:
         yield parameters
     elif isinstance(parameters, nn.Module):
         for name, parameter in parameters.named_parameters():
-            if "par_gradient_elsewhere" in parameter.__dict__:
-                where = parameter.__dict__["par_gradient_elsewhere"]
+            if (where := attributes.GRADIENT_ELSEWHERE.of(parameter)) is not None:
                 raise RuntimeError(f"the gradient of {name!r} lives in {where}; pass that")
             yield parameter
     elif isinstance(parameters, torch.optim.Optimizer):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from par_groups import attributes
 from par_layers import Parallel, Style, parallel_of
 
 from ..data.packing import IGNORED
@@ -31,7 +32,7 @@ TOKENS = "par_tokens"
 def pretrained_of(model: nn.Module) -> Any:
     """The model of transformers that a module is, holds, or is this rank's part of; None if it is none."""
     if isinstance(model, Stages):
-        return model.__dict__["par_pretrained"]
+        return attributes.PRETRAINED.of(model)
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, agree, together
+from par_groups import JointOptimizer, agree, attributes, together
 from par_layers import initialize, parallelize
 from par_plan import Budget, Job, Measured, Spent, budget_of, pipe, spend_rest, spent_on
 from par_precision import kept_buffers, mixed, precision_of
@@ -100,7 +100,7 @@ class Device(Plugin):
             initialize(model, strategy.options.seed, device=strategy.device)
         ranks = strategy.groups.size("tensor")
         for name, parameter in model.named_parameters():  # ranks must not each count a copy that nobody calls one
-            if ranks > 1 and not hasattr(parameter, "par_sharding"):
+            if ranks > 1 and not attributes.SHARDING.is_on(parameter):
                 raise ValueError(
                     f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with "
                     "Strategy.layers, or say how it is cut with par_groups.set_sharding"

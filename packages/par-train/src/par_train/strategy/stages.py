@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups
+from par_groups import ProcessGroups, attributes
 from par_pipeline import Lazy, Schedule, Shared, build_stage
 
 from ..data.shares import averaged_over
@@ -43,7 +43,7 @@ class Stages(nn.Module):
         for name, child in children.items():
             self.add_module(name, child)
         self.__dict__["parts"] = dict(parts)  # no children: they would be a part of all names
-        self.__dict__["par_pretrained"] = pretrained  # where par-checkpoint looks for the config
+        attributes.PRETRAINED.set(self, pretrained)  # where par-checkpoint looks for the config
         self.tied = tuple(tied)
         self.shared: tuple[Shared, ...] = ()
 

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from par_groups import attributes
+
 from .._stage import Stage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
@@ -16,9 +18,6 @@ from .buffers import Buffers
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
 from .sharers import Groups
-
-LABEL = "par_label"
-"""The attribute of a tensor that says what lies in it, for tools that watch what the ranks exchange."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -158,7 +157,7 @@ class Chunk:
         names = [member.names[0] for member in members]
         self._label = " to ".join(dict.fromkeys((names[0], names[-1])))
         for tensor in (self.flat, self.own):
-            setattr(tensor, LABEL, self._label)
+            attributes.LABEL.set(tensor, self._label)
         self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
         self.wholes: list[nn.Parameter] = []
@@ -216,14 +215,14 @@ class Chunk:
         if self.master is self.own:
             self.master, self.elsewhere = place, dict(parts)
         self.own = place
-        setattr(self.own, LABEL, self._label)
+        attributes.LABEL.set(self.own, self._label)
         self.show_share()
 
     def share_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's share in a buffer for the whole chunk."""
         low, high = self.share
         share = flat[low:high]
-        setattr(share, LABEL, self._label)
+        attributes.LABEL.set(share, self._label)
         return share
 
     def held(self, start: int, stop: int) -> torch.Tensor:
@@ -351,7 +350,7 @@ class Chunk:
         flat = torch.zeros(self.layout.size, dtype=self.reduce_dtype, device=self.own.device)
         share = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
         for tensor in (flat, share):
-            setattr(tensor, LABEL, self._label)
+            attributes.LABEL.set(tensor, self._label)
         return flat, share
 
     @property
@@ -406,7 +405,7 @@ class Chunk:
             else:
                 self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
                 self.meter.add(GRADIENTS, self.gradient.nbytes)
-            setattr(self.gradient, LABEL, self._label)
+            attributes.LABEL.set(self.gradient, self._label)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
             if not self._places or self._places[0].untyped_storage().data_ptr() != self.gradient.data_ptr():
@@ -436,7 +435,7 @@ class Chunk:
         if self._share_of_sum is None:
             low, high = self.share
             self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
-            setattr(self._share_of_sum, LABEL, self._label)
+            attributes.LABEL.set(self._share_of_sum, self._label)
             if self.home.gradients != "host":
                 self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
         return self._share_of_sum

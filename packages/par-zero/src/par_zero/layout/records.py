@@ -11,11 +11,11 @@ from par_groups import (
     Segments,
     Sharding,
     agree,
+    attributes,
     cut,
     set_gradient_elsewhere,
     set_segments,
     set_sharding,
-    sharding_of,
     whole,
 )
 
@@ -26,7 +26,7 @@ from .sharers import Groups
 
 def own_record(parameter: nn.Parameter) -> Sharding | None:
     """The record that a parameter has before it is cut here; None without."""
-    return sharding_of(parameter) if hasattr(parameter, "par_sharding") else None
+    return attributes.SHARDING.of(parameter)
 
 
 def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:

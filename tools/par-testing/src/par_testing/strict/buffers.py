@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from par_groups import attributes
+
 _POISON = 0xFF  # of floats: not a number, whatever their size
 _POISON_OF_INTEGERS = 0x7F  # a large number; of bool 1, true
 
@@ -100,5 +102,5 @@ class Buffers:
 
 
 def _named(tensor: Tensor) -> str:
-    label = getattr(tensor, "par_label", None)
+    label = attributes.LABEL.of(tensor)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + (f" {label!r}" if label else "")

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from par_groups import attributes
+
 from ..counting.counting import report
 from .buffers import Buffers
 from .compute import REDUCTIONS, exchanged, part_of, reduced
@@ -300,7 +302,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             name=name,
             items=tuple((each.numel(), _type(each)) for each in described),
             root=None if root is None else self.members[root],
-            label=next((each.par_label for each in described if hasattr(each, "par_label")), ""),
+            label=next(filter(None, map(attributes.LABEL.of, described)), ""),
             sites=sites(),
             **details,
         )

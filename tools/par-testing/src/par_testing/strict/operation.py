@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from par_groups import attributes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -118,5 +120,5 @@ def label(tensor: "Tensor", name: str) -> "Tensor":
     Returns:
         The tensor.
     """
-    tensor.par_label = name  # type: ignore[attr-defined]
+    attributes.LABEL.set(tensor, name)
     return tensor

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from par_groups import attributes
+
 from ...modes.grid import Grid
 from .forward import DealtForward, deal_
 from .look import apply_gate, experts_like
@@ -72,7 +74,7 @@ def pack_(
     named = {parameter: name for name, parameter in module.named_parameters()}
     for parameter in (each for of_experts in linears for linear in of_experts for each in linear.parameters()):
         name = named.pop(parameter)
-        if parameter.grad is not None or hasattr(parameter, "par_sharding"):
+        if parameter.grad is not None or attributes.SHARDING.is_on(parameter):
             raise ValueError(
                 f"{name!r} has a gradient, or was cut; pack experts before training and before parallelize"
             )

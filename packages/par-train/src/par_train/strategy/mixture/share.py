@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from par_groups import ProcessGroups, sharding_of
+from par_groups import ProcessGroups, attributes, sharding_of
 from par_layers import Dispatch, experts_in
 from par_zero import Share
 
@@ -32,7 +32,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
         parameter
         for module in experts_in(model).values()
         for parameter in module.parameters()
-        if hasattr(parameter, "par_sharding") and all(near <= set(box.copies) for box in sharding_of(parameter).boxes)
+        if attributes.SHARDING.is_on(parameter) and all(near <= set(box.copies) for box in sharding_of(parameter).boxes)
     ]
     return [Share(groups[axes], divisor=groups.size(averaged), parameters=dealt)] if dealt else []
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_checkpoint import save
-from par_groups import agree, set_sharding, sharding_of, together
+from par_groups import agree, attributes, set_sharding, sharding_of, together
 
 from ..existing import PathLike, pretrained_of
 from .adapters import (
@@ -66,7 +66,7 @@ class _Merged(nn.Module):
     def __init__(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         super().__init__()
         self.__dict__["tensors"] = tensors
-        self.__dict__["par_pretrained"] = pretrained_of(model)  # where par-checkpoint looks for the config
+        attributes.PRETRAINED.set(self, pretrained_of(model))  # where par-checkpoint looks for the config
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
         """The tensors themselves."""
@@ -98,7 +98,7 @@ def _merged(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
             delta = ((up[rows] @ down[:, columns]) * scaling).to(merged.device, known[key][1])
             box.of(merged).add_(delta.T if layer.fan_in_fan_out else delta)
         changed = nn.Parameter(merged, requires_grad=False)
-        if hasattr(weight, "par_sharding"):
+        if attributes.SHARDING.is_on(weight):
             set_sharding(changed, record)
         tensors[f"{linear}.weight"] = changed
     return tensors
