@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         sharding_of,
         slots_of,
     )
+    from .sharding.watched_weight import WatchedWeight, watch_weight_
     from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
 
 __version__ = "0.1.0"
@@ -73,6 +74,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Topology",
+    "WatchedWeight",
     "WeightGradHook",
     "WeightGradient",
     "add_product",
@@ -109,6 +111,7 @@ __all__ = [
     "slots_of",
     "to_dtensor",
     "together",
+    "watch_weight_",
     "weight_and_hook",
     "whole",
     "written_",
@@ -138,6 +141,7 @@ _MODULE_OF = {
             *("SCALARS", "Segment", "Segments", "segments_of", "set_segments"),
             *("set_slots", "sharding_of", "slots_of"),
         ),
+        "sharding.watched_weight": ("WatchedWeight", "watch_weight_"),
         "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),
     }.items()
     for name in names

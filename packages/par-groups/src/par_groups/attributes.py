@@ -55,6 +55,9 @@ PART: Attribute["torch.Tensor"] = Attribute("par_part")
 GRADIENT_ELSEWHERE: Attribute[str] = Attribute("par_gradient_elsewhere")
 """Tensor that has a parameter's gradient, in words; set by `set_gradient_elsewhere`."""
 
+HAS_ALIAS: Attribute[bool] = Attribute("par_has_alias")
+"""Whether a program has read or replaced `data` of a `WatchedWeight`, and so may write to it uncounted."""
+
 LABEL: Attribute[str] = Attribute("par_label")
 """Contents of a communication buffer, in words; identical on every rank."""
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
 
+from par_groups import WatchedWeight
+
 from ._torch_private import local_tensor_of, spec_of
-from ._watched import WatchedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

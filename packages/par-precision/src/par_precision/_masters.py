@@ -18,11 +18,11 @@ from par_groups import (
     set_gradient_elsewhere,
     set_sharding,
     sharding_of,
+    watch_weight_,
 )
 
 from ._dtensor import cut_like, gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
 from ._torch_private import foreach_copy_, version_of
-from ._watched import watch_
 from ._weights import Change, Weights
 from .norm.counted import EVERYTHING, Counted
 from .norm.norm import CountedGradients
@@ -103,7 +103,7 @@ class Masters(Weights):
         self._note_versions()
         module.register_load_state_dict_post_hook(_Link(self, "check_kept"))
         for pair in self._pairs:
-            watch_(pair.parameter)
+            watch_weight_(pair.parameter)
             pair.parameter.__dict__[_LINK] = link
             _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
@@ -185,7 +185,7 @@ class Masters(Weights):
     def follow(self, _: Sequence[Tensor] = ()) -> None:
         """Takes over what a program has written to parameters since they were rounded: what it wrote is what counts."""
         for pair, before, now in zip(self._pairs, self._versions, self._current_versions(), strict=True):
-            if before != now or getattr(pair.parameter, "par_has_alias", False):
+            if before != now or attributes.HAS_ALIAS.of(pair.parameter):
                 follow_written_(pair.master, local_part(pair.parameter))
         self._note_versions()
 

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import WatchedWeight
+
 from ._collectives import Handle, all_gather, is_gloo
 from ._reduce import LearnedOrder, Reducer
 from ._torch_private import has_compiled, without_torch_functions
@@ -37,6 +39,9 @@ _HARMLESS: frozenset[Any] = frozenset(
     + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
 )
 """Operations on a parameter that read nothing of what is on its way."""
+
+_ORDINARY = (nn.Parameter, WatchedWeight)
+"""Classes without operations of their own, from which a parameter may leave while it is in flight."""
 
 
 class ArrivingParameter(nn.Parameter):
@@ -71,16 +76,11 @@ class ArrivingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class ArrivingSlice(ArrivingParameter, WatchedParameter):
-    """An optimizer's tensor that is a view of a chunk whose all-gather is in flight.
-
-    The all-gather sends this memory to the other ranks. A write between the step and the next forward, such as that of
-    a step post hook, a schedule-free `eval()` or a Lookahead, would race with it.
-    """
-
-
 class Arrival:
-    """The parameters of a chunk that may be on their way.
+    """The tensors of a chunk whose all-gather may be in flight: the module's parameters, and the optimizer's slices.
+
+    The all-gather sends the memory of the slices to the other ranks. A write between the step and the next forward,
+    such as that of a step post hook, a schedule-free `eval()` or a Lookahead, would race with it.
 
     Args:
         chunk: The chunk.
@@ -90,11 +90,13 @@ class Arrival:
 
     def __init__(self, chunk: Chunk, arriving: set[int], came: list[int]) -> None:
         self._number, self._arriving, self._came = chunk.number, arriving, came
-        self._parameters = [member.parameter for member in chunk.members]
-        self._kind = type("ArrivingParameter", (ArrivingParameter,), {"wait_for_gather": self.read})
-        # A slice does not call `read`: a hook that logs on one rank must not change the order that all ranks learn.
-        self._slice_kind = type("ArrivingSlice", (ArrivingSlice,), {"wait_for_gather": self.wait})
         self._chunk = chunk
+        # A slice does not call `read`: a hook that logs on one rank must not change the order that all ranks learn.
+        self._class_of = {
+            kind: type("ArrivingParameter", (ArrivingParameter, kind), {"wait_for_gather": wait})
+            for kind, wait in ((nn.Parameter, self.read), (WatchedWeight, self.read), (WatchedParameter, self.wait))
+        }
+        self._in_flight: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # and the classes that they return to
         self._lock = Lock()
         self._handle: Handle | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -102,14 +104,14 @@ class Arrival:
     def begin(self, handle: Handle) -> None:
         """An all-gather into the chunk is under way, begun on the current stream."""
         self._handle = handle
-        self._stream = torch.cuda.current_stream() if self._parameters[0].is_cuda else None
+        tensors = [member.parameter for member in self._chunk.members]
+        self._stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
         self._arriving.add(self._number)
-        for parameter in self._parameters:
-            parameter.__class__ = self._kind
         if self._chunk.master is self._chunk.own:  # else the optimizer holds copies, which no collective touches
-            for part in self._chunk.slices:
-                if type(part.tensor) is WatchedParameter:
-                    part.tensor.__class__ = self._slice_kind
+            tensors += [part.tensor for part in self._chunk.slices if not part.in_pieces]
+        self._in_flight = [(tensor, type(tensor)) for tensor in tensors]
+        for tensor, kind in self._in_flight:
+            tensor.__class__ = self._class_of[kind]
 
     def read(self) -> None:
         """Waits, and notes that the chunk is needed now."""
@@ -126,11 +128,9 @@ class Arrival:
                 self._handle.wait()
             if self._stream is not None and self._stream != torch.cuda.current_stream():
                 torch.cuda.current_stream().wait_stream(self._stream)
-            for parameter in self._parameters:
-                parameter.__class__ = nn.Parameter
-            for part in self._chunk.slices:
-                if type(part.tensor) is self._slice_kind:
-                    part.tensor.__class__ = WatchedParameter
+            for tensor, kind in self._in_flight:
+                if type(tensor) is not nn.Parameter:  # as a step may have made a slice in the meantime
+                    tensor.__class__ = kind
             self._arriving.discard(self._number)
             self._handle = None
 
@@ -153,7 +153,7 @@ class Arrivals:
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
         if cut and known and not by_gloo:
             reducer.learn(self._order, self._came)
-            ordinary = [c for c in chunks if all(type(member.parameter) is nn.Parameter for member in c.members)]
+            ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
             self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving, self._came) for chunk in ordinary}
 
     @property

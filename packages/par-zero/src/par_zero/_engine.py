@@ -37,7 +37,7 @@ from .offload.stream import OnDisk, Stream
 from .optimizer.apart import Apart
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
-from .optimizer.written import Writes
+from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
 from .placement.recorder import Recorder
 from .placement.room import Room
@@ -90,6 +90,8 @@ class Engine:
         if closes and not stage.shards_parameters:
             self._closer = Closer(module, self._trained, self._reducer)
         self._reducer.at_end(self._meter.end_pass)
+        # At stage 3 a freed parameter reports each write by itself.
+        self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:
             self._arrivals = Arrivals(self._trained, self._reducer)
@@ -111,7 +113,14 @@ class Engine:
             for chunk in self._trained
         )
         late = away is not None and away.late
-        self._writes = Writes(self._stepped, sharers, self._publish_anew, ignored=not self._keeps_copies, late=late)
+        self._writes = Writes(
+            self._stepped,
+            sharers,
+            self._publish_anew,
+            self._follow_module_writes,
+            ignored=not self._keeps_copies,
+            late=late,
+        )
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
             self._reducer.at_end(assembly.take_gradients)
@@ -138,6 +147,8 @@ class Engine:
             call_first_after_step(optimizer, partial(self._join, number))
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
             self._writes.watch(number, optimizer)
+            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            on_settle(held, partial(self._follow_module_writes, number))
         self._stream = None if away is None else self._streamed(away)
         if self._stream is not None:
             self._attend(self._stream, units)
@@ -223,6 +234,8 @@ class Engine:
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
         self._wait_for_parameters()
+        for number in range(len(self._optimizers)):
+            self._follow_module_writes(number)
         self._writes.publish()
         if self._stream is not None:
             self._stream.finish()
@@ -238,6 +251,7 @@ class Engine:
             for chunk, old in written:
                 for part, exact in chunk.copies():
                     exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
+            self._module_writes.mark(self._trained)
             self._writes.forget()
 
     def _raise_lost(self) -> None:
@@ -331,6 +345,7 @@ class Engine:
             for chunk in self._chunks:
                 for part, exact in chunk.copies():
                     exact.copy_(chunk.own[part])
+        self._module_writes.mark(self._trained)
         self._writes.forget()
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -356,8 +371,9 @@ class Engine:
         def prepare() -> None:
             if self._gatherer is not None:
                 self._gatherer.check_step()
-            self._writes.begin_step(number)
             self._wait_for_parameters(chunks)
+            self._follow_module_writes(number)
+            self._writes.begin_step(number)
             if self._stream is not None:
                 self._stream.before_step(number)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
@@ -429,8 +445,37 @@ class Engine:
             if self._arrivals is not None:
                 self._arrivals.begin(chunks)
 
+    def _follow_module_writes(self, number: int, *_: object) -> None:
+        """Copy what a program has written to the module's parameters to the master weights of one optimizer.
+
+        Raises:
+            RuntimeError: The program has also written the master weights since the last step.
+        """
+        chunks = self._stepped[number]
+        written = self._module_writes.find(chunks)
+        if written and self._writes.was_written(number):
+            self._refuse_both_writes(number, written[0])
+        # An alias may exist on one rank only, such as in a log of rank 0, so the ranks exchange nothing here.
+        aliased = [] if self._writes.has_seen(number) else self._module_writes.find_aliased(chunks)
+        found = list(dict.fromkeys([*written, *aliased]))
+        if found:
+            self._wait_for_parameters(found)
+            if self._stream is not None:
+                self._stream.settle()
+            self._module_writes.follow_(found)
+            self._writes.agree(number)
+
+    def _refuse_both_writes(self, number: int, chunk: Chunk) -> NoReturn:
+        raise RuntimeError(
+            f"{self._module_writes.first_name(chunk)!r} was written in the module, and its master weights in the "
+            f"{type(self._optimizers[number]).__name__}, since the last step, and only one of the two can count; "
+            "write the module's parameters within par_zero.summon(module)"
+        )
+
     def _publish_anew(self, number: int) -> None:
         """The same, after the optimizer's tensors were written outside of its step. Collective, as a step is."""
+        if written := self._module_writes.find(self._stepped[number]):
+            self._refuse_both_writes(number, written[0])
         self._wait_for_parameters()
         if self._stream is not None:
             self._stream.settle()

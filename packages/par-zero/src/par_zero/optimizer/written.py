@@ -1,8 +1,13 @@
-"""What is written to an optimizer's tensors outside of its step: by `eval()`, a hook, or a Lookahead around it.
+"""What a program writes outside of a step: to an optimizer's tensors, or to parameters that have master weights.
+
+`eval()` of a schedule-free optimizer, a hook, or a Lookahead around an optimizer write the optimizer's tensors.
 
 At stages 1 and 2 a step gathers parameters, so that what is written to a rank's share later would stay on that rank.
 Torch counts what is written to a tensor in place, which a look at a few counters shows. `.data` would give a tensor
 with a counter of its own; so between steps the tensors are of a class whose `.data` has the same counter.
+
+A step rounds master weights to the module's parameters, and would overwrite what a program wrote to these. So each step
+first finds the parameters that were written, and copies what was written to the master weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_written
+from par_groups import attributes, follow_written_, on_written, watch_weight_
 
-from .._torch_private import call_last_after_step, version_of
+from .._torch_private import call_last_after_step, version_of, without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.sharers import Sharers
 
@@ -115,6 +120,71 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
     return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
 
 
+class ModuleWrites:
+    """Finds the chunks whose parameters a program has written in the module since the last `mark`.
+
+    Each parameter has a version counter of its own, because it became a view of its chunk by an assignment to `data`.
+    par-zero writes to the chunk, so only writes of the program count. One integer per parameter is compared per step.
+
+    Args:
+        chunks: Chunks at stages 0 to 2, where a parameter is never freed. Chunks without master weights are ignored.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._parameters: dict[Chunk, list[nn.Parameter]] = {}
+        for chunk in chunks:
+            parameters = [member.parameter for member in chunk.members]
+            # Torch counts no writes to tensors that were made in inference mode.
+            if chunk.master is not chunk.own and not any(parameter.is_inference() for parameter in parameters):
+                self._parameters[chunk] = parameters
+                for parameter in parameters:
+                    watch_weight_(parameter)
+        self._versions: dict[Chunk, list[int]] = {}
+        self.mark(self._parameters)
+
+    def mark(self, chunks: Iterable[Chunk]) -> None:
+        """Record that the master weights of some chunks have all that was written to their parameters."""
+        with without_torch_functions():  # a version is no value, for which a parameter in flight would wait
+            for chunk in chunks:
+                if chunk in self._parameters:
+                    self._versions[chunk] = [version_of(parameter) for parameter in self._parameters[chunk]]
+
+    def find(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return those of some chunks whose version counters have changed: every rank finds what all ranks wrote."""
+        with without_torch_functions():
+            return [
+                chunk
+                for chunk in chunks
+                if chunk in self._parameters
+                and self._versions[chunk] != [version_of(parameter) for parameter in self._parameters[chunk]]
+            ]
+
+    def find_aliased(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return those of some chunks of which a program may hold `parameter.data`, whose writes nobody counts."""
+        return [
+            chunk
+            for chunk in chunks
+            if any(attributes.HAS_ALIAS.of(parameter) for parameter in self._parameters.get(chunk, ()))
+        ]
+
+    def first_name(self, chunk: Chunk) -> str:
+        """Return the name of the first parameter of a chunk that was written."""
+        versions = zip(self._versions[chunk], self._parameters[chunk], strict=True)
+        changed = [before != version_of(parameter) for before, parameter in versions]
+        return chunk.members[changed.index(True)].names[0]
+
+    @torch.no_grad()
+    def follow_(self, chunks: Sequence[Chunk]) -> None:
+        """Copy what was written to the parameters of some chunks to their master weights.
+
+        Elements that were not written keep all digits of their master weights.
+        """
+        for chunk in chunks:
+            for part, master in chunk.copies():
+                follow_written_(master, chunk.own[part])
+        self.mark(chunks)
+
+
 def all_see(chunks: Iterable[Chunk]) -> bool:
     """Return whether each rank has a tensor of each param group that another rank has one of.
 
@@ -142,6 +212,7 @@ class Writes:
         stepped: By number of the optimizer, the chunks whose slices it holds.
         sharers: The ranks that share them.
         publish: Brings what an optimizer of that number holds to the parameters, and to the other ranks.
+        follow: Copies what was written to the module's parameters to the master weights of an optimizer of that number.
         ignored: Whether parameters are the optimizers' tensors, so that nothing need be published.
         late: Whether pieces are stepped while the next forward runs.
     """
@@ -151,11 +222,12 @@ class Writes:
         stepped: Sequence[Sequence[Chunk]],
         sharers: Sharers,
         publish: Callable[[int], None],
+        follow: Callable[[int], None],
         *,
         ignored: bool,
         late: bool,
     ) -> None:
-        self._stepped, self._sharers, self._publish = stepped, sharers, publish
+        self._stepped, self._sharers, self._publish, self._follow = stepped, sharers, publish, follow
         self._ignored, self._late = ignored, late
         self._watches: list[Watch] = []  # by number of the optimizer
         self._optimizers: list[Optimizer] = []
@@ -186,6 +258,14 @@ class Writes:
         """What an optimizer holds was published."""
         self._watches[number].begin()
 
+    def agree(self, number: int) -> None:
+        """What an optimizer holds was set from the parameters, which all ranks have."""
+        self._watches[number].begin()
+
+    def has_seen(self, number: int) -> bool:
+        """Return whether this rank has seen a write to an optimizer's tensors since its step."""
+        return self._watches[number].found
+
     def settled(self, number: int, *_: object) -> None:
         """No step of an optimizer is under way any more."""
         self._watches[number].settled()
@@ -198,7 +278,7 @@ class Writes:
     def publish(self) -> None:
         """Publish what any rank has written. Collective."""
         for number in range(0 if self._ignored else len(self._watches)):
-            if self._was_written(number):
+            if self.was_written(number):
                 self._publish(number)
 
     def publish_seen(self, *_: object) -> None:
@@ -216,17 +296,22 @@ class Writes:
 
     def _after_hooks(self, number: int, has_more: bool) -> None:
         """The hooks of a step have run, of which one may have written the optimizer's tensors."""
-        if has_more and self._was_written(number):
+        if not has_more:
+            return
+        if self.was_written(number):
             self._publish(number)
+        else:  # what wraps the step, such as a Lookahead, is to read master weights that have what a hook wrote
+            self._follow(number)
 
     def _switch(self, number: int, switch: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Call `train` or `eval` of an optimizer, which may write its tensors. It is the optimizer's method."""
+        self._follow(number)
         result = switch(*args, **keywords)
-        if self._was_written(number):
+        if self.was_written(number):
             self._publish(number)
         return result
 
-    def _was_written(self, number: int) -> bool:
+    def was_written(self, number: int) -> bool:
         """Whether any rank has written an optimizer's tensors since its step. Where not all ranks see it, they ask."""
         found = self._watches[number].found
         if self._all_see[number]:
