@@ -20,7 +20,7 @@ from travels import draw_travels
 from ways import draw_ways
 
 from par_groups import Topology
-from par_layers import Balance, Router, RouterLosses, TransformerShape, cost, update_choice_bias_
+from par_layers import LoadBalancing, Router, RouterLosses, TransformerShape, layer_cost, update_correction_bias_
 from par_pipeline import schedule, simulate
 from par_plan import Job, Machine, Shape, rank
 from par_recompute import frontier, measure
@@ -204,7 +204,7 @@ def draw_layer_cost(path: Path) -> None:
 
 def received(mode: str, sizes: dict[str, int], shape: TransformerShape) -> float:
     """Elements a step, with what is summed once."""
-    predicted = cost(mode, sizes, shape)
+    predicted = layer_cost(mode, sizes, shape)
     return float(predicted.each + predicted.once)
 
 
@@ -355,7 +355,7 @@ def draw_memory(path: Path) -> None:
 def draw_expert_load(path: Path) -> None:
     """Routers of three layers that a bias of the choice balances: each expert's tokens over a hundred steps."""
     torch.manual_seed(0)
-    balance = Balance(bias_rate=2e-3)
+    balance = LoadBalancing(bias_rate=2e-3)
     routers = nn.ModuleDict(
         {f"layer {number}": Router(16, 8, 2, score="sigmoid", choice_bias=True, balance=balance) for number in range(3)}
     )
@@ -364,7 +364,7 @@ def draw_expert_load(path: Path) -> None:
         for _ in range(2):
             for router in routers.values():
                 router(0.7 * torch.randn(512, 16) + 0.9)
-            update_choice_bias_(routers)
+            update_correction_bias_(routers)
         lines.append({"step": step, "expert_load": load_of(losses.load())})
     draw_load(path, lines)
 

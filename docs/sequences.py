@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from par_layers import Mask, Tokens, work
+from par_layers import Mask, Tokens, attention_pairs
 from par_layers.context.balance import cut_tokens
 from par_layers.context.fetch import Fetch, transfers
 from par_layers.context.pieces import pieces
@@ -44,7 +44,7 @@ def draw_cuts(path: Path) -> None:
     figure = Figure(figsize=(9.5, 5.6), layout="constrained")
     panels = figure.subplots(len(cuts), 2, width_ratios=(3.2, 1), sharex="col", squeeze=False)
     for (title, tokens), (row, bars) in zip(cuts.items(), panels, strict=True):
-        pairs = np.array([work(CAUSAL, tokens, rank) for rank in range(RANKS)])
+        pairs = np.array([attention_pairs(CAUSAL, tokens, rank) for rank in range(RANKS)])
         fetched = draw_ranks(row, tokens)
         row.set_title(f"{title}: a rank fetches up to {max(fetched) / LENGTH:.0%} of the row", loc="left", fontsize=9)
         load = pairs / pairs.mean()

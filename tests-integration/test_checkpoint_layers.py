@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import par_checkpoint
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 
 ONE_D = {"mode": "1d"}
@@ -36,7 +36,7 @@ def step(model, optimizer, groups, seed):
     loss = model.loss(ids[:, :-1], ids[:, 1:])
     loss.backward()
     if groups is not None:
-        PartialGradients(model, groups).handle_gradient()
+        PartialGradientReducer(model, groups).handle_gradient()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

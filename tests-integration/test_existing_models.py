@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import par_checkpoint
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradients, parallelize
+from par_layers import PartialGradientReducer, parallelize
 from par_testing import assert_equal_to_one_device, for_each
 from par_zero import shard
 
@@ -127,7 +127,7 @@ def test_zero_over_cut_models_trains_as_one_device(stage, others):
         model = parallelize(make(), groups)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         shard(model, optimizer, stage=stage, group=groups["data"], bucket=20_000)
-        partial = PartialGradients(optimizer, groups)
+        partial = PartialGradientReducer(optimizer, groups)
         for step in range(3):
             optimizer.zero_grad()
             ids = batch(step).chunk(2)[dist.get_rank(groups["data"])]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
 
@@ -49,7 +49,7 @@ def test_the_norm_counts_every_expert_once_megatron_5916():
             layer, whole = mixture(layers), mixture(layer_set(None))
             replicas = groups.size(dense)
             layer(layers.split(tokens(groups.rank(dense)))).square().sum().backward()
-            PartialGradients(layer, groups).handle_gradient()
+            PartialGradientReducer(layer, groups).handle_gradient()
             for name, parameter in layer.named_parameters():
                 axes = ("data", "expert_data") if name.startswith("experts.") else dense
                 if groups.size(axes) > 1:

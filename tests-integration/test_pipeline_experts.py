@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Balance, RouterLosses, initialize, layer_set, update_choice_bias_
+from par_layers import LoadBalancing, RouterLosses, initialize, layer_set, update_correction_bias_
 from par_pipeline import Pipeline, one_f_one_b, zb_h1
 from par_testing import assert_equal_to_one_device
 
@@ -24,7 +24,7 @@ class Stage(nn.Module):
         self.inner = layers.RMSNorm(WIDTH)
         self.moe = None
         if has_experts:
-            balance = Balance(aux=0.1, over="microbatch", z=0.01, bias_rate=0.01)
+            balance = LoadBalancing(aux=0.1, over="microbatch", z=0.01, bias_rate=0.01)
             self.moe = layers.MoE(WIDTH, 6, 4, 2, shared=1, choice_bias=True, balance=balance)
         initialize(self, seed=3, prefix=f"{number}.", dtype=torch.float64)
 
@@ -62,8 +62,8 @@ def test_a_stage_without_experts_trains_beside_one_with_megatron_0_11(make):
                 for other in range(2):
                     for part in zip(*(each.chunk(MICROBATCHES) for each in data(step, other)), strict=True):
                         (mse(whole(part[0]), part[1]) / MICROBATCHES / 2).backward()
-                update_choice_bias_(module, groups)
-                update_choice_bias_(whole)
+                update_correction_bias_(module, groups)
+                update_correction_bias_(whole)
             for name, parameter in module.named_parameters():
                 if not name.startswith("moe.experts."):
                     dist.all_reduce(parameter.grad, group=groups[DENSE])

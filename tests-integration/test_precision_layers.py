@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import mixed
 from par_testing import for_each, once
@@ -81,7 +81,7 @@ def test_cut_models_train_as_on_one_device(precision, case):
             expected = once(alone, precision, tied=tied)
             module = Loss(gpt(layer_set("auto", groups), tied=tied))
             module, optimizer = mixed(module, adamw(module), precision, group=groups["tensor"], clip_norm=0.5)
-            norms, losses = train(module, optimizer, PartialGradients(optimizer, groups))  # all see the same rows
+            norms, losses = train(module, optimizer, PartialGradientReducer(optimizer, groups))  # all see the same rows
             assert norms == pytest.approx(expected[0], rel=DISTANCE[precision])
             assert losses == pytest.approx(expected[1], rel=DISTANCE[precision])
 
@@ -106,7 +106,7 @@ def test_cut_and_sharded_models_train_as_on_one_device(cases):
             optimizer = adamw(module)
             shard(module, optimizer, stage=stage, group=data_group, bucket=20_000, param_dtype=dtype)
             module, optimizer = mixed(module, optimizer, precision, group=dist.group.WORLD, clip_norm=0.5)
-            partial = PartialGradients(optimizer, groups)
+            partial = PartialGradientReducer(optimizer, groups)
             norms, _ = train(module, optimizer, partial, ranks=2, rank=dist.get_rank(data_group))
             assert norms == pytest.approx(expected, rel=DISTANCE[precision]), (stage, precision)
 

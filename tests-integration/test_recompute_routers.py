@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Balance, Router, RouterLosses, parallelize, update_choice_bias_
+from par_layers import LoadBalancing, Router, RouterLosses, parallelize, update_correction_bias_
 from par_recompute import Drop, Keep, Ops, ToHost, checkpoint_layers, saved
 
 WIDTH, EXPERTS = 16, 8
@@ -26,7 +26,7 @@ class Block(nn.Module):
     def __init__(self, noise=0.0):
         super().__init__()
         self.norm, self.up, self.act = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()
-        balance = Balance(aux=0.1, over="microbatch", z=0.01, bias_rate=0.05)
+        balance = LoadBalancing(aux=0.1, over="microbatch", z=0.01, bias_rate=0.05)
         self.gate = Router(WIDTH, EXPERTS, 2, score="sigmoid", choice_bias=True, balance=balance)
         self.table = nn.Parameter(torch.randn(EXPERTS, WIDTH))
         self.noise, self.runs, self.ids = noise, 0, []
@@ -54,7 +54,7 @@ def trained(model):
         for microbatch in range(3):
             x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(10 * step + microbatch))
             model(x).square().mean().backward()
-        update_choice_bias_(model)
+        update_correction_bias_(model)
         numbers += [parameter.grad.clone() for parameter in model.parameters()]
         numbers += [block.gate.e_score_correction_bias.clone() for block in model]
         numbers += [*losses.take().values(), *losses.load().values()]

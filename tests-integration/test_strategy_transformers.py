@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from par_layers import balance_over_
+from par_layers import sync_aux_loss_
 from par_testing import once
 from par_train import Strategy
 
@@ -164,7 +164,7 @@ def test_the_auxiliary_loss_may_be_that_of_all_ranks_tokens_at_once(tmp_path):
     """As on one device that takes the whole batch in one forward; ranks have as many targets for each token."""
     options = {**ROUTED["Mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
     with Strategy(parallel={"expert": 2}, zero=1, clip_norm=1.0) as strategy:
-        model = balance_over_(make_model("Mixtral", **options), strategy.groups)
+        model = sync_aux_loss_(make_model("Mixtral", **options), strategy.groups)
         model, losses = train(strategy, model, over=("data", "sequence", "expert"), ignored=False)
         assert_as_on_one_device(strategy, model, losses, tmp_path / "saved", "Mixtral", ignored=False, **options)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import par_checkpoint
 from par_groups import ProcessGroups, Topology, settle_
-from par_layers import LayerSet, PartialGradients, initialize, layer_set
+from par_layers import LayerSet, PartialGradientReducer, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
 from par_zero import Offload, Share, shard
@@ -99,7 +99,7 @@ class Run:
 
     def train(self, steps, left_out=left_out):
         """The norm of the gradients of each step."""
-        partial, norms, replica = PartialGradients(self.optimizer, self.groups), [], self.groups.rank(DENSE)
+        partial, norms, replica = PartialGradientReducer(self.optimizer, self.groups), [], self.groups.rank(DENSE)
         for step in steps:
             self.optimizer.zero_grad()
             x = self.layers.split(tokens(step, replica))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Sharding, Topology, check_owned, segments_of
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 from par_testing import assert_equal_to_one_device, for_each
 from par_zero import shard, summon
@@ -58,7 +58,7 @@ def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
         model = gpt(layer_set("auto", groups), tied=tied)
         optimizer = sgd(model)
         shard(model, optimizer, stage=stage, group=group, bucket=20_000)
-        partial = PartialGradients(optimizer, groups)
+        partial = PartialGradientReducer(optimizer, groups)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, data(step).chunk(2)[dist.get_rank(group)]).backward()

@@ -7,7 +7,7 @@ from torch import nn
 
 from par_checkpoint import inspect, load, save
 from par_groups import JointOptimizer, ProcessGroups, Topology
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
@@ -125,7 +125,7 @@ def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads
             optimizer = MatricesAndRest(model)
             given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
             shard(model, optimizer, **WHICH, **given)
-            partial = PartialGradients(optimizer, groups)
+            partial = PartialGradientReducer(optimizer, groups)
             rank, ranks = groups.rank("data"), groups.size("data")
             for step in range(2):  # the second has momentum
                 optimizer.zero_grad()
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
             optimizer = MatricesAndRest(model)
             given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
             shard(model, optimizer, **WHICH, **given)
-            partial = PartialGradients(optimizer, groups)
+            partial = PartialGradientReducer(optimizer, groups)
             if number:
                 load(tmp_path / str(number), model=model, optimizer=optimizer)
             rank, ranks = groups.rank("data"), groups.size("data")

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_layers import Balance, Context, LayerSet, initialize, layer_set, normal
+from par_layers import Context, LayerSet, LoadBalancing, initialize, layer_set, normal
 from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import DynamicScale, MixedOptimizer, mixed
@@ -98,7 +98,7 @@ class Mixed(nn.Module):
     def __init__(self, layers: LayerSet, block: nn.Module) -> None:
         super().__init__()
         self.block, self.norm = block, layers.LayerNorm(WIDTH)
-        balance = Balance(aux=0.01, over="sequence")
+        balance = LoadBalancing(aux=0.01, over="sequence")
         self.mixture = layers.MoE(WIDTH, WIDTH, 4, 2, shared=1, activation="gelu", balance=balance, init=normal(0.1))
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples import GPT
 from par_testing import Times, strict_time, virtual_streams
 from par_zero import shard
@@ -47,13 +47,13 @@ def tensor_parallel(size: Size, ranks: int) -> Times:
         model = size.decoder(layer_set("1d", groups, sequence_parallel=True)).to(torch.bfloat16)
         optimizer = AdamW(model.parameters(), fused=True)
         if topology.size("data") == 1:
-            return last_step(size, model, optimizer, PartialGradients(model, groups))
+            return last_step(size, model, optimizer, PartialGradientReducer(model, groups))
         place = partial(topology.index, "data")
         shard(model, optimizer, stage=1, group=groups["data"], bucket=size.bucket(BUCKET), share_of=place)
-        return last_step(size, model, optimizer, PartialGradients(optimizer, groups))
+        return last_step(size, model, optimizer, PartialGradientReducer(optimizer, groups))
 
 
-def last_step(size: Size, model: GPT, optimizer: Optimizer, handler: PartialGradients | None = None) -> Times:
+def last_step(size: Size, model: GPT, optimizer: Optimizer, handler: PartialGradientReducer | None = None) -> Times:
     """The last of some training steps, from the end of the one before to its own."""
     ids, targets = size.batch()
     for _ in range(STEPS):

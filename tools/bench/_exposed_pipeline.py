@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from par_groups import ProcessGroups, Topology
-from par_layers import LayerSet, PartialGradients, layer_set
+from par_layers import LayerSet, PartialGradientReducer, layer_set
 from par_pipeline import Lanes, Pipeline, interleaved, make_lanes, one_f_one_b, partition, zb_h1
 from par_testing import Times, strict_time
 from par_zero import shard
@@ -134,7 +134,7 @@ def last_step(step: Callable[[], object], optimizers: Sequence[Optimizer], stage
 
     What messages look like is known after the first one, and the order in which par-zero reduces after the second.
     """
-    handler = None if place.groups is None else PartialGradients(stages, place.groups)
+    handler = None if place.groups is None else PartialGradientReducer(stages, place.groups)
     for _ in range(2 if place.data is None else 3):
         dist.barrier()
         strict_time()

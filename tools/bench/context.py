@@ -28,10 +28,10 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from par_groups import ProcessGroups, Topology
-from par_layers import AttentionShape, Context, Mask, Tokens, cost
+from par_layers import AttentionShape, Context, Mask, Tokens, layer_cost
 from par_layers._collectives import finish
 from par_layers.context.context import CPU_BLOCK
-from par_layers.context.kernels import choose
+from par_layers.context.kernels import choose_kernels
 from par_layers.context.modes import gather, ring
 from par_layers.context.steps import Step
 
@@ -312,7 +312,9 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         local = tuple(x.detach()[:, index].requires_grad_() for x in whole)
         contender = mode if cut == "auto" else f"{mode}, {cut}"
         steps[contender] = step(ours(context, tokens, case.mask), local)
-        steps[contender + BARE] = bare(mode, case, tokens, cost(mode, {"sequence": case.ranks}, shape(case, cut)).each)
+        steps[contender + BARE] = bare(
+            mode, case, tokens, layer_cost(mode, {"sequence": case.ranks}, shape(case, cut)).each
+        )
         if case.at_once and mode != "ulysses":  # which has nothing to compute meanwhile
             steps[contender + AT_ONCE] = waiting(steps[contender])
     if case.theirs:
@@ -323,7 +325,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def shape(case: Case, cut: str) -> AttentionShape:
-    """A case as `cost` takes it."""
+    """A case as `layer_cost` takes it."""
     return AttentionShape(
         tokens=case.length,
         width=HEADS * HEAD,
@@ -345,7 +347,7 @@ def bare(mode: str, case: Case, tokens: Tokens, received: Fraction) -> Callable[
     rank, inner = (0, case.ranks) if mode == "ulysses" else (dist.get_rank(), 1)
     heads, key_heads = HEADS // inner, max(1, case.key_heads // inner)
     head = torch.empty(1, 1, 1, HEAD)
-    kernels = choose(head, head)
+    kernels = choose_kernels(head, head)
     plan_of = ring.plan_ring if mode == "ring" else gather.plan_gather
     plan = plan_of(case.mask, tokens.merged(inner), rank, CPU_BLOCK, kernels.joins)
     torch.manual_seed(dist.get_rank())

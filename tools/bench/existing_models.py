@@ -20,7 +20,7 @@ from _table import write
 from torch import Tensor
 
 from par_groups import ProcessGroups, Topology
-from par_layers import compare, parallelize
+from par_layers import parallelize, verify_plan
 
 WORDS, ROWS, LENGTH = 96, 2, 8
 TEXT: dict[str, Any] = {
@@ -124,7 +124,7 @@ def gradients(theirs: bool, family: str, backwards: int) -> str:
     """How far the farthest gradient is from one device's."""
     if not theirs:
         worst = max(
-            max(compare(lambda: make(family), groups(sequence), batch(), backwards=backwards).gradients.values())
+            max(verify_plan(lambda: make(family), groups(sequence), batch(), backwards=backwards).gradients.values())
             for sequence in (False, True)
         )
         return f"{worst:.0e}"
@@ -133,7 +133,7 @@ def gradients(theirs: bool, family: str, backwards: int) -> str:
         backward(whole, number)
         backward(cut, number)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    least = max(each.abs().max().item() for each in expected.values()) / 1000  # as in `compare`
+    least = max(each.abs().max().item() for each in expected.values()) / 1000  # as in `verify_plan`
     far = {}
     for name, parameter in cut.named_parameters():
         gradient: Any = parameter.grad

@@ -30,7 +30,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from par_groups import Channels, ProcessGroups, Topology
-from par_layers import Dispatch, Experts, Grid, grouped_linear, initialize
+from par_layers import Experts, Grid, TokenDispatcher, grouped_linear, initialize
 from par_layers.experts import products
 
 OURS, CAPACITY = "par-layers", "par-layers, capacity 1.25"
@@ -239,7 +239,7 @@ class Ours(nn.Module):
     def __init__(self, case: Case, groups: ProcessGroups, capacity: float | None = None) -> None:
         super().__init__()
         self.gate = TopK(case)
-        self.dispatch = Dispatch(case.experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
+        self.dispatch = TokenDispatcher(case.experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
         self.experts = Experts(case.experts, case.hidden, case.intermediate, grid=Grid(groups))
         initialize(self.experts, seed=1)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import LayerSet, PartialGradients, initialize, layer_set
+from par_layers import LayerSet, PartialGradientReducer, initialize, layer_set
 from par_testing import assert_equal_to_one_device
 
 MODES: dict[int, list[dict[str, Any]]] = {  # every mode that a world of so many ranks can run
@@ -130,7 +130,7 @@ def assert_layer_equals_one_device(
     upstream = numbers(*expected.shape, seed=7, dtype=x.dtype)
     expected.backward(upstream)
     y.backward(upstream)
-    PartialGradients(parallel, mode.groups).handle_gradient()
+    PartialGradientReducer(parallel, mode.groups).handle_gradient()
     _assert_close(mine.grad, other.grad, f"{mode.tensor}: the input's gradient", exact)
     reason = f"{mode.tensor}: sums in another order"
     assert_equal_to_one_device(parallel, whole, gradients=True, rtol=exact, atol=exact, reason=reason)

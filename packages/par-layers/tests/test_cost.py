@@ -1,4 +1,4 @@
-"""`cost` against the formulas of whole layers, and against what is counted."""
+"""`layer_cost` against the formulas of whole layers, and against what is counted."""
 
 from fractions import Fraction
 
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import (
+    EmbeddingShape,
     LinearShape,
     NormShape,
-    PartialGradients,
-    TableShape,
+    PartialGradientReducer,
     TransformerShape,
-    cost,
     initialize,
+    layer_cost,
     layer_set,
 )
 from par_testing import count_collectives
@@ -40,21 +40,21 @@ M = B * S
     ],
 )
 def test_a_whole_transformer_layer(mode, sizes, expected):
-    predicted = cost(mode, sizes, TransformerShape(tokens=96, width=64))
+    predicted = layer_cost(mode, sizes, TransformerShape(tokens=96, width=64))
     assert (predicted.each, predicted.once) == expected(96, 64)
 
 
 def test_sequence_parallelism_gathers_once_more():
-    predicted = cost("1d", {"tensor": 4}, TransformerShape(tokens=96, width=64), sequence_parallel=True)
+    predicted = layer_cost("1d", {"tensor": 4}, TransformerShape(tokens=96, width=64), sequence_parallel=True)
     assert predicted.each == Fraction(10 * 3, 4) * 96 * 64
 
 
 def test_tokens_are_cut_over_sequence_ranks_and_weights_are_not():
     sizes, shape = {"row": 4, "col": 4}, TransformerShape(tokens=64, width=8)
-    expected = cost("2d", sizes, TransformerShape(tokens=16, width=8))
-    assert cost("2d", {**sizes, "sequence": 4}, shape) == expected
-    assert cost("2d", {**sizes, "ring": 2, "ulysses": 2}, shape) == expected
-    assert cost("1d", {"tensor": 4, "sequence": 3}, shape).each == cost("1d", {"tensor": 4}, shape).each / 3
+    expected = layer_cost("2d", sizes, TransformerShape(tokens=16, width=8))
+    assert layer_cost("2d", {**sizes, "sequence": 4}, shape) == expected
+    assert layer_cost("2d", {**sizes, "ring": 2, "ulysses": 2}, shape) == expected
+    assert layer_cost("1d", {"tensor": 4, "sequence": 3}, shape).each == layer_cost("1d", {"tensor": 4}, shape).each / 3
 
 
 def test_where_2d_and_3d_begin_to_pay():
@@ -62,7 +62,7 @@ def test_where_2d_and_3d_begin_to_pay():
 
     def beats(mode, sizes, ranks, tokens):
         shape = TransformerShape(tokens=tokens, width=1000)
-        return cost(mode, sizes, shape).each < cost("1d", {"tensor": ranks}, shape).each
+        return layer_cost(mode, sizes, shape).each < layer_cost("1d", {"tensor": ranks}, shape).each
 
     square, cube = {"row": 4, "col": 4}, {"output": 2, "input": 2, "weight": 2}
     assert not beats("2d", square, 16, 1890)
@@ -74,9 +74,9 @@ def test_where_2d_and_3d_begin_to_pay():
 def test_wrong_questions_are_named():
     shape = NormShape(tokens=4, features=4)
     with pytest.raises(ValueError, match="no formulas for mode '4d'"):
-        cost("4d", {}, shape)
+        layer_cost("4d", {}, shape)
     with pytest.raises(ValueError, match="'depth' is missing"):
-        cost("2.5d", {"row": 2, "col": 2}, shape)
+        layer_cost("2.5d", {"row": 2, "col": 2}, shape)
 
 
 @pytest.mark.ranks([4, 8])
@@ -89,7 +89,7 @@ def test_the_prediction_is_what_is_counted():
             sequence = tensor.get("sequence_parallel", False)
             mode = tensor["mode"]
             for shape, module in shapes(layers):
-                predicted = cost(mode, topology.axes, shape, sequence_parallel=sequence)
+                predicted = layer_cost(mode, topology.axes, shape, sequence_parallel=sequence)
                 assert counted(layers, groups, shape, module) == (predicted.each, predicted.once), (tensor, shape)
 
 
@@ -98,13 +98,13 @@ def shapes(layers):
     yield LinearShape(tokens=M, k=2 * H, n=H, role="row"), layers.RowLinear(2 * H, H, bias=False)
     yield NormShape(tokens=M, features=H), layers.LayerNorm(H)
     yield NormShape(tokens=M, features=H, mean=False), layers.RMSNorm(H)
-    yield TableShape(tokens=M, features=H, vocabulary=V), layers.VocabEmbedding(V, H)
+    yield EmbeddingShape(tokens=M, features=H, vocabulary=V), layers.VocabEmbedding(V, H)
 
 
 def counted(layers, groups, shape, module):
     """Elements received in forward and backward, and when partial gradients are summed."""
     initialize(module, seed=0)
-    if isinstance(shape, TableShape):
+    if isinstance(shape, EmbeddingShape):
         x = torch.zeros(B, S, dtype=torch.int64)
     else:
         layout = layers.rules.inner if getattr(shape, "role", "") == "row" else layers.rules.residual
@@ -114,5 +114,5 @@ def counted(layers, groups, shape, module):
     with count_collectives() as each:
         module(x).sum().backward()
     with count_collectives() as once:
-        PartialGradients(module, groups).handle_gradient()
+        PartialGradientReducer(module, groups).handle_gradient()
     return each.received(), once.received()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples.gpt import Block
 from par_testing import Counted, count_collectives
 
@@ -120,7 +120,7 @@ def counts(model, x: torch.Tensor, groups: ProcessGroups) -> tuple[Fraction, Cou
     with count_collectives() as counted:
         model(x).nan_to_num(neginf=0.0).sum().backward()
     with count_collectives() as once:
-        PartialGradients(model, groups).handle_gradient()
+        PartialGradientReducer(model, groups).handle_gradient()
     return counted.received(), once
 
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from par_groups import ProcessGroups, Split, Topology, register_mode
-from par_layers import Cut, Layout, Rules, copy_to, layer_set, reduce_from, register_layer_set
+from par_layers import ActivationLayout, ModeRules, WeightSharding, copy_to, layer_set, reduce_from, register_layer_set
 
 from .helpers import FROM_4, assert_layer_equals_one_device, in_the_typical_modes, integers, modes, numbers, run_checks
 
@@ -18,7 +18,7 @@ def groups_of(**parallel):
 
 def test_no_groups_are_one_device():
     assert layer_set().mode is None
-    assert layer_set(None).rules == Rules()
+    assert layer_set(None).rules == ModeRules()
 
 
 def test_a_mode_needs_groups():
@@ -31,9 +31,9 @@ def test_auto_takes_the_mode_and_the_options_of_the_topology():
     with groups_of(tensor={"size": 4, "mode": "1d", "sequence_parallel": True}) as groups:
         layers = layer_set("auto", groups)
         assert layers.mode == "1d"
-        assert layers.rules.residual == Layout(sequence=("tensor",))
-        assert layer_set("auto", groups, sequence_parallel=False).rules.residual == Layout()
-        assert layer_set("1d", groups).rules.residual == Layout()
+        assert layers.rules.residual == ActivationLayout(sequence=("tensor",))
+        assert layer_set("auto", groups, sequence_parallel=False).rules.residual == ActivationLayout()
+        assert layer_set("1d", groups).rules.residual == ActivationLayout()
     with groups_of() as groups:
         assert layer_set("auto", groups).mode is None
 
@@ -96,10 +96,10 @@ def pair_layers(grid, *, axis="pair"):
     def row(x, weight, bias, hook, linear=None):
         return reduce_from(functional.linear(x, weight), group) + bias
 
-    return Rules(
-        inner=Layout(features=(axis,)),
-        column=Cut(rows=(axis,)),
-        row=Cut(columns=(axis,)),
+    return ModeRules(
+        inner=ActivationLayout(features=(axis,)),
+        column=WeightSharding(rows=(axis,)),
+        row=WeightSharding(columns=(axis,)),
         column_product=column,
         row_product=row,
         vocabulary=(axis,),
@@ -115,7 +115,7 @@ def test_a_mode_of_our_own():
         with pytest.raises(ValueError, match=r"mode 'pairs' does not take .* argument 'depth'"):
             layer_set("auto", mode.groups, options={"depth": 1})
     with pytest.raises(ValueError, match="registered twice"):
-        register_layer_set("pairs")(lambda grid: Rules())
+        register_layer_set("pairs")(lambda grid: ModeRules())
 
 
 # What it does between layers
@@ -155,7 +155,7 @@ def check_split_cuts_ids_as_embeddings_do(mode):
 def check_the_first_token_is_there_on_every_rank_of_its_batch(mode):
     x = numbers(8, 4, 16).requires_grad_()
     token = mode.layers.first_token(mode.layers.split(x))
-    layout = Layout(batch=mode.layers.rules.residual.batch, features=mode.layers.rules.residual.features)
+    layout = ActivationLayout(batch=mode.layers.rules.residual.batch, features=mode.layers.rules.residual.features)
     whole = token
     for axes, dim in reversed(mode.layers._cuts(layout, 2)):
         parts = [torch.empty_like(whole) for _ in range(mode.groups.size(axes))]

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import sharding_of
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
@@ -33,7 +33,7 @@ def assert_loss_and_gradients_equal(mode, parallel, whole, *microbatches, **opti
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0, msg=lambda text: f"{mode.tensor}: {text}")
         expected.backward()
         loss.backward()
-    PartialGradients(parallel, mode.groups).handle_gradient()
+    PartialGradientReducer(parallel, mode.groups).handle_gradient()
     reason = f"fp64 sums in another order: {mode.tensor}"
     assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-9, atol=1e-12, reason=reason)
 
@@ -83,7 +83,7 @@ def train(model, steps, groups=None):
         loss = model.loss(*tokens())
         loss.backward()
         if groups is not None:
-            PartialGradients(model, groups).handle_gradient()
+            PartialGradientReducer(model, groups).handle_gradient()
         optimizer.step()
         losses.append(loss.item())
     return losses

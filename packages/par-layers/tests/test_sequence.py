@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import Mask, PartialGradients, layer_set, parallelize
+from par_layers import Mask, PartialGradientReducer, layer_set, parallelize
 from par_layers.examples import GPT
 from par_testing import assert_equal_to_one_device, count_collectives
 
@@ -84,7 +84,7 @@ def step(model, groups, batch, tokens, *, loss=None):
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=groups["sequence"])  # sum over sequence ranks
             parameter.grad /= groups.size("sequence")
-        PartialGradients(model, groups).handle_gradient()
+        PartialGradientReducer(model, groups).handle_gradient()
     return loss.detach()
 
 

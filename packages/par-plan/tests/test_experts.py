@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from par_groups import Topology
-from par_layers import cuts
+from par_layers import plan_shardings
 from par_plan.inputs import Job, Machine
 from par_plan.pipeline import pipe
 from par_plan.prediction import predict
@@ -179,7 +179,10 @@ def test_parameters_of_models_of_transformers_are_those_that_a_rank_is_given(con
     for parallel in ({"expert": 4}, FOLDED, {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "tensor": 2}}):
         topology = Topology.from_config(parallel, 8)
         made = predict(shape, topology, Job(batch=8))
-        given = {name: sum(math.prod(box.size) for box in each.boxes) for name, each in cuts(model, topology).items()}
+        given = {
+            name: sum(math.prod(box.size) for box in each.boxes)
+            for name, each in plan_shardings(model, topology).items()
+        }
         whole = {name: each.numel() for name, each in model.named_parameters()}
         assert made.ranks[0].parameters == sum((whole | given).values()), parallel
         assert made.busiest.experts.layers == 3 - (config.model_type == "deepseek_v3")

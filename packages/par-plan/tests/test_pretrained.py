@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from par_groups import Topology
-from par_layers import cuts
+from par_layers import plan_shardings
 from par_plan import Job, Machine, PretrainedShape, predict
 from par_plan.pretrained import shares
 from par_plan.pretrained.structure import Structure
@@ -69,7 +69,7 @@ def test_the_parameters_of_every_tensor_rank_are_those_that_cuts_gives(family, t
     for tensor in (IN_1D, IN_SEQUENCE, {**IN_1D, "size": 4, "kv_heads": 2}):
         world = topology(tensor["size"], tensor=tensor)
         made = predict(planned, world, JOB)
-        records = cuts(on_meta(family, tie_word_embeddings=tied), world, 0)
+        records = plan_shardings(on_meta(family, tie_word_embeddings=tied), world, 0)
         elements = sum(torch.Size(box.size).numel() for record in records.values() for box in record.boxes)
         assert made.memory.parameters == 4 * elements
 
@@ -89,7 +89,9 @@ def test_stages_add_up_to_the_model(tied):
 def test_layers_of_one_kind_are_looked_at_once_and_say_what_all_of_them_do(family, tensor, monkeypatch):
     structure, cut = Structure(on_meta(family, num_hidden_layers=9)), cut_of(topology(2, tensor=tensor or 1))
     looked = []
-    monkeypatch.setattr(shares, "cuts", lambda model, *given: looked.append(model) or cuts(model, *given))
+    monkeypatch.setattr(
+        shares, "plan_shardings", lambda model, *given: looked.append(model) or plan_shardings(model, *given)
+    )
     found = shares.look(structure, cut)
     assert [name for name, _ in structure.sampled.get_submodule(structure.layers).named_children()] == [
         str(number) for number in structure.samples

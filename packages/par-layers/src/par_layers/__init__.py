@@ -10,128 +10,128 @@ from ._collectives import (
     reduce_scatter_to,
     scatter_to,
 )
-from ._cost import Cost, LinearShape, ModelShape, NormShape, TableShape, TransformerShape, cost
+from ._cost import EmbeddingShape, LayerCost, LinearShape, ModelShape, NormShape, TransformerShape, layer_cost
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
-from .context.balance import assign
+from .context.balance import balance_chunks
 from .context.context import Context, context_attention
-from .context.cost import AttentionMemory, AttentionShape, fetch_parts, memory, work
+from .context.cost import AttentionMemory, AttentionShape, attention_memory, attention_pairs, num_gather_parts
 from .context.mask import Mask
 from .context.tokens import Tokens
-from .experts.balance import Balance, TokenAxes
-from .experts.choose import choose
+from .experts.balance import LoadBalancing, TokenAxes
 from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
-from .experts.dispatch import Dispatch, Sent
+from .experts.dispatch import DispatchHandle, TokenDispatcher
 from .experts.experts import Experts
 from .experts.moe import MoE
 from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
-from .experts.step import RouterLosses, update_choice_bias_
+from .experts.selection import select_experts
+from .experts.step import RouterLosses, update_correction_bias_
 from .layers.parameter import constant, normal, uniform
-from .layers.partial_gradients import PartialGradients
-from .models.compare import Comparison, compare
-from .models.costs import Traffic, costs
-from .models.packed.balance import balance_over_
-from .models.packed.found import experts_in
-from .models.packed.pack import PackedExperts, pack_
-from .models.parallel import Parallel, parallel_of
-from .models.parallelize import cuts, parallelize
+from .layers.partial_gradients import PartialGradientReducer
+from .models.compare import PlanComparison, verify_plan
+from .models.packed.balance import sync_aux_loss_
+from .models.packed.found import expert_modules
+from .models.packed.pack import PackedExperts, pack_experts_
+from .models.parallel import Parallelization, parallelization_of
+from .models.parallelize import parallelize, plan_shardings
 from .models.plans.plans import register_plan
 from .models.plans.styles import (
-    Column,
-    DealtExperts,
-    Partial,
-    Row,
-    SplitExperts,
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    PartialGradient,
+    Replicated,
+    RowParallel,
     Style,
-    Vocabulary,
-    Whole,
     register_style,
 )
+from .models.traffic import CommunicationVolume, communication_volumes
 from .modes.grid import Grid
-from .modes.layout import Layout
+from .modes.layout import ActivationLayout
 from .modes.modes import register_layer_set
-from .modes.rules import Cut, Product, Rules
+from .modes.rules import ModeRules, ParallelMatmul, WeightSharding
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "ActivationLayout",
     "AttentionMemory",
     "AttentionShape",
-    "Balance",
-    "Column",
-    "Comparison",
+    "ColumnParallel",
+    "CommunicationVolume",
     "Context",
-    "Cost",
-    "Cut",
-    "DealtExperts",
-    "Dispatch",
+    "DispatchHandle",
+    "EmbeddingParallel",
+    "EmbeddingShape",
+    "ExpertParallel",
     "ExpertSplit",
+    "ExpertTensorParallel",
     "Experts",
     "Grid",
+    "LayerCost",
     "LayerSet",
-    "Layout",
     "LinearShape",
+    "LoadBalancing",
     "Mask",
     "MoE",
     "MoECost",
     "MoEShape",
+    "ModeRules",
     "ModelShape",
     "NormShape",
     "PackedExperts",
-    "Parallel",
-    "Partial",
-    "PartialGradients",
-    "Product",
+    "ParallelMatmul",
+    "Parallelization",
+    "PartialGradient",
+    "PartialGradientReducer",
+    "PlanComparison",
+    "Replicated",
     "Router",
     "RouterLosses",
     "Routing",
-    "Row",
-    "Rules",
-    "Sent",
-    "SplitExperts",
+    "RowParallel",
     "Style",
-    "TableShape",
     "TokenAxes",
+    "TokenDispatcher",
     "Tokens",
-    "Traffic",
     "TransformerShape",
-    "Vocabulary",
-    "Whole",
+    "WeightSharding",
     "all_gather_to",
     "all_to_all",
-    "assign",
-    "balance_over_",
-    "choose",
-    "compare",
+    "attention_memory",
+    "attention_pairs",
+    "balance_chunks",
+    "communication_volumes",
     "constant",
     "context_attention",
     "copy_to",
-    "cost",
-    "costs",
-    "cuts",
     "exchange",
-    "experts_in",
-    "fetch_parts",
+    "expert_modules",
     "gather_from",
     "grouped_linear",
     "grouped_weight_gradient",
     "initialize",
+    "layer_cost",
     "layer_set",
-    "memory",
     "moe_cost",
     "normal",
-    "pack_",
-    "parallel_of",
+    "num_gather_parts",
+    "pack_experts_",
+    "parallelization_of",
     "parallelize",
+    "plan_shardings",
     "reduce_from",
     "reduce_scatter_to",
     "register_layer_set",
     "register_plan",
     "register_style",
     "scatter_to",
+    "select_experts",
+    "sync_aux_loss_",
     "uniform",
-    "update_choice_bias_",
-    "work",
+    "update_correction_bias_",
+    "verify_plan",
 ]

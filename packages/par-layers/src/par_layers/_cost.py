@@ -13,7 +13,7 @@ from .context.cost import AttentionShape, received
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayerCost:
     """Elements that one rank receives.
 
     Args:
@@ -24,11 +24,11 @@ class Cost:
     each: Fraction = Fraction(0)
     once: Fraction = Fraction(0)
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.each + other.each, self.once + other.once)
+    def __add__(self, other: "LayerCost") -> "LayerCost":
+        return LayerCost(self.each + other.each, self.once + other.once)
 
-    def __rmul__(self, factor: int) -> "Cost":
-        return Cost(factor * self.each, factor * self.once)
+    def __rmul__(self, factor: int) -> "LayerCost":
+        return LayerCost(factor * self.each, factor * self.once)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class NormShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableShape:
+class EmbeddingShape:
     """A vocabulary table, as an embedding or as a classifier that shares it.
 
     Args:
@@ -118,10 +118,10 @@ class ModelShape:
     norms: int = 2
 
 
-Shape = LinearShape | NormShape | TableShape | TransformerShape | ModelShape | AttentionShape
+Shape = LinearShape | NormShape | EmbeddingShape | TransformerShape | ModelShape | AttentionShape
 
 
-def cost(
+def layer_cost(
     mode: str | None,
     sizes: Mapping[str, int],
     shape: Shape,
@@ -130,7 +130,7 @@ def cost(
     keep: bool = False,
     recompute: bool = False,
     outer: Literal["ring", "gather"] = "ring",
-) -> Cost:
+) -> LayerCost:
     """What a layer costs in a mode.
 
     Args:
@@ -149,9 +149,9 @@ def cost(
         ValueError: The mode has no formulas, or a size is missing.
     """
     if mode is None:
-        return Cost()
+        return LayerCost()
     if isinstance(shape, AttentionShape):
-        return Cost(received(mode, sizes, shape, keep=keep, recompute=recompute, outer=outer))
+        return LayerCost(received(mode, sizes, shape, keep=keep, recompute=recompute, outer=outer))
     ranks = sizes.get("sequence", sizes.get("ring", 1) * sizes.get("ulysses", 1))
     if ranks > 1:
         sizes = {axis: size for axis, size in sizes.items() if axis not in ("sequence", "ring", "ulysses")}
@@ -173,7 +173,7 @@ def cost(
 _MODES = {"1d": ("tensor",), "2d": ("row", "col"), "2.5d": ("depth", "row", "col"), "3d": ("output", "input", "weight")}
 
 
-def _transformer(mode: str, sizes: Mapping[str, int], shape: TransformerShape, *, sequence_parallel: bool) -> Cost:
+def _transformer(mode: str, sizes: Mapping[str, int], shape: TransformerShape, *, sequence_parallel: bool) -> LayerCost:
     m, h = shape.tokens, shape.width
     linears = [
         LinearShape(tokens=m, k=h, n=3 * h),
@@ -181,13 +181,13 @@ def _transformer(mode: str, sizes: Mapping[str, int], shape: TransformerShape, *
         LinearShape(tokens=m, k=h, n=4 * h),
         LinearShape(tokens=m, k=4 * h, n=h, role="row"),
     ]
-    total = Cost()
+    total = LayerCost()
     for linear in linears:
-        total += cost(mode, sizes, linear, sequence_parallel=sequence_parallel)
+        total += layer_cost(mode, sizes, linear, sequence_parallel=sequence_parallel)
     return total
 
 
-def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> Cost:
+def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> LayerCost:
     """Column: the all-reduce of the input gradient; row: that of the output.
 
     With sequence parallelism a gather and a reduce-scatter each take half an all-reduce, and the column gathers its
@@ -196,21 +196,21 @@ def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> Cost:
     full = Fraction(p - 1, p) * shape.tokens
     match shape:
         case LinearShape(role="row", n=n):
-            return Cost(2 * full * n)
+            return LayerCost(2 * full * n)
         case LinearShape(k=k):
-            return Cost((3 if sequence_parallel else 2) * full * k)
-        case TableShape(role="embedding", features=h):
-            return Cost(2 * full * h)
-        case TableShape(features=h):
-            return Cost((3 if sequence_parallel else 2) * full * h)
+            return LayerCost((3 if sequence_parallel else 2) * full * k)
+        case EmbeddingShape(role="embedding", features=h):
+            return LayerCost(2 * full * h)
+        case EmbeddingShape(features=h):
+            return LayerCost((3 if sequence_parallel else 2) * full * h)
         case NormShape(features=h, mean=mean) if sequence_parallel:
-            return Cost(once=2 * Fraction(p - 1, p) * (2 if mean else 1) * h)
+            return LayerCost(once=2 * Fraction(p - 1, p) * (2 if mean else 1) * h)
         case ModelShape():
             return _model(p, shape, sequence_parallel=sequence_parallel)
-    return Cost()
+    return LayerCost()
 
 
-def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> Cost:
+def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> LayerCost:
     """Attention and MLP are entered once, and summed once: 8 times the activations for a dense layer, there and back.
 
     With sequence parallelism each of them gathers its input once more in backward, experts gather theirs and cut their
@@ -226,41 +226,41 @@ def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> Cost:
     experts += 4 * activations * shape.shared_experts
     ends = (6 if sequence_parallel else 4) * activations + 2 * one * 3 * shape.tokens
     once = 2 * one * shape.layers * shape.norms * shape.width if sequence_parallel else Fraction(0)
-    return Cost(halves * half * activations - kept + shape.expert_layers * experts + ends, once)
+    return LayerCost(halves * half * activations - kept + shape.expert_layers * experts + ends, once)
 
 
-def _square(q: int, depth: int, shape: Shape) -> Cost:
+def _square(q: int, depth: int, shape: Shape) -> LayerCost:
     """SUMMA: both operands are broadcast in forward and again in backward, where both gradients are reduced."""
     m = Fraction(shape.tokens, depth)
     one = Fraction(q - 1, q * q)
     over_depth = 2 * Fraction(depth - 1, depth) / (q * q)
     match shape:
         case LinearShape(k=k, n=n):
-            return Cost(3 * one * (m * k + k * n), over_depth * k * n)
-        case TableShape(role="embedding", features=h, vocabulary=v):
-            return Cost(2 * one * m * h, over_depth * v * h)
-        case TableShape(features=h, vocabulary=v):
+            return LayerCost(3 * one * (m * k + k * n), over_depth * k * n)
+        case EmbeddingShape(role="embedding", features=h, vocabulary=v):
+            return LayerCost(2 * one * m * h, over_depth * v * h)
+        case EmbeddingShape(features=h, vocabulary=v):
             swaps = Fraction(2 * h * v, q * q) if q > 1 else Fraction(0)  # off the diagonal; nothing on it
-            return Cost(3 * one * (m * h + h * v) + swaps, over_depth * v * h)
+            return LayerCost(3 * one * (m * h + h * v) + swaps, over_depth * v * h)
         case NormShape(features=h, mean=mean):
             ranks = q * depth
             vectors = 2 * Fraction(ranks - 1, ranks) * (2 if mean else 1) * Fraction(h, q)
-            return Cost((8 if mean else 4) * one * m, vectors)
-    return Cost()
+            return LayerCost((8 if mean else 4) * one * m, vectors)
+    return LayerCost()
 
 
-def _cube(d: int, shape: Shape) -> Cost:
+def _cube(d: int, shape: Shape) -> LayerCost:
     """Activations and weight are gathered in forward and in backward, where both gradients are reduce-scattered."""
     m = shape.tokens
     one = Fraction(d - 1, d**3)
     match shape:
         case LinearShape(k=k, n=n):
-            return Cost(one * (3 * m * k + 3 * k * n + 2 * m * n))
-        case TableShape(role="embedding", features=h, vocabulary=v):
-            return Cost(2 * one * (m * h + v * h))
-        case TableShape(features=h, vocabulary=v):
-            return Cost(one * (3 * m * h + 3 * h * v + 2 * m * v))
+            return LayerCost(one * (3 * m * k + 3 * k * n + 2 * m * n))
+        case EmbeddingShape(role="embedding", features=h, vocabulary=v):
+            return LayerCost(2 * one * (m * h + v * h))
+        case EmbeddingShape(features=h, vocabulary=v):
+            return LayerCost(one * (3 * m * h + 3 * h * v + 2 * m * v))
         case NormShape(features=h, mean=mean):
             vectors = 2 * Fraction(d * d - 1, d * d) * (2 if mean else 1) * Fraction(h, d)
-            return Cost((8 if mean else 4) * one * m, vectors)
-    return Cost()
+            return LayerCost((8 if mean else 4) * one * m, vectors)
+    return LayerCost()

@@ -17,8 +17,8 @@ from ._torch_private import disable_dynamo
 from .context.context import Context
 from .context.mask import Mask
 from .context.tokens import Tokens
-from .experts.balance import Balance, TokenAxes
-from .experts.dispatch import Dispatch
+from .experts.balance import LoadBalancing, TokenAxes
+from .experts.dispatch import TokenDispatcher
 from .experts.entrance import Entrance
 from .experts.experts import Experts
 from .experts.moe import MoE
@@ -41,9 +41,9 @@ from .layers.norm import ParallelNorm
 from .layers.parameter import Init, Rows
 from .layers.places import Places
 from .modes.grid import EXPERTS, Axes, Grid
-from .modes.layout import Layout, part
+from .modes.layout import ActivationLayout, part
 from .modes.modes import rules_of
-from .modes.rules import Rules
+from .modes.rules import ModeRules
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -106,7 +106,7 @@ def layer_set(
     return LayerSet(mode, grid, rules, debug=debug)
 
 
-def _is_unknown(axis: str, topology: Topology, rules: Rules) -> bool:
+def _is_unknown(axis: str, topology: Topology, rules: ModeRules) -> bool:
     """Whether the topology has several ranks on an axis that the mode itself has no use for."""
     known = {*rules.residual.tokens, *rules.residual.features, *rules.inner.tokens, *rules.inner.features}
     if axis not in (*topology.axes, *topology.products) or not known.isdisjoint((axis, *topology.leaves(axis))):
@@ -114,7 +114,7 @@ def _is_unknown(axis: str, topology: Topology, rules: Rules) -> bool:
     return topology.size(axis) > 1
 
 
-def _over_context(rules: Rules, axes: Axes) -> Rules:
+def _over_context(rules: ModeRules, axes: Axes) -> ModeRules:
     """The rules of a mode for tokens that were cut over further axes before the layers see them."""
     residual, inner = replace(rules.residual, context=axes), replace(rules.inner, context=axes)
     return replace(rules, residual=residual, inner=inner)
@@ -135,7 +135,7 @@ class LayerSet:
         debug: Whether activations carry their layout, and layers check it.
     """
 
-    def __init__(self, mode: str | None, grid: Grid, rules: Rules, *, debug: bool = False) -> None:
+    def __init__(self, mode: str | None, grid: Grid, rules: ModeRules, *, debug: bool = False) -> None:
         self.mode = mode
         self.grid = grid
         self.rules = rules
@@ -331,7 +331,7 @@ class LayerSet:
         interleaved: bool = False,
         transposed: bool = False,
         capacity: float | None = None,
-        balance: Balance | None = None,
+        balance: LoadBalancing | None = None,
         init: Init | None = None,
     ) -> MoE:
         """A mixture of experts in the residual layout: each token goes to a few experts, wherever they live.
@@ -366,12 +366,13 @@ class LayerSet:
                 otherwise than by mode "1d".
 
         Example:
-            moe = layers.MoE(64, 32, experts=8, top_k=2, shared=1, choice_bias=True, balance=Balance(bias_rate=1e-3))
+            balance = LoadBalancing(bias_rate=1e-3)
+            moe = layers.MoE(64, 32, experts=8, top_k=2, shared=1, choice_bias=True, balance=balance)
         """
         grid, rules = self.grid, self.rules
         spread, axes = Grid(grid.groups, view=EXPERTS), rules.inner.features
         exchanging, cutting = (spread.size((axis,)) for axis in ("expert_parallel", "expert_tensor"))
-        if self.mode not in (None, "1d") and rules != Rules():
+        if self.mode not in (None, "1d") and rules != ModeRules():
             raise ValueError(
                 f"experts need tensor mode '1d' or none, the layers have {self.mode!r}; make them by layer_set('1d')"
             )
@@ -420,7 +421,7 @@ class LayerSet:
             init=init,
         )
         private = None if grid.groups is None or exchanging == 1 else grid.groups.channels("expert_parallel", 1)[0]
-        dispatch = Dispatch(experts, private, capacity=capacity)
+        dispatch = TokenDispatcher(experts, private, capacity=capacity)
         every, its_gate = None, None
         if shared:
             every = SharedExperts(
@@ -654,7 +655,7 @@ class LayerSet:
         Args:
             x: An activation [B, ..., features], or ids [B, S].
         """
-        layout: Layout = self.rules.residual
+        layout: ActivationLayout = self.rules.residual
         if not x.is_floating_point():
             return cut_tokens(x, layout, self.grid)
         for axes, dim in self._cuts(layout, x.dim()):
@@ -668,7 +669,7 @@ class LayerSet:
             y: A local activation.
             inner: Whether it is in the inner layout, and not in the residual one.
         """
-        layout: Layout = self.rules.inner if inner else self.rules.residual
+        layout: ActivationLayout = self.rules.inner if inner else self.rules.residual
         y = check(y, Mark(layout, self), "gather")
         for axes, dim in reversed(self._cuts(layout, y.dim())):
             y = gather_from(y, self.grid.group(axes), dim)
@@ -715,13 +716,13 @@ class LayerSet:
             then=then,
         )
 
-    def _made(self, module: M, takes: Layout | None, gives: Layout | None) -> M:
+    def _made(self, module: M, takes: ActivationLayout | None, gives: ActivationLayout | None) -> M:
         return watched(module, self._mark(takes), self._mark(gives)) if self.debug else module
 
-    def _mark(self, layout: Layout | None, tokens: Tokens | None = None) -> Mark | None:
+    def _mark(self, layout: ActivationLayout | None, tokens: Tokens | None = None) -> Mark | None:
         return Mark(layout, self, tokens) if self.debug and layout is not None else None
 
-    def _places(self, layout: Layout) -> Places:
+    def _places(self, layout: ActivationLayout) -> Places:
         return Places(layout=layout, grid=self.grid, static=self._static if layout.context else None)
 
     def _static(self, local: int) -> Tokens:
@@ -736,7 +737,7 @@ class LayerSet:
                 f"before the layers saw it; {remedy}"
             )
 
-    def _cuts(self, layout: Layout, dims: int) -> list[tuple[Axes, int]]:
+    def _cuts(self, layout: ActivationLayout, dims: int) -> list[tuple[Axes, int]]:
         """The axes that cut an activation, with the dim that they cut; the slowest first."""
         cuts: list[tuple[Axes, int]] = [((axis,), 0) for axis in layout.batch]
         if dims > 2:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_layers import Mask, assign
+from par_layers import Mask, balance_chunks
 from par_layers.context.balance import cut_tokens
 from par_layers.context.fetch import transfers
 
@@ -15,7 +15,7 @@ from par_layers.context.fetch import transfers
 def test_no_rank_has_more_than_the_heaviest_chunk_above_the_mean(ranks, each, data):
     numbers = st.one_of(st.integers(0, 1000), st.sampled_from((0, 0, 1, 10**9)))
     work = data.draw(st.lists(numbers, min_size=ranks * each, max_size=ranks * each))
-    places = assign(work, ranks, each)
+    places = balance_chunks(work, ranks, each)
     assert sorted(chunk for place in places for chunk in place) == list(range(ranks * each))
     assert {len(place) for place in places} == {each}
     loads = [sum(work[chunk] for chunk in place) for place in places]
@@ -23,11 +23,11 @@ def test_no_rank_has_more_than_the_heaviest_chunk_above_the_mean(ranks, each, da
 
 
 def test_chunks_go_to_the_least_loaded_rank_that_has_room():
-    assert assign([5, 1, 1, 1], 2, 2) == ((0, 3), (1, 2))
-    assert assign([1, 1, 1, 1], 2, 2) == ((0, 2), (1, 3))  # ties to the lower rank
-    assert assign(np.array([9, 0, 4, 5]), 2, 2) == ((0, 1), (2, 3))
+    assert balance_chunks([5, 1, 1, 1], 2, 2) == ((0, 3), (1, 2))
+    assert balance_chunks([1, 1, 1, 1], 2, 2) == ((0, 2), (1, 3))  # ties to the lower rank
+    assert balance_chunks(np.array([9, 0, 4, 5]), 2, 2) == ((0, 1), (2, 3))
     with pytest.raises(ValueError, match="3 chunks do not make 2 for each of 2 ranks"):
-        assign([1, 2, 3], 2, 2)
+        balance_chunks([1, 2, 3], 2, 2)
 
 
 @pytest.mark.parametrize("length", [1, 15, 17, 123])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_layers import AttentionShape, Mask, Tokens, cost, fetch_parts, memory, work
+from par_layers import AttentionShape, Mask, Tokens, attention_memory, attention_pairs, layer_cost, num_gather_parts
 from par_layers.context.balance import cut_tokens
 
 from .dense import LENGTHS, cut_rows, dense, documents, masks
@@ -22,7 +22,7 @@ def shape(mask=CAUSAL, cut="auto", **more):
 
 
 def elements(mode, sizes, of, **options):
-    predicted = cost(mode, {"sequence": sizes} if isinstance(sizes, int) else sizes, of, **options)
+    predicted = layer_cost(mode, {"sequence": sizes} if isinstance(sizes, int) else sizes, of, **options)
     assert predicted.once == 0
     return predicted.each
 
@@ -72,7 +72,7 @@ def test_ranks_that_share_key_heads():
     # Twelve heads, six key heads, four ranks: heads 0 to 2 use key heads 0 and 1, heads 3 to 5 use 1 and 2.
     across = AttentionShape(tokens=M, width=96, key_width=48, heads=12, key_heads=6)
     assert elements("ulysses", 4, across) == Fraction(4 * 3, 16) * M * (96 + 64)
-    assert memory("ulysses", {"sequence": 4}, across).kept == Fraction(2 * M * (96 + 64), 4)
+    assert attention_memory("ulysses", {"sequence": 4}, across).kept == Fraction(2 * M * (96 + 64), 4)
 
 
 def test_where_ulysses_moves_less_than_a_ring():
@@ -108,7 +108,7 @@ def test_rows_counted_one_by_one(of, ranks):
         needed[:, index] = False
         fetched.append(int(needed.sum()) * copies)
     assert elements("gather", ranks, of) == 6 * Fraction(sum(fetched), ranks) * of.key_width
-    assert memory("gather", {"sequence": ranks}, of).arriving == 2 * max(fetched) * of.key_width
+    assert attention_memory("gather", {"sequence": ranks}, of).arriving == 2 * max(fetched) * of.key_width
     sent = 0  # messages of a ring that hold one rank's keys and values, or their gradients
     for owner in range(ranks):
         seen = [hop for hop in range(1, ranks) if visible[:, places[(owner + hop) % ranks]][:, :, places[owner]].any()]
@@ -116,7 +116,7 @@ def test_rows_counted_one_by_one(of, ranks):
             sent += 2 * seen[-1] + seen[-1] - seen[0] + 1
     assert elements("ring", ranks, of) == 2 * Fraction(sent * tokens.local * of.rows, ranks) * of.key_width
     pairs = [int(visible[:, index].sum()) for index in places]
-    assert [work(of.mask, tokens, rank) for rank in range(ranks)] == pairs
+    assert [attention_pairs(of.mask, tokens, rank) for rank in range(ranks)] == pairs
     assert of.flops() == 14 * sum(pairs) * copies * of.width
     assert of.flops(recompute=True) == 18 * sum(pairs) * copies * of.width
 
@@ -126,37 +126,37 @@ def test_rows_counted_one_by_one(of, ranks):
 def test_work_is_what_is_seen(row):
     tokens, mask = row
     visible = dense(mask, tokens)
-    assert sum(work(mask, tokens, rank) for rank in range(tokens.ranks)) == visible.sum()
+    assert sum(attention_pairs(mask, tokens, rank) for rank in range(tokens.ranks)) == visible.sum()
 
 
 def test_parts_of_what_gather_fetches():
     million = 1 << 20
-    assert [fetch_parts(elements, 8) for elements in (0, million, 2 * million - 1, 2 * million, 9 * million)] == [
+    assert [num_gather_parts(elements, 8) for elements in (0, million, 2 * million - 1, 2 * million, 9 * million)] == [
         1, 1, 1, 2, 2,
     ]  # fmt: skip
-    assert [fetch_parts(9 * million, key_heads) for key_heads in (1, 3, 6)] == [1, 1, 2]
-    assert [fetch_parts(1, key_heads, 4) for key_heads in (1, 6, 8)] == [1, 3, 4]  # as the topology says
+    assert [num_gather_parts(9 * million, key_heads) for key_heads in (1, 3, 6)] == [1, 1, 2]
+    assert [num_gather_parts(1, key_heads, 4) for key_heads in (1, 6, 8)] == [1, 3, 4]  # as the topology says
 
 
 def test_memory():
     ranks = {"sequence": 4}
-    ring = memory("ring", ranks, shape())
+    ring = attention_memory("ring", ranks, shape())
     assert (ring.forward, ring.backward) == (M * K, Fraction(5, 2) * M * K)  # 4 and 10 M k / P
-    few = memory("ring", ranks, shape(Mask(causal=True, window=5), "contiguous"))
+    few = attention_memory("ring", ranks, shape(Mask(causal=True, window=5), "contiguous"))
     assert (few.forward, few.backward) == (M * K, 2 * M * K)  # 4 and 8: keys make one hop
     fetched = Fraction(6 * M * K, 4)  # and as much is sent
     for parts, forward, backward in ((1, 2, 2), (2, 3, 4), (4, 3, 4)):
-        gather = memory("gather", ranks, shape(FULL), parts=parts)
+        gather = attention_memory("gather", ranks, shape(FULL), parts=parts)
         assert (gather.forward, gather.backward) == (forward * fetched / parts, backward * fetched / parts)
-        kept = memory("gather", ranks, shape(FULL), parts=parts, keep=True)
+        kept = attention_memory("gather", ranks, shape(FULL), parts=parts, keep=True)
         assert (kept.kept, kept.backward) == (fetched, fetched + 2 * fetched / parts)
         assert (gather.kept, gather.arriving, kept.arriving) == (0, fetched, fetched)
-    ulysses = memory("ulysses", ranks, shape())
+    ulysses = attention_memory("ulysses", ranks, shape())
     assert (ulysses.kept, ulysses.backward) == (Fraction(2 * M * (H + K), 4), M * (H + K))
     assert ulysses.forward == ulysses.kept + Fraction(M * H, 4)
-    both = memory("2d", {"ring": 2, "ulysses": 2}, shape())
+    both = attention_memory("2d", {"ring": 2, "ulysses": 2}, shape())
     assert both.forward == Fraction(2 * M * (H + K), 4) + 4 * Fraction(M, 2) * Fraction(K, 2)
-    assert memory("ring", {"sequence": 1}, shape()).forward == 0
+    assert attention_memory("ring", {"sequence": 1}, shape()).forward == 0
 
 
 def test_lengths_that_do_not_divide_are_filled_up():
@@ -171,17 +171,23 @@ def test_lengths_that_do_not_divide_are_filled_up():
     ("call", "words"),
     [
         (
-            lambda: cost("1d", {"sequence": 4}, shape()),
+            lambda: layer_cost("1d", {"sequence": 4}, shape()),
             "there are no formulas of attention for mode '1d'; there are for",
         ),
-        (lambda: cost("ring", {"ring": 4}, shape()), "mode 'ring' needs the sizes of sequence; 'sequence' is missing"),
-        (lambda: cost("2d", {"ring": 4}, shape()), "needs the sizes of ring, ulysses; 'ulysses' is missing"),
-        (lambda: cost("2d", {"ring": 4, "ulysses": 2}, shape(), outer="star"), "outer must be 'ring' or 'gather'"),
         (
-            lambda: cost("ulysses", {"sequence": 4}, shape(heads=6, key_heads=6)),
+            lambda: layer_cost("ring", {"ring": 4}, shape()),
+            "mode 'ring' needs the sizes of sequence; 'sequence' is missing",
+        ),
+        (lambda: layer_cost("2d", {"ring": 4}, shape()), "needs the sizes of ring, ulysses; 'ulysses' is missing"),
+        (
+            lambda: layer_cost("2d", {"ring": 4, "ulysses": 2}, shape(), outer="star"),
+            "outer must be 'ring' or 'gather'",
+        ),
+        (
+            lambda: layer_cost("ulysses", {"sequence": 4}, shape(heads=6, key_heads=6)),
             "heads 6 do not divide by 4 ranks of ulysses; use mode 'ring' or 'gather', or '2d'",
         ),
-        (lambda: memory("gather", {"sequence": 4}, shape(), parts=0), "parts must be 1 at least; it is 0"),
+        (lambda: attention_memory("gather", {"sequence": 4}, shape(), parts=0), "parts must be 1 at least; it is 0"),
         (lambda: shape(heads=6, key_heads=4), "heads 6 are not a multiple of key_heads 4"),
         (lambda: shape(heads=6), "give heads and key_heads together; they are 6 and None"),
         (lambda: AttentionShape(tokens=15, width=8, key_width=8, rows=2), "15 tokens are not those of 2 rows"),

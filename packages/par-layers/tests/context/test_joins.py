@@ -18,7 +18,7 @@ from par_layers import Context, Mask, Tokens
 from par_layers.context import context as context_module
 from par_layers.context import kernels
 from par_layers.context.balance import cut_tokens
-from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose
+from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose_kernels
 from par_layers.context.merge import Sum, empty_sum
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import plan_ring
@@ -100,7 +100,7 @@ class Calls(TorchDispatchMode):
 def calls(mask, tokens, rank, *, mode="gather", dtype=torch.bfloat16, head=64, device="cuda"):
     """The kernels that a rank calls as on a GPU, for 1 row, 4 heads and 2 key heads: tensors have no memory."""
     like = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens.local, 4, head))
-    chosen = choose(like, like)
+    chosen = choose_kernels(like, like)
     plan = (plan_ring if mode == "ring" else plan_gather)(mask, tokens, rank, 512, chosen.joins)
     how, (work,) = Attention(chosen, Masks(), 0.125), plan.works
     fetched = [] if mode == "ring" else [sum(stop - start for start, stop in plan.fetch.keys[0])]
@@ -200,7 +200,7 @@ def by_joined_pieces(monkeypatch):
     """Lets `Context` compute by the kernel of GPUs, whose operator is replaced; what that cannot, as ever."""
     monkeypatch.setattr(kernels, "flash_attention", flash.forward)
     monkeypatch.setattr(kernels, "flash_attention_backward", flash.backward)
-    monkeypatch.setattr(context_module, "choose", lambda *_: Kernels(CudaFlash(), CpuFlash()))
+    monkeypatch.setattr(context_module, "choose_kernels", lambda *_: Kernels(CudaFlash(), CpuFlash()))
 
 
 @pytest.mark.ranks([1, 2, pytest.param(4, marks=pytest.mark.storm)])

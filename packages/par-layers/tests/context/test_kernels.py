@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from par_layers import _torch_private
-from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, Visible, choose
+from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, Visible, choose_kernels
 from par_layers.context.pieces import Piece
 from par_layers.context.steps import Masks, Step
 
@@ -57,7 +57,7 @@ def test_a_piece_is_torchs_attention(kernel, kind, key_heads):
 
 def test_plain_products_take_values_of_another_head_size():
     q, k, v = numbers(1, 5, 2, 4, seed=1), numbers(1, 5, 2, 4, seed=2), numbers(1, 5, 2, 6, seed=3)
-    assert choose(q, v).plain.name == "math"
+    assert choose_kernels(q, v).plain.name == "math"
     out, _ = Math().forward(q, k, v, visible=Visible("causal"), scale=0.5)
     expected = functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5
@@ -100,10 +100,10 @@ def test_kernels_are_chosen_by_device_dtype_and_head_size(device, dtype, head, v
     q, v = (
         SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 8, 2, size)) for size in (head, value_head)
     )
-    chosen = choose(q, v)
+    chosen = choose_kernels(q, v)
     assert [chosen.of(kind).name for kind in ("full", "causal", "band")] == [plain, plain, masked]
     assert chosen.of("anti").name == ("cuda flash" if plain == "cuda flash" else masked)
-    assert choose(q, v, "math").of("full").name == "math"
+    assert choose_kernels(q, v, "math").of("full").name == "math"
 
 
 @pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient()], ids=lambda kernel: kernel.name)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from par_layers import Mask, Tokens
-from par_layers.context.kernels import choose
+from par_layers.context.kernels import choose_kernels
 from par_layers.context.merge import spans_in_order
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import RingOptions, attend_ring, plan_ring
@@ -58,7 +58,7 @@ def test_pieces_on_one_rank_are_torchs_attention(mask, documents, kernel):
     q, k, v = (numbers(2, 37, heads, 8, seed=heads) for heads in (4, 2, 2))
     sinks = numbers(4, seed=9)
     tokens = whole(37, *documents)
-    how = Attention(choose(q, v, kernel, 8), Masks(), 8**-0.5)
+    how = Attention(choose_kernels(q, v, kernel, 8), Masks(), 8**-0.5)
     expected = attention(q, k, v, mask, tokens, sinks=sinks)
     upstream = numbers(*q.shape, seed=8).detach()
     gradients = torch.autograd.grad(expected, (q, k, v, sinks), upstream)
@@ -81,7 +81,7 @@ def test_halves_in_eight_parts_are_about_as_exact_as_torchs_own(dtype):
     first, last = (x[0] for x in Mask(causal=True).intervals(tokens))
     plan = plan_gather(Mask(causal=True), tokens, 0, 32)
     steps = make_work(first, last, ((0, 256),), keys, block=32)
-    how = Attention(choose(q, v), Masks(), 32**-0.5)
+    how = Attention(choose_kernels(q, v), Masks(), 32**-0.5)
     shifted = [  # each buffer's pieces, as of one buffer with all keys
         type(step)(step.piece._replace(k0=step.piece.k0 + 32 * n, k1=step.piece.k1 + 32 * n), step.spans, step.bounds)
         for n, buffer in enumerate(steps.buffers)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from par_groups import ProcessGroups, Topology
-from par_layers import AttentionShape, Context, Mask, _torch_private, context_attention, memory
+from par_layers import AttentionShape, Context, Mask, _torch_private, attention_memory, context_attention
 from par_layers.context import context as context_module
 from par_layers.context.cost import received
 from par_layers.context.kernels import Kernels
@@ -381,7 +381,7 @@ def held(config, mask, length, rows):
     s, none = length // world, WithoutMemory()
     forward, backward = [], []
     with live(config) as groups, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_module, "choose", lambda *_: Kernels(none, none))
+        patch.setattr(context_module, "choose_kernels", lambda *_: Kernels(none, none))
         for mode in (gather_module, ulysses_module):
             patch.setattr(mode, "functional_collectives", EXCHANGES)
         context = Context(groups)
@@ -407,7 +407,7 @@ def held(config, mask, length, rows):
         heads=heads,
         key_heads=key_heads,
     )
-    said = memory(config["mode"], sizes, of, **options)
+    said = attention_memory(config["mode"], sizes, of, **options)
     counted = torch.tensor([min(forward), min(backward)])
     dist.all_reduce(counted, op=dist.ReduceOp.MAX)  # formulas are for the rank with the most
     lse, own = rows * s * heads, q.numel() + 2 * k.numel()

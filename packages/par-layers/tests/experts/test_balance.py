@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Balance, Grid, RouterLosses, TokenAxes
+from par_layers import Grid, LoadBalancing, RouterLosses, TokenAxes
 
 from ..helpers import numbers
 from .toy import EXPERTS, HIDDEN, TOP_K, Layer, backward, filled, whole_gradients
@@ -39,7 +39,7 @@ def masks(rows):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "step"])
 def test_gradients_are_those_of_the_formulas(score, over):
-    balance = Balance(aux=0.3, over=over, z=0.2)
+    balance = LoadBalancing(aux=0.3, over=over, z=0.2)
     layer = filled(Layer(score=score, balance=balance))
     x, mask = numbers(3, LENGTH, HIDDEN), masks(3)
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_formulas(score, over):
 
 
 def test_perfect_balance_has_the_loss_one():
-    layer = filled(Layer(balance=Balance(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
     with torch.no_grad():
         layer.gate.weight.zero_()
         layer.gate.weight[:, :EXPERTS] = torch.eye(EXPERTS)
@@ -69,7 +69,7 @@ def test_perfect_balance_has_the_loss_one():
 
 
 def test_a_step_counts_the_microbatches_so_far():
-    layer = filled(Layer(balance=Balance(aux=1.0, over="step")))
+    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="step")))
     first, second = numbers(1, LENGTH, HIDDEN), numbers(1, LENGTH, HIDDEN, seed=9)
     layer(first)
     ids = layer(second) is not None and torch.cat(layer.ids)
@@ -85,8 +85,10 @@ def test_the_scale_of_the_main_loss_is_that_of_the_routers_losses():
     """As a loss scale of fp16, on two layers; Megatron-Core keeps it in a class, for all models of a process."""
     gradients = []
     for scale in (1.0, 1024.0):
-        model = torch.nn.Sequential(*(filled(Layer(balance=Balance(aux=0.3, over="microbatch", z=0.1))) for _ in "ab"))
-        other = filled(Layer(balance=Balance(aux=0.3, over="microbatch", z=0.1)))
+        model = torch.nn.Sequential(
+            *(filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch", z=0.1))) for _ in "ab")
+        )
+        other = filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch", z=0.1)))
         RouterLosses(other).scale = 7.0
         x = numbers(2, LENGTH, HIDDEN)
         backward(model, model(x), numbers(2, LENGTH, HIDDEN, seed=7), scale)
@@ -97,7 +99,7 @@ def test_the_scale_of_the_main_loss_is_that_of_the_routers_losses():
 
 def test_the_scale_is_as_exact_as_the_losses():
     """A third of fp32 is another number than that of fp64, which the main loss is divided by."""
-    layer = filled(Layer(balance=Balance(aux=0.3, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch")))
     gradients = []
     for scale in (1.0, 1 / 3):
         RouterLosses(layer).scale = scale
@@ -108,7 +110,7 @@ def test_the_scale_is_as_exact_as_the_losses():
 
 
 def test_a_scale_on_the_device_may_change_in_place():
-    layer = filled(Layer(balance=Balance(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
     scale = torch.tensor(1.0)
     RouterLosses(layer).scale = scale
     loss = layer(numbers(1, LENGTH, HIDDEN)).mul(0.0).sum()
@@ -183,7 +185,7 @@ def check(parallel, tokens, averaged, balance, scale=1.0):
 def test_gradients_do_not_depend_on_how_tokens_are_cut(over):
     """Megatron-Core's auxiliary losses depended on the tensor size (#5047)."""
     for cut in CUTS.values():
-        check(*cut, Balance(aux=0.3, over=over, z=0.2), scale=64.0)
+        check(*cut, LoadBalancing(aux=0.3, over=over, z=0.2), scale=64.0)
 
 
 @pytest.mark.storm
@@ -191,11 +193,11 @@ def test_gradients_do_not_depend_on_how_tokens_are_cut(over):
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "step"])
 def test_gradients_do_not_depend_on_how_tokens_are_cut_along_two_axes(over):
     for cut in FOUR.values():
-        check(*cut, Balance(aux=0.3, over=over, z=0.2))
+        check(*cut, LoadBalancing(aux=0.3, over=over, z=0.2))
 
 
 def test_sequences_must_be_known_where_balance_is_over_them():
-    layer = filled(Layer(balance=Balance(aux=0.3)))
+    layer = filled(Layer(balance=LoadBalancing(aux=0.3)))
     x = numbers(6, HIDDEN)
     with pytest.raises(ValueError, match=r"balance is over a 'sequence', but tokens \[M, h\] do not say where"):
         layer(x)
@@ -206,7 +208,7 @@ def test_sequences_must_be_known_where_balance_is_over_them():
 
 
 def test_rows_of_sequences_may_be_of_any_length():
-    balance, x = Balance(aux=0.3), numbers(6, HIDDEN)
+    balance, x = LoadBalancing(aux=0.3), numbers(6, HIDDEN)
     members = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
     layer = filled(Layer(balance=balance))
     layer(x, None, members)
@@ -225,4 +227,4 @@ def test_rows_of_sequences_may_be_of_any_length():
 )
 def test_a_balance_that_makes_no_sense_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Balance(**options)
+        LoadBalancing(**options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import Dispatch, Experts, ExpertSplit, MoEShape, copy_to, initialize, moe_cost, reduce_from
+from par_layers import Experts, ExpertSplit, MoEShape, TokenDispatcher, copy_to, initialize, moe_cost, reduce_from
 from par_testing import count_collectives, saved_bytes
 
 from .routings import chosen, live, numbers
@@ -17,7 +17,7 @@ H, F, TOKENS = 8, 12, 16
 def made(groups, grid, experts, dtype, *, capacity=None, **options):
     module = Experts(experts, H, F, grid=grid, **options)
     initialize(module, seed=1, dtype=dtype)
-    return Dispatch(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity), module
+    return TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity), module
 
 
 def even(tokens, experts, top_k):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Activation, Dispatch, Experts, grouped_linear, grouped_weight_gradient, initialize
+from par_layers import Activation, Experts, TokenDispatcher, grouped_linear, grouped_weight_gradient, initialize
 from par_layers.experts.capacity import assigned
 from par_layers.experts.products import is_one_by_one
 
@@ -47,7 +47,7 @@ def test_with_slots_for_all_rows_a_capacity_changes_nothing():
         parameters = [x, gates, *experts.parameters()]
         results = []
         for capacity in (None, float(E)):
-            sent = Dispatch(E, group, capacity=capacity).send(x, ids, gates)
+            sent = TokenDispatcher(E, group, capacity=capacity).send(x, ids, gates)
             y = sent.combine(experts(*sent.receive()))
             results.append([y, *gradients(y, *parameters)])
             assert sent.dropped is None if capacity is None else sent.dropped.item() == 0
@@ -65,7 +65,7 @@ def test_rows_beyond_a_capacity_are_those_with_the_smallest_gates():
 
 
 def test_a_dropped_row_gives_nothing_and_gets_nothing():
-    experts, dispatch = made(), Dispatch(E, None, capacity=0.5)
+    experts, dispatch = made(), TokenDispatcher(E, None, capacity=0.5)
     x, ids, gates = routed(8)
     sent = dispatch.send(x, ids, gates)
     y = sent.combine(experts(*sent.receive()))
@@ -85,7 +85,7 @@ def test_a_dropped_row_gives_nothing_and_gets_nothing():
 @pytest.mark.ranks(2)
 def test_ids_out_of_range_on_one_rank_are_refused_on_every_rank():
     with live(expert_parallel=2) as (groups, _):
-        dispatch = Dispatch(E, groups.channels("expert_parallel", 1)[0])
+        dispatch = TokenDispatcher(E, groups.channels("expert_parallel", 1)[0])
         for wrong in (E, -1):
             x, ids, gates = routed(5)
             if dist.get_rank() == 1:
@@ -98,16 +98,16 @@ def test_what_does_not_fit_is_refused():
     experts, (x, ids, gates) = made(), routed(5)
     for capacity in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="give a positive multiple of the mean"):
-            Dispatch(E, None, capacity=capacity)
+            TokenDispatcher(E, None, capacity=capacity)
     with pytest.raises(ValueError, match="0 experts do not divide"):
-        Dispatch(0, None)
-    dispatch = Dispatch(E, None)
+        TokenDispatcher(0, None)
+    dispatch = TokenDispatcher(E, None)
     with pytest.raises(ValueError, match=r"must be \[M, h\], \[M, k\] and \[M, k\]"):
         dispatch.send(x, ids[:4], gates)
     with pytest.raises(ValueError, match=r"ids of rank 0 .* none of 0 \.\. 3"):
         dispatch.send(x, ids + 1, gates)
     with pytest.raises(RuntimeError, match=r"none of 0 \.\. 3"):
-        Dispatch(E, None, capacity=1.0).send(x, ids + 1, gates)
+        TokenDispatcher(E, None, capacity=1.0).send(x, ids + 1, gates)
     sent = dispatch.send(x, ids, gates)
     rows, gate, counts = sent.receive()
     with pytest.raises(ValueError, match="but 10 rows were received"):
@@ -140,7 +140,7 @@ def test_sizes_that_do_not_divide_are_refused():
                 Experts(*sizes, grid=grid)
             if "expert_parallel" in axes:
                 with pytest.raises(ValueError, match="3 experts do not divide by 2 ranks"):
-                    Dispatch(3, groups.channels("expert_parallel", 1)[0])
+                    TokenDispatcher(3, groups.channels("expert_parallel", 1)[0])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_weight_gradients_can_be_put_off(options, tokens):
     later.weight_grad_hook = put_off.append
     for experts in (now, later):
         x.grad = None
-        mixed(Dispatch(E, None), experts, x, ids, gates).square().sum().backward()
+        mixed(TokenDispatcher(E, None), experts, x, ids, gates).square().sum().backward()
     names = [name for name, _ in now.named_parameters() if not name.endswith("bias")]
     assert len(put_off) == 2
     assert all(getattr(later, name).grad is None for name in names)
@@ -169,7 +169,7 @@ def test_a_checkpoint_changes_no_gradient(tokens):
     found = []
     for again in (False, True):
         experts, (x, ids, gates) = made(bias=True), routed(tokens)
-        dispatch = Dispatch(E, None)
+        dispatch = TokenDispatcher(E, None)
         y = (
             checkpoint(mixed, dispatch, experts, x, ids, gates, use_reentrant=False)
             if again
@@ -182,7 +182,7 @@ def test_a_checkpoint_changes_no_gradient(tokens):
 def test_a_gelu_without_a_gate_equals_the_loop():
     experts, (x, ids, gates) = made(activation="gelu"), routed(20)
     assert [name for name, _ in experts.named_parameters()] == ["up_proj", "down_proj"]
-    y = mixed(Dispatch(E, None), experts, x, ids, gates)
+    y = mixed(TokenDispatcher(E, None), experts, x, ids, gates)
     expected = loop(x, ids, gates, [experts.up_proj, experts.down_proj, None, None], functional.gelu)
     tensors = [x, gates, *experts.parameters()]
     for found, there in zip([y, *gradients(y, *tensors)], [expected, *gradients(expected, *tensors)], strict=True):
@@ -194,7 +194,7 @@ def test_a_gelu_without_a_gate_equals_the_loop():
 def test_other_dtypes_are_as_near_as_they_can_be(dtype, exact):
     """Relative to the largest number; each product and activation is rounded once to 2**-24 or 2**-9."""
     with live(expert_parallel=2) as (groups, grid):
-        dispatch = Dispatch(E, groups.channels("expert_parallel", 1)[0])
+        dispatch = TokenDispatcher(E, groups.channels("expert_parallel", 1)[0])
         for tokens in (6, 600):
             x, ids, gates = routed(tokens, dtype, seed=dist.get_rank())
             experts = made(dtype, grid=grid)
@@ -217,7 +217,7 @@ def test_other_dtypes_are_as_near_as_they_can_be(dtype, exact):
 def test_products_of_autocast_are_in_its_dtype():
     experts, (x, ids, gates) = made(torch.float32), routed(8, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        y = mixed(Dispatch(E, None), experts, x, ids, gates)
+        y = mixed(TokenDispatcher(E, None), experts, x, ids, gates)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert all(tensor.grad.dtype == torch.float32 for tensor in (x, gates, *experts.parameters()))
@@ -251,7 +251,7 @@ def test_the_choice_of_the_way_depends_on_sizes_alone():
 def test_between_graphs_of_compile_it_is_the_same():
     """Without a capacity; with one there is one graph, which the tests of whole layers look at."""
     experts, (x, ids, gates) = made(), routed(12)
-    dispatch = Dispatch(E, None)
+    dispatch = TokenDispatcher(E, None)
 
     def run(x, ids, gates):
         return mixed(dispatch, experts, x * 2, ids, gates) + x

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from par_groups import sharding_of
 from par_layers import copy_to, initialize, reduce_from
-from par_layers.experts.dispatch import Dispatch
+from par_layers.experts.dispatch import TokenDispatcher
 from par_layers.experts.experts import Experts
 from par_layers.experts.products import Activation
 from par_testing import count_collectives
@@ -39,7 +39,7 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
                     full = numbers(*sharding_of(parameter).shape, seed=4)
                     for box in sharding_of(parameter).boxes:
                         box.of(parameter.data).copy_(full[box.slices])
-        dispatch = Dispatch(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
+        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
         tokens = tokens_of(place, p)
         x, gates = numbers(tokens, H, seed=place).requires_grad_(), numbers(tokens, top_k, seed=9).requires_grad_()
         ids = chosen(tokens, experts, top_k, 5 + place, among(experts, p))
@@ -123,7 +123,7 @@ def test_biases_interleaved_and_transposed_weights_equal_the_loop():
 
 
 def test_a_gradient_of_the_gradient_is_refused():
-    experts, dispatch = Experts(4, H, F), Dispatch(4, None)
+    experts, dispatch = Experts(4, H, F), TokenDispatcher(4, None)
     initialize(experts, seed=3, dtype=torch.float64)
     x, gates = numbers(5, H, seed=1).requires_grad_(), numbers(5, 2, seed=2).requires_grad_()
     sent = dispatch.send(x, chosen(5, 4, 2, 5, range(4)), gates)
@@ -137,7 +137,7 @@ def test_a_gradient_of_the_gradient_is_refused():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("tokens", "is_cast"), [(13, False), (13, True), (600, False), (0, False)])
 def test_through_gives_the_bits_of_its_pieces(capacity, bias, tokens, is_cast):
-    dispatch, experts = Dispatch(4, None, capacity=capacity), Experts(4, 8, 16, bias=bias, transposed=bias)
+    dispatch, experts = TokenDispatcher(4, None, capacity=capacity), Experts(4, 8, 16, bias=bias, transposed=bias)
     initialize(experts, seed=3)
     ids, upstream = chosen(tokens, 4, 2, 5), torch.randn(tokens, 8)
     results = []
@@ -158,8 +158,8 @@ def test_with_a_capacity_ranks_may_have_any_number_of_tokens():
     """Slots are a multiple of the highest number; an exchange more tells of it, where it is not that of last time."""
     top_k, experts = 2, 4
     with live(expert_parallel=2) as (groups, grid):
-        dispatch = Dispatch(experts, groups.channels("expert_parallel", 1)[0], capacity=1.0)
-        free = Dispatch(experts, dispatch.group)
+        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=1.0)
+        free = TokenDispatcher(experts, dispatch.group)
         module = Experts(experts, H, F, grid=grid)
         initialize(module, seed=3, dtype=torch.float64)
         rank = dist.get_rank()

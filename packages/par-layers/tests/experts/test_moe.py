@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import Balance, Dispatch, Experts, Grid, Router, initialize, layer_set
+from par_layers import Experts, Grid, LoadBalancing, Router, TokenDispatcher, initialize, layer_set
 from par_testing import assert_equal_to_one_device, storm
 
 from ..helpers import whole_state
@@ -304,7 +304,7 @@ class Plain(torch.nn.Module):
     def __init__(self, groups):
         super().__init__()
         self.router = Router(8, experts=8, top_k=2)
-        self.dispatch = Dispatch(8, groups.channels("expert_parallel", 1)[0])
+        self.dispatch = TokenDispatcher(8, groups.channels("expert_parallel", 1)[0])
         self.experts = Experts(8, 8, 6, grid=Grid(groups, view="experts"))
 
     def forward(self, x):
@@ -344,7 +344,7 @@ WRONG = [
     ({"capacity": 0.0}, {}, "capacity is 0.0"),
     ({"group_limit": (3, 1)}, {}, "8 experts do not divide into 3 groups"),
     ({"shared_gate": True}, {}, "shared is 0 with shared_gate=True"),
-    ({"balance": Balance(bias_rate=0.1)}, {}, "give choice_bias=True"),
+    ({"balance": LoadBalancing(bias_rate=0.1)}, {}, "give choice_bias=True"),
 ]
 
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made():
 def test_no_rows_of_one_token_for_each_rank_are_balanced():
     """A part of the sequence of length one, of which a batch of no rows has none."""
     with world({"sp": 2, "expert": {"size": 2, "tensor": 1}}) as here:
-        layer = Tokens(rows=(0,)).make(here.layers, balance=Balance(aux=0.1, z=0.1))
+        layer = Tokens(rows=(0,)).make(here.layers, balance=LoadBalancing(aux=0.1, z=0.1))
         x = torch.zeros(0, 1, 8, dtype=torch.float64, requires_grad=True)
         layer(x, torch.ones(0, 2, dtype=torch.bool)).sum().backward()
         assert x.grad.shape == x.shape
@@ -391,7 +391,7 @@ def test_what_a_layer_cannot_be_given_is_refused():
             with pytest.raises(ValueError, match=message):
                 layer(wrong, mask)
     with world({"expert": 2}) as here:
-        layer = TOKENS["uneven"].make(here.layers, balance=Balance(aux=0.1))
+        layer = TOKENS["uneven"].make(here.layers, balance=LoadBalancing(aux=0.1))
         with pytest.raises(ValueError, match=r"tokens \[M, h\] do not say where one begins"):
             layer(TOKENS["uneven"].of(0).flatten(0, 1))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Balance, RouterLosses, layer_set, update_choice_bias_
+from par_layers import LoadBalancing, RouterLosses, layer_set, update_correction_bias_
 from par_testing import storm
 
 from .worlds import TOKENS, Tokens, world
@@ -25,7 +25,7 @@ def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
         with world(parallel) as here:
             found = []
             for reentrant, times in ((None, 0), (False, 1), (False, 2), (True, 2)):
-                balance = Balance(aux=0.1, z=0.01, bias_rate=1e-3)
+                balance = LoadBalancing(aux=0.1, z=0.01, bias_rate=1e-3)
                 tokens = Tokens(rows=(2, 2) if "sequence" in parallel else (2, 1))
                 layers = [tokens.make(here.layers, shared=1, choice_bias=True, balance=balance) for _ in range(2)]
                 torch.manual_seed(1)
@@ -46,13 +46,13 @@ def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
 def test_layers_that_run_again_leave_no_tensor_behind_torchtitan_1467():
     """There, each step of a checkpoint around torch's own exchange with autograd kept its results for ever."""
     with world({"expert": 2}) as here:
-        layer = TOKENS["uneven"].make(here.layers, shared=1, balance=Balance(aux=0.1, z=0.01))
+        layer = TOKENS["uneven"].make(here.layers, shared=1, balance=LoadBalancing(aux=0.1, z=0.01))
         alive = []
         for _ in range(4):
             for reentrant in (False, True):
                 x = TOKENS["uneven"].of(here.replica).requires_grad_()
                 checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-            update_choice_bias_(layer, here.groups)
+            update_correction_bias_(layer, here.groups)
             layer.zero_grad()
             RouterLosses(layer).take()
             del x

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Balance, initialize, layer_set, update_choice_bias_
+from par_layers import LoadBalancing, initialize, layer_set, update_correction_bias_
 
 from ..helpers import numbers
 from .toy import EXPERTS, HIDDEN, TOP_K, Layer, filled
@@ -34,7 +34,7 @@ class Noisy(nn.Module):
 
 
 def noisy(**options):
-    return Noisy(filled(Layer(balance=Balance(aux=0.1, over="microbatch", z=0.1), **options)))
+    return Noisy(filled(Layer(balance=LoadBalancing(aux=0.1, over="microbatch", z=0.1), **options)))
 
 
 def start(seed=5):
@@ -114,7 +114,7 @@ def test_a_checkpoint_within_a_checkpoint_chooses_once(reentrant):
 def test_gradients_are_those_without_a_checkpoint(reentrant):
     gradients = []
     for kind in (None, reentrant):
-        layer, x = filled(Layer(balance=Balance(aux=0.1, over="step", z=0.1))), start()
+        layer, x = filled(Layer(balance=LoadBalancing(aux=0.1, over="step", z=0.1))), start()
         for _ in range(2):  # over a step, the second microbatch counts the first one's choices, and its own once
             y = layer(x) if kind is None else checkpoint(layer, x, use_reentrant=kind)
             y.square().sum().backward()
@@ -178,12 +178,12 @@ def test_what_a_reentrant_checkpoint_left_is_dropped_by_the_next_forward_or_the_
         assert len(layer.gate.replay) == 1
     with torch.no_grad():
         layer(start())  # in training, where nobody can know that no recompute will come
-    update_choice_bias_(layer)
+    update_correction_bias_(layer)
     assert len(layer.gate.replay) == 0
 
 
 def test_evaluation_draws_no_numbers_and_keeps_nothing():
-    layer = filled(Layer(balance=Balance(aux=0.1, over="microbatch"))).eval()
+    layer = filled(Layer(balance=LoadBalancing(aux=0.1, over="microbatch"))).eval()
     state = torch.get_rng_state()
     checkpoint(layer, start(), use_reentrant=False).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_layers import Balance, Router, RouterLosses, update_choice_bias_
+from par_layers import LoadBalancing, Router, RouterLosses, update_correction_bias_
 
 from ..helpers import numbers
 
@@ -73,7 +73,7 @@ def test_a_bias_that_is_loaded_by_assignment_becomes_fp32():
 
 
 def test_nan_scores_give_ids_that_no_expert_has():
-    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=1.0, over="microbatch"))
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux=1.0, over="microbatch"))
     x = numbers(TOKENS, HIDDEN, dtype=torch.float32)
     x[4, 2] = torch.nan
     ids = router(x).ids
@@ -82,7 +82,7 @@ def test_nan_scores_give_ids_that_no_expert_has():
 
 
 def test_no_tokens_are_routed_nowhere():
-    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=1.0, z=1.0, over="microbatch"))
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux=1.0, z=1.0, over="microbatch"))
     x = torch.zeros(0, HIDDEN, requires_grad=True)
     routing = router(x)
     assert routing.ids.shape == routing.gates.shape == (0, TOP_K)
@@ -95,14 +95,14 @@ def test_a_copy_and_a_pickle_have_seen_no_tokens():
     router = Router(HIDDEN, EXPERTS, TOP_K)
     router(numbers(TOKENS, HIDDEN, dtype=torch.float32))
     for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
-        update_choice_bias_(other)
+        update_correction_bias_(other)
         assert RouterLosses(other).load()[""].sum() == 0
-    update_choice_bias_(router)
+    update_correction_bias_(router)
     assert RouterLosses(router).load()[""].sum() == TOKENS * TOP_K
 
 
 def test_tensors_without_numbers_are_routed_and_not_counted():
-    balance = Balance(aux=0.1, z=0.1, over="microbatch")
+    balance = LoadBalancing(aux=0.1, z=0.1, over="microbatch")
     router = Router(HIDDEN, EXPERTS, TOP_K, choice_bias=True, score="sigmoid", balance=balance)
     with torch.device("meta"):
         abstract = copy.deepcopy(router).to("meta")
@@ -115,7 +115,7 @@ def test_tensors_without_numbers_are_routed_and_not_counted():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the tracer does it itself
 def test_a_router_is_compiled_as_one_graph_and_counts_there():
-    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=0.1, over="microbatch"))
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux=0.1, over="microbatch"))
     compiled = torch.compile(lambda x: router(x).gates, backend="aot_eager", fullgraph=True)
     x, upstream = (numbers(TOKENS, count, dtype=torch.float32) for count in (HIDDEN, TOP_K))
     compiled(x).backward(upstream)
@@ -131,7 +131,7 @@ def test_a_router_is_compiled_as_one_graph_and_counts_there():
     [
         ({"score": "tanh"}, "score is 'tanh'; logits become scores by 'softmax' or 'sigmoid'"),
         ({"group_limit": (3, 1)}, "8 experts do not divide into 3 groups"),
-        ({"balance": Balance(bias_rate=1e-3)}, "there is no bias; give choice_bias=True"),
+        ({"balance": LoadBalancing(bias_rate=1e-3)}, "there is no bias; give choice_bias=True"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

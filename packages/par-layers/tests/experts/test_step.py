@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Balance, Grid, Router, RouterLosses, TokenAxes, update_choice_bias_
+from par_layers import Grid, LoadBalancing, Router, RouterLosses, TokenAxes, update_correction_bias_
 from par_testing import count_collectives
 
 from ..helpers import numbers
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
     def __init__(self, again=(), reentrant=None, **options):
         super().__init__()
-        balance = Balance(bias_rate=RATE, aux=0.1, over="microbatch")
+        balance = LoadBalancing(bias_rate=RATE, aux=0.1, over="microbatch")
         self.layers = nn.ModuleList(
             filled(Layer(choice_bias=True, balance=balance, **options), seed=seed) for seed in (3, 4, 5)
         )
@@ -49,7 +49,7 @@ def trained(model, groups=None, *, ranks=1, rank=0):
         with torch.no_grad():
             model(numbers(4, LENGTH, HIDDEN, seed=99))  # torchtitan #4148: validation was counted
         model.train()
-        update_choice_bias_(model, groups)
+        update_correction_bias_(model, groups)
         model.zero_grad()
     return [layer.gate.e_score_correction_bias.clone() for layer in model.layers]
 
@@ -65,25 +65,25 @@ def test_the_bias_is_the_same_whichever_layers_run_again(kind, again):
 
 
 def test_the_bias_moves_by_the_rate_towards_the_mean():
-    router = filled(Layer(choice_bias=True, balance=Balance(bias_rate=RATE))).gate
+    router = filled(Layer(choice_bias=True, balance=LoadBalancing(bias_rate=RATE))).gate
     router(numbers(20, HIDDEN))
     counts = router.tally.counts
-    update_choice_bias_(router)
+    update_correction_bias_(router)
     moved = torch.sign(20 * TOP_K - counts * EXPERTS).float() * RATE
     assert torch.equal(router.e_score_correction_bias, moved)
-    update_choice_bias_(router)  # no tokens since
+    update_correction_bias_(router)  # no tokens since
     assert torch.equal(router.e_score_correction_bias, moved)
 
 
 def test_a_bias_balances():
-    router = Router(HIDDEN, EXPERTS, 1, score="sigmoid", choice_bias=True, balance=Balance(bias_rate=0.002))
+    router = Router(HIDDEN, EXPERTS, 1, score="sigmoid", choice_bias=True, balance=LoadBalancing(bias_rate=0.002))
     router.load_state_dict({"weight": numbers(EXPERTS, HIDDEN, seed=3)}, strict=False)
     x = numbers(600, HIDDEN, dtype=torch.float32)
     imbalances, losses = [], RouterLosses(router)
     for _ in range(200):
         router(x)
         imbalances.append(losses.take()["imbalance"].item())
-        update_choice_bias_(router)
+        update_correction_bias_(router)
         losses.take()
     assert imbalances[0] > 1.3
     assert imbalances[-1] < 1.1
@@ -100,34 +100,34 @@ def test_the_bias_of_two_ranks_is_that_of_one_in_one_collective_a_step():
         ):
             biases = trained(model, given, ranks=2, rank=rank)
             with count_collectives() as counted:
-                update_choice_bias_(model, given)
+                update_correction_bias_(model, given)
             assert counted.calls() == 1
             for here, one in zip(biases, expected, strict=True):
                 assert torch.equal(here, one)
 
 
 def test_masked_tokens_are_routed_and_not_counted():
-    layer = filled(Layer(balance=Balance(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
     x, mask = numbers(2, LENGTH, HIDDEN), torch.arange(LENGTH).expand(2, -1) < 4
     layer(x, mask)
     padded = RouterLosses(layer).take()
-    update_choice_bias_(layer)
+    update_correction_bias_(layer)
     assert RouterLosses(layer).load()["gate"].sum() == 2 * 4 * TOP_K
     assert (layer.ids[0] < EXPERTS).all()
-    alone = filled(Layer(balance=Balance(aux=1.0, over="microbatch")))
+    alone = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
     alone(x[:, :4])
     torch.testing.assert_close(padded["aux"], RouterLosses(alone).take()["aux"], rtol=1e-12, atol=0)
 
 
 def test_what_was_taken_is_of_all_microbatches_since():
-    layer = filled(Layer(balance=Balance(aux=0.5, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux=0.5, over="microbatch")))
     losses, values = RouterLosses(layer), []
     for seed in (1, 2):
         layer(numbers(2, LENGTH, HIDDEN, seed=seed))
         values.append(losses.take()["aux"])
     for seed in (1, 2):
         layer(numbers(2, LENGTH, HIDDEN, seed=seed))
-    update_choice_bias_(layer)
+    update_correction_bias_(layer)
     layer.gate.count_dropped(torch.tensor(3))
     layer.gate.count_dropped(torch.tensor(4))
     taken = losses.take()
@@ -142,4 +142,4 @@ def test_a_model_without_routers_has_no_losses():
     losses = RouterLosses(nn.Linear(2, 2))
     losses.scale = 3.0
     assert losses.take() == losses.load() == {}
-    update_choice_bias_(nn.Linear(2, 2))
+    update_correction_bias_(nn.Linear(2, 2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from par_layers import Balance, Router, RouterLosses
+from par_layers import LoadBalancing, Router, RouterLosses
 
 from ..helpers import numbers
 
@@ -90,7 +90,7 @@ def test_gates_and_gradients_are_those_of_gpt_oss():
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_of_balance_is_that_of_transformers_by_the_number_of_chosen_experts(masked):
     function = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
-    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=1.0, over="microbatch"))
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux=1.0, over="microbatch"))
     router.load_state_dict({"weight": numbers(EXPERTS, HIDDEN, seed=1)})
     mask = torch.arange(TOKENS) % 5 > 0 if masked else None
     x = numbers(TOKENS, HIDDEN, dtype=torch.float32)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_layers import PartialGradients, Router, RouterLosses, initialize
+from par_layers import PartialGradientReducer, Router, RouterLosses, initialize
 
 from ..helpers import numbers
 
@@ -42,7 +42,7 @@ def whole_gradients(layer, groups, averaged):
     """Sums what is partial, and averages over the ranks of other tokens."""
     if layer.gate.tally.tokens.partial:  # which a parameter of ours says itself; that of this test does not
         dist.all_reduce(layer.outputs.grad, group=groups["tensor"])
-    PartialGradients(layer.gate, groups).handle_gradient()
+    PartialGradientReducer(layer.gate, groups).handle_gradient()
     for parameter in layer.parameters():
         if averaged:
             dist.all_reduce(parameter.grad, group=groups[averaged])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import LayerSet, PartialGradients, initialize, layer_set
+from par_layers import LayerSet, PartialGradientReducer, initialize, layer_set
 
 HIDDEN, INTERMEDIATE, SEQUENCE = 8, 6, 4
 
@@ -34,7 +34,7 @@ class World:
 
     def average_(self, model: nn.Module) -> None:
         """Brings gradients to those of the mean over all replicas, as ZeRO or data parallelism would."""
-        PartialGradients(model, self.groups).handle_gradient()
+        PartialGradientReducer(model, self.groups).handle_gradient()
         dense = ("data", "sequence", "expert")
         spread = "experts" in self.groups.topology.views
         for name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import sharding_of
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_testing import assert_equal_to_one_device
 
 from ..helpers import FROM_4, filled, in_the_typical_modes, integers, numbers, run_checks, whole_state
@@ -53,7 +53,7 @@ def check_vocabulary_logits_equal_one_device(mode):
         upstream = numbers(*expected.shape, seed=7)
         expected.backward(upstream)
         logits.backward(upstream)
-        PartialGradients(parallel, mode.groups).handle_gradient()
+        PartialGradientReducer(parallel, mode.groups).handle_gradient()
         reason = f"{mode.tensor}: sums in another order"
         assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
 
@@ -92,7 +92,7 @@ def check_whole_logits_of_few_classes_equal_one_device(mode):
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
         expected.backward()
         loss.backward()
-        PartialGradients(parallel, mode.groups).handle_gradient()
+        PartialGradientReducer(parallel, mode.groups).handle_gradient()
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
         reason = f"{mode.tensor}: sums in another order"
         assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_groups import sharding_of
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_testing import assert_equal_to_one_device
 
 from ..helpers import (
@@ -28,7 +28,7 @@ def assert_equal(mode, make, whole_input):
     upstream = numbers(*expected.shape, seed=7)
     expected.backward(upstream)
     y.backward(upstream)
-    PartialGradients(parallel, mode.groups).handle_gradient()
+    PartialGradientReducer(parallel, mode.groups).handle_gradient()
     reason = f"{mode.tensor}: sums in another order"
     assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
     return parallel
@@ -108,7 +108,7 @@ def trained(model, ids, target, groups=None):
         loss = model(ids, target)
         loss.backward()
         if groups is not None:
-            PartialGradients(model, groups).handle_gradient()
+            PartialGradientReducer(model, groups).handle_gradient()
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_groups import sharding_of
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 
 from ..helpers import (
     PRODUCTS,
@@ -123,7 +123,7 @@ def check_frozen_weights_and_inputs_without_gradient(mode):
 
     weights_alone = filled(MLP(mode.layers, 16))
     mode.layers.gather(weights_alone(mode.layers.split(x))).sum().backward()
-    PartialGradients(weights_alone, mode.groups).handle_gradient()
+    PartialGradientReducer(weights_alone, mode.groups).handle_gradient()
     for box in sharding_of(weights_alone.expand.weight).boxes:
         expected = one.expand.weight.grad[box.slices]
         torch.testing.assert_close(box.of(weights_alone.expand.weight.grad), expected, rtol=1e-10, atol=1e-10)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from par_groups import ProcessGroups, Topology, set_sharding, sharding_of
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import PartialGradientReducer, initialize, layer_set
 from par_layers.examples import GPT
 
 from ..helpers import FROM_4, PRODUCTS, filled, integers, modes, numbers, run_checks
@@ -155,7 +155,7 @@ def test_fully_shard_is_refused_by_name():
             model = nn.ModuleDict({name: fully_shard(layer, mesh=groups.mesh("data"))})
             message = rf"'{name}.weight', a DTensor of shape .* fully_shard .* use par-zero"
             with pytest.raises(RuntimeError, match=message):
-                PartialGradients(model, groups).handle_gradient()
+                PartialGradientReducer(model, groups).handle_gradient()
             with pytest.raises(RuntimeError, match=message):
                 initialize(model, seed=3)
 
@@ -167,8 +167,8 @@ def test_a_parameter_that_was_replaced_needs_a_record():
         record = sharding_of(layer.weight)
         layer.weight = nn.Parameter(layer.weight.detach().clone())
         with pytest.raises(RuntimeError, match=r"'weight', a Parameter of shape .* par_groups.set_sharding"):
-            PartialGradients(layer, mode.groups).handle_gradient()
+            PartialGradientReducer(layer, mode.groups).handle_gradient()
         set_sharding(layer.weight, record)
-        PartialGradients(layer, mode.groups).handle_gradient()
+        PartialGradientReducer(layer, mode.groups).handle_gradient()
         with pytest.raises(RuntimeError, match=r"'weight', a Parameter of shape .* filled by you"):
             initialize(layer, seed=3)

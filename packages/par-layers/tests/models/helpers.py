@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, parallel_of
+from par_layers import PartialGradientReducer, parallelization_of
 from par_testing import assert_equal_to_one_device, once
 
 VOCABULARY = 101  # divides by neither 2 nor 4
@@ -247,7 +247,7 @@ def assert_steps_equal(whole: Any, cut: Any, groups: ProcessGroups, exact: float
         exact: The tolerance, absolute and relative: sums are in another order.
         **options: What forward takes beside ids and labels.
     """
-    known = parallel_of(cut)
+    known = parallelization_of(cut)
     assert known is not None
     outputs, gradients = once(_two_backwards, whole, **options)
     for parameter, gradient in zip(whole.parameters(), gradients, strict=True):
@@ -257,7 +257,7 @@ def assert_steps_equal(whole: Any, cut: Any, groups: ProcessGroups, exact: float
         close(parallel.loss, loss, exact)
         close(known.gather(parallel.logits), logits, exact)
         parallel.loss.backward()
-    PartialGradients(cut, groups).handle_gradient()
+    PartialGradientReducer(cut, groups).handle_gradient()
     reason = "fp64 sums in another order"
     assert_equal_to_one_device(cut, whole, gradients=True, rtol=exact, atol=exact, reason=reason)
     for model in (whole, cut):

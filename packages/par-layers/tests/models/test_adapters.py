@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradients, parallel_of, parallelize
+from par_layers import PartialGradientReducer, parallelization_of, parallelize
 from par_testing import assert_equal_to_one_device, for_each
 
 from .helpers import TEXT, assert_steps_equal, close, labels, live, make, stays_wide, tokens
@@ -81,7 +81,7 @@ def test_open_regions_and_the_model_inside():
     """With a rule that leaves every Column to itself, A has a whole gradient."""
     with live() as groups, stays_wide():
         whole, cut = adapted("llama"), adapted("llama")
-        plan = {**parallel_of(parallelize(make("llama"), groups)).plan, "model.layers.0.self_attn": "replicate"}
+        plan = {**parallelization_of(parallelize(make("llama"), groups)).plan, "model.layers.0.self_attn": "replicate"}
         parallelize(cut.get_base_model(), groups, plan)
         assert_steps_equal(whole, cut, groups)
 
@@ -165,7 +165,7 @@ def test_a_classifier_whose_head_peft_trains_whole_equals_one_device():
             whole, cut = classifier(), parallelize(classifier(), groups)
             for model in (whole, cut):
                 model(input_ids=tokens(), labels=torch.tensor([0, 2])).loss.backward()
-            PartialGradients(cut, groups).handle_gradient()
+            PartialGradientReducer(cut, groups).handle_gradient()
             assert cut.score.modules_to_save["default"].weight.grad is not None
             reason = "fp64 sums in another order; rotary frequencies are fp32 on both sides"
             assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
@@ -186,7 +186,7 @@ def test_weight_gradients_can_be_put_off():
             for listened, gradient in enumerate(later):
                 gradient(listened=bool(listened % 2))
             for model in (plain, cut):
-                PartialGradients(model, groups).handle_gradient()
+                PartialGradientReducer(model, groups).handle_gradient()
             for (name, here), (_, there) in zip(cut.named_parameters(), plain.named_parameters(), strict=True):
                 torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-14, msg=name)
 
@@ -216,7 +216,7 @@ def test_adapters_beside_dealt_experts_train_as_on_one_device(way):
         rows = slice(None) if parts == 1 else slice(dist.get_rank(), dist.get_rank() + 1)
         whole(input_ids=tokens(), labels=tokens()).loss.backward()
         cut(input_ids=tokens()[rows], labels=tokens()[rows]).loss.backward()
-        PartialGradients(cut, groups).handle_gradient()
+        PartialGradientReducer(cut, groups).handle_gradient()
         for name, parameter in cut.named_parameters():
             reference = whole.get_parameter(name)
             assert (parameter.grad is None) == (not reference.requires_grad), name

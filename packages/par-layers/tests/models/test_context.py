@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Context, PartialGradients, layer_set, parallel_of, parallelize
+from par_layers import Context, PartialGradientReducer, layer_set, parallelization_of, parallelize
 from par_testing import assert_equal_to_one_device
 
 from .helpers import VOCABULARY, Mlp, close, make, stays_wide
@@ -39,9 +39,9 @@ def check(family, mode, sequence_parallel, **more):
         parallel = cut(**mine, par_tokens=tokens)
         loss = context.sum(parallel.loss)
         close(loss, one.loss, EXACT)
-        close(context.gather(parallel_of(cut).gather(parallel.logits), tokens), one.logits, EXACT)
+        close(context.gather(parallelization_of(cut).gather(parallel.logits), tokens), one.logits, EXACT)
         loss.backward()
-        PartialGradients(cut, groups).handle_gradient()
+        PartialGradientReducer(cut, groups).handle_gradient()
         for name, parameter in cut.named_parameters():
             if not (more and ".experts." in name):  # whose gradient is of all tokens already
                 dist.all_reduce(parameter.grad, group=groups["sequence"])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import balance_over_, parallelize
+from par_layers import parallelize, sync_aux_loss_
 from par_testing import for_each
 
 from .helpers import VOCABULARY, close, make, stays_wide
@@ -47,7 +47,7 @@ def test_the_mean_over_ranks_is_what_one_device_adds(family, way):
     with live(way) as groups, stays_wide():
         whole = make(family)
         apart, cut = (parallelize(make(family), groups) for _ in range(2))
-        assert balance_over_(balance_over_(cut, groups), groups) is cut
+        assert sync_aux_loss_(sync_aux_loss_(cut, groups), groups) is cut
         cut = copy.deepcopy(cut)
         expected = whole(input_ids=ids, labels=ids)
         expected.loss.backward()
@@ -74,7 +74,7 @@ def test_the_mean_over_ranks_is_what_one_device_adds(family, way):
 def test_ranks_with_padding_weigh_what_their_tokens_weigh(way):
     ids, mask = batch()
     with live(way) as groups, stays_wide():
-        whole, cut = make("mixtral"), balance_over_(parallelize(make("mixtral"), groups), groups)
+        whole, cut = make("mixtral"), sync_aux_loss_(parallelize(make("mixtral"), groups), groups)
         expected = whole(input_ids=ids, attention_mask=mask).aux_loss
         expected.backward()
         part, counts = ids.chunk(2)[dist.get_rank()], mask.chunk(2)[dist.get_rank()]
@@ -90,7 +90,7 @@ def test_ranks_with_padding_weigh_what_their_tokens_weigh(way):
 @pytest.mark.ranks(2)
 def test_evaluation_is_a_matter_of_one_rank():
     with live("data") as groups:
-        model = balance_over_(make("mixtral"), groups).eval()
+        model = sync_aux_loss_(make("mixtral"), groups).eval()
         ids, _ = batch()
         if dist.get_rank() == 0:  # which would wait for the other one
             with torch.no_grad():
@@ -106,7 +106,7 @@ def test_adapters_may_be_around_the_model():
         inside = make("mixtral", dtype=torch.float32)
         whole = inside(input_ids=ids).aux_loss.detach()
         model = peft.get_peft_model(inside, peft.LoraConfig(target_modules=["q_proj"]))
-        found = balance_over_(model, groups)(input_ids=ids.chunk(2)[dist.get_rank()]).aux_loss.detach() / 2
+        found = sync_aux_loss_(model, groups)(input_ids=ids.chunk(2)[dist.get_rank()]).aux_loss.detach() / 2
         dist.all_reduce(found)
         close(found, whole, EXACT)
 
@@ -116,7 +116,7 @@ def test_what_adds_no_such_loss_is_refused():
     with live("data") as groups:
         for family in ("llama", "deepseek"):
             with pytest.raises(TypeError, match=r"does not say, .* what loss of balance it adds"):
-                balance_over_(make(family), groups)
-        model = balance_over_(make("mixtral"), groups)
-        with pytest.raises(ValueError, match="return_dict=False; balance_over_ needs True"):
+                sync_aux_loss_(make(family), groups)
+        model = sync_aux_loss_(make("mixtral"), groups)
+        with pytest.raises(ValueError, match="return_dict=False; sync_aux_loss_ needs True"):
             model(input_ids=batch()[0], return_dict=False)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import pack_, parallelize
+from par_layers import pack_experts_, parallelize
 from par_testing import for_each
 
 from .helpers import VOCABULARY, close, make, stays_wide
@@ -155,7 +155,7 @@ class Sorted(nn.Module):
         super().__init__()
         self.gate = nn.Linear(6, 4, bias=False)
         self.experts = nn.ModuleList(nn.ModuleDict({n: nn.Linear(6, 6) for n in "ud"}) for _ in range(4))
-        pack_(self.experts, None, "u", "d")
+        pack_experts_(self.experts, None, "u", "d")
         self.shift = 0
 
     def forward(self, x):

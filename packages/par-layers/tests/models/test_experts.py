@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradients, costs, parallel_of, parallelize
+from par_layers import PartialGradientReducer, communication_volumes, parallelization_of, parallelize
 from par_testing import assert_equal_to_one_device, count_collectives, for_each, storm
 
 from .helpers import VOCABULARY, close, make, stays_wide
@@ -50,7 +50,7 @@ def replicas_of(groups):
 
 def sum_gradients_(model, groups):
     """As a trainer does: dense ones over all ranks with other tokens, experts' over those with the same experts."""
-    PartialGradients(model, groups).handle_gradient()
+    PartialGradientReducer(model, groups).handle_gradient()
     for name, parameter in model.named_parameters():
         axes = ("data", "expert_data") if ".experts." in name else ("data", "sequence", "expert")
         if groups.size(axes) > 1:
@@ -64,7 +64,7 @@ def check(family, groups, **options):
 
 
 def compare_steps(whole, cut, groups):
-    known = parallel_of(cut)
+    known = parallelization_of(cut)
     mine, count = replicas_of(groups)
     for seed in (1, 2):
         for replica in range(count):
@@ -181,7 +181,7 @@ def test_what_a_tensor_group_receives_is_what_costs_says(way):
     """Beside the rows that travel: three exchanges a layer in forward, two in backward, over no tensor group."""
     with live(way) as groups, stays_wide():
         cut = make("mixtral")
-        parts = costs(cut, groups.topology, 16)
+        parts = communication_volumes(cut, groups.topology, 16)
         parallelize(cut, groups)
         ids = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
         with count_collectives() as counted:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import compare, costs, parallelize
+from par_layers import communication_volumes, parallelize, verify_plan
 from par_testing import count_collectives, once
 
 from .helpers import FAMILIES, FURTHER, MIXED, assert_steps_equal, labels, live, make, stays_wide, tokens
@@ -70,7 +70,7 @@ def test_parts_of_layers_that_are_not_cut_see_the_whole_sequence():
 
 def check_costs(family, groups):
     whole, cut = make(family), make(family)
-    parts = costs(cut, groups.topology, tokens().numel())
+    parts = communication_volumes(cut, groups.topology, tokens().numel())
     parallelize(cut, groups)
     with count_collectives() as counted:
         cut(input_ids=tokens(), labels=labels(2), use_cache=False).loss.backward()
@@ -87,5 +87,5 @@ def test_plans_of_further_families_are_proven():
     for sequence in (False, True):
         with live(sequence_parallel=sequence) as groups, stays_wide():
             for family in FURTHER:
-                compared = compare(lambda family=family: make(family), groups, batch)
+                compared = verify_plan(lambda family=family: make(family), groups, batch)
                 assert compared.worst < 1e-10, (family, sequence, compared)  # fp64 sums in another order

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import DealtExperts, cuts, pack_, parallelize
+from par_layers import ExpertParallel, pack_experts_, parallelize, plan_shardings
 from par_testing import for_each
 
 from .helpers import close
@@ -129,7 +129,7 @@ def test_each_expert_is_cut_where_no_axis_deals_them_out():
     for kind in ({}, {"bias": True, "transposed": True, "concatenated": False}):
         with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
             whole, cut = block(**kind), block(**kind)
-            parallelize(cut, groups, {"experts": DealtExperts(), "experts.down_proj": "grouped_gemm"})
+            parallelize(cut, groups, {"experts": ExpertParallel(), "experts.down_proj": "grouped_gemm"})
             assert cut.experts.down_proj.numel() * 2 == whole.experts.down_proj.numel()
             compare(whole, cut, groups)
 
@@ -174,7 +174,7 @@ def test_what_will_be_cut_is_known_without_ranks():
     topology = Topology.from_config({"expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)
     model = block()
     for rank, (expert, features) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        found = cuts(model, topology, rank, DEALT)
+        found = plan_shardings(model, topology, rank, DEALT)
         gate, up = found["experts.gate_up_proj"].boxes
         assert gate.start == (2 * expert, 2 * features, 0)
         assert up.start == (2 * expert, 4 + 2 * features, 0)
@@ -215,7 +215,7 @@ def looped(model, x):
 def test_a_list_of_experts_becomes_packed_ones(bias):
     reference, model = listed(bias), listed(bias)
     held = model.experts
-    assert pack_(model.experts, gate="w1", up="w3", down="w2") is held is model.experts
+    assert pack_experts_(model.experts, gate="w1", up="w3", down="w2") is held is model.experts
     x = torch.randn(7, HIDDEN, dtype=torch.float64, requires_grad=True)
     close(model(x), looped(reference, x), EXACT)
     model(x).square().sum().backward()
@@ -237,7 +237,7 @@ def test_packed_lists_are_dealt_out():
     with live("own axis") as groups:
         whole, cut = listed(True), listed(True)
         for model in (whole, cut):
-            pack_(model.experts, gate="w1", up="w3", down="w2")
+            pack_experts_(model.experts, gate="w1", up="w3", down="w2")
         parallelize(cut, groups, DEALT)
         compare(whole, cut, groups)
 
@@ -245,20 +245,20 @@ def test_packed_lists_are_dealt_out():
 def test_a_list_that_is_not_alike_is_refused():
     model = listed()
     with pytest.raises(TypeError, match=r"'w4' of a Expert is no nn.Linear; its linears are \['w1', 'w2', 'w3'\]"):
-        pack_(model.experts, gate="w4", up="w3", down="w2")
+        pack_experts_(model.experts, gate="w4", up="w3", down="w2")
     with pytest.raises(TypeError, match=r"parameters beside None, 'w3' and 'w2': \['0.w1.weight'"):
-        pack_(model.experts, gate=None, up="w3", down="w2")
+        pack_experts_(model.experts, gate=None, up="w3", down="w2")
     with pytest.raises(TypeError, match=r"is for an nn\.ModuleList of experts, and this is a Expert"):
-        pack_(model.experts[0], gate="w1", up="w3", down="w2")
+        pack_experts_(model.experts[0], gate="w1", up="w3", down="w2")
     with pytest.raises(TypeError, match="the activation PReLU has parameters"):
-        pack_(model.experts, gate="w1", up="w3", down="w2", activation=nn.PReLU())
+        pack_experts_(model.experts, gate="w1", up="w3", down="w2", activation=nn.PReLU())
     model.experts[1] = Expert(False, width=8)
     with pytest.raises(ValueError, match="the experts' 'w1' differ in shapes or biases"):
-        pack_(model.experts, gate="w1", up="w3", down="w2")
+        pack_experts_(model.experts, gate="w1", up="w3", down="w2")
     model = listed()
     looped(model, torch.ones(2, HIDDEN, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match="has a gradient, or was cut"):
-        pack_(model.experts, gate="w1", up="w3", down="w2")
+        pack_experts_(model.experts, gate="w1", up="w3", down="w2")
     assert isinstance(model.experts, nn.ModuleList)
 
 
@@ -275,7 +275,7 @@ def unknown(**wrong):
 @pytest.mark.ranks(2)
 @for_each(
     case=(
-        (listed, DEALT, "'experts' is a ModuleList of Expert, .* call pack_"),
+        (listed, DEALT, "'experts' is a ModuleList of Expert, .* call pack_experts_"),
         (lambda: unknown(has_gate=None), DEALT, "a Kind, which does not say has_gate"),
         (lambda: unknown(extra=nn.Parameter(torch.ones(1))), DEALT, r"has the parameters \['down_proj', 'extra'"),
         (lambda: unknown(act_fn=nn.PReLU()), DEALT, r"has the parameters \['act_fn.weight', 'down_proj'"),
@@ -303,13 +303,13 @@ def test_experts_that_cannot_be_dealt_out_are_refused_on_every_rank(case):
 def test_a_weight_alone_is_not_dealt_out():
     topology = Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)
     with pytest.raises(TypeError, match=r"'experts.down_proj' has the rule 'grouped_gemm', .* give 'experts' the rule"):
-        cuts(block(), topology, 0, {"experts.down_proj": "grouped_gemm"})
+        plan_shardings(block(), topology, 0, {"experts.down_proj": "grouped_gemm"})
 
 
 def test_sizes_that_do_not_divide_are_refused():
     topology = Topology.from_config({"expert": 8}, 8)
     with pytest.raises(ValueError, match="'experts': 4 experts do not divide by 8 ranks"):
-        cuts(block(), topology, 0, DEALT)
+        plan_shardings(block(), topology, 0, DEALT)
     topology = Topology.from_config({"expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)
     with pytest.raises(ValueError, match="'experts' has a norm after each expert, which needs whole outputs"):
-        cuts(block(norm=True), topology, 0, DEALT)
+        plan_shardings(block(norm=True), topology, 0, DEALT)

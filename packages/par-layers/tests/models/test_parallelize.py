@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import ProcessGroups, Topology, check_owned, sharding_of
 from par_layers import (
-    Column,
-    Partial,
-    PartialGradients,
-    Vocabulary,
-    compare,
-    cuts,
+    ColumnParallel,
+    EmbeddingParallel,
+    PartialGradient,
+    PartialGradientReducer,
     layer_set,
-    parallel_of,
+    parallelization_of,
     parallelize,
+    plan_shardings,
+    verify_plan,
 )
 from par_testing import assert_equal_to_one_device, limited_backend, storm
 
@@ -88,11 +88,11 @@ class Model(nn.Module):
 PLAN = {
     "table": "embedding_rowwise",
     **{f"layers.*.attention.{name}": "colwise" for name in "qkv"},
-    "layers.*.attention.norm": Partial(),
+    "layers.*.attention.norm": PartialGradient(),
     "layers.*.attention.o": "rowwise",
     "layers.*.mlp.up": "colwise",
     "layers.*.mlp.down": "rowwise",
-    "head": Column(gather=True),
+    "head": ColumnParallel(gather=True),
 }
 IDS = torch.tensor([[1, 12, 3, 0, 5, 6, 7, 11], [8, 9, 10, 11, 12, 0, 1, 2]])
 
@@ -116,7 +116,7 @@ def assert_gradients_equal(whole, cut, x, groups):
         close(here, expected)
         expected.pow(power).sum().backward()
         here.pow(power).sum().backward()
-    PartialGradients(cut, groups).handle_gradient()
+    PartialGradientReducer(cut, groups).handle_gradient()
     assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
 
 
@@ -131,7 +131,7 @@ def test_a_model_of_ones_own_equals_one_device():
                 parallelize(cut, groups, PLAN)
                 assert all(parameter is before[name] for name, parameter in cut.named_parameters())
                 check_owned((name, sharding_of(parameter)) for name, parameter in cut.named_parameters())
-                told = cuts(make(tied), groups.topology, groups.global_rank, PLAN)
+                told = plan_shardings(make(tied), groups.topology, groups.global_rank, PLAN)
                 assert told == {name: sharding_of(parameter) for name, parameter in cut.named_parameters()}
                 assert_gradients_equal(whole, cut, IDS, groups)
                 torch.optim.SGD(whole.parameters(), lr=0.1).step()
@@ -222,7 +222,7 @@ def test_a_module_that_is_no_region_is_found_out():
         assert_gradients_equal(whole, cut, numbers(3, 8), groups)
         without = {name: style for name, style in PLAN.items() if "attention.norm" not in name}
         with pytest.raises(
-            ValueError, match=r"'layers.0.attention.norm.weight' is used between .* the rule Partial\(\)"
+            ValueError, match=r"'layers.0.attention.norm.weight' is used between .* the rule PartialGradient\(\)"
         ):
             both(groups, without)[1](IDS)
         with pytest.raises(ValueError, match="'inner' uses its input between its Columns and its Row"):
@@ -314,7 +314,7 @@ def test_styles():
         for model in (whole, cut):
             torch.manual_seed(0)
             nn.init.normal_(model.weight)
-        around = parallelize(Around(cut), groups, {"inner": Vocabulary(features=True)})
+        around = parallelize(Around(cut), groups, {"inner": EmbeddingParallel(features=True)})
         assert_gradients_equal(Around(whole), around, IDS, groups)
 
 
@@ -322,7 +322,7 @@ def test_styles():
 def test_logits_stay_cut_or_are_gathered():
     with live() as groups:
         whole, cut = both(groups, logits="cut")
-        known, local = parallel_of(cut), cut(IDS)
+        known, local = parallelization_of(cut), cut(IDS)
         assert local.shape[-1] == 7
         close(known.gather(local), whole(IDS))
         labels = IDS.clone()
@@ -338,7 +338,7 @@ def test_logits_stay_cut_or_are_gathered():
         assert gathered(IDS).shape[-1] == 13
         plain = parallelize(make(kind=Mlp), groups, PAIR)
         with pytest.raises(TypeError, match="need logits over a vocabulary"):
-            parallel_of(plain).gather(local)
+            parallelization_of(plain).gather(local)
 
 
 @pytest.mark.ranks(2)
@@ -363,7 +363,7 @@ def test_copies_and_conversions_keep_the_records():
         copied.load_state_dict(cut.state_dict())
         assert_gradients_equal(whole, copied, IDS, groups)
         assert all(parameter.grad is None for parameter in cut.parameters())
-        assert parallel_of(copied).plan == parallel_of(cut).plan
+        assert parallelization_of(copied).plan == parallelization_of(cut).plan
 
 
 @pytest.mark.ranks(2)
@@ -372,7 +372,7 @@ def test_a_lost_record_is_noticed():
         _, cut = both(groups)
         cut.layers[0].norm.weight = nn.Parameter(torch.ones(16).double())
         with pytest.raises(RuntimeError, match=re.escape("'layers.0.norm.weight'")):
-            PartialGradients(cut, groups).handle_gradient()
+            PartialGradientReducer(cut, groups).handle_gradient()
 
 
 @pytest.mark.ranks(2)
@@ -409,7 +409,7 @@ def test_a_second_call_changes_nothing():
 @pytest.mark.ranks(2)
 def test_two_models_with_plans_of_their_own():
     with live() as groups:
-        pairs = [both(groups), both(groups, {"head": Column(gather=True)})]
+        pairs = [both(groups), both(groups, {"head": ColumnParallel(gather=True)})]
         losses = [model(IDS).pow(2).sum() for pair in pairs for model in pair]
         for loss in losses[::-1]:  # the forwards of all lie between the forward and the backward of each
             loss.backward()
@@ -420,11 +420,11 @@ def test_two_models_with_plans_of_their_own():
 @pytest.mark.ranks(2)
 def test_describe():
     with live(sequence_parallel=True) as groups:
-        text = parallel_of(both(groups)[1]).describe()
-    assert "layers.*.attention.q.weight     Column(blocks=1, unit=1, gather=False)  [16, 16]  [8, 16]" in text
+        text = parallelization_of(both(groups)[1]).describe()
+    assert "layers.*.attention.q.weight     ColumnParallel(blocks=1, unit=1, gather=False)  [16, 16]  [8, 16]" in text
     assert re.search(r"layers\.\*\.norm\.weight +whole +\[16\] +\[16\] +tensor", text)
     assert len(text.splitlines()) < 25  # alike layers are one line
-    assert parallel_of(make()) is None
+    assert parallelization_of(make()) is None
 
 
 # Bad input, on every rank and before anything is changed
@@ -491,7 +491,7 @@ def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed
         model = make()
         with pytest.raises(ValueError, match="parallelize needs reduce_scatter, which the backend 'limited'"):
             parallelize(model, groups, PLAN)
-        assert parallel_of(model) is None
+        assert parallelization_of(model) is None
         assert_equal_to_one_device(model, make())
 
 
@@ -576,11 +576,11 @@ def test_a_part_of_a_layer_that_has_no_rule_sees_the_whole_sequence():
 @pytest.mark.ranks(2)
 def test_a_plan_is_proven():
     with live() as groups:
-        good = compare(make, groups, IDS, PLAN)
+        good = verify_plan(make, groups, IDS, PLAN)
         assert good.worst < 1e-12
         assert set(good.gradients) == {name for name, _ in make().named_parameters()}
-        wrong = {**PLAN, "layers.*.norm": Partial()}  # whose gradient is whole
-        assert compare(make, groups, IDS, wrong).gradients["layers.0.norm.weight"] > 0.1
+        wrong = {**PLAN, "layers.*.norm": PartialGradient()}  # whose gradient is whole
+        assert verify_plan(make, groups, IDS, wrong).gradients["layers.0.norm.weight"] > 0.1
 
 
 @pytest.mark.ranks(2)
@@ -597,7 +597,7 @@ def test_weight_gradients_can_be_put_off():
         for gradient in later:
             gradient()
         whole(IDS).pow(2).sum().backward()
-        PartialGradients(cut, groups).handle_gradient()
+        PartialGradientReducer(cut, groups).handle_gradient()
         assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
 
 
@@ -623,7 +623,7 @@ def test_a_cut_model_is_pickled_on_one_device_alone():
     whole = make()
     again = pickle.loads(pickle.dumps(parallelize(make(), layer_set(None), PLAN)))
     assert torch.equal(again(IDS), whole(IDS))
-    assert parallel_of(again).plan == parallel_of(parallelize(make(), layer_set(None), PLAN)).plan
+    assert parallelization_of(again).plan == parallelization_of(parallelize(make(), layer_set(None), PLAN)).plan
 
 
 @pytest.mark.ranks(2)

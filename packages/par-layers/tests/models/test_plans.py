@@ -10,7 +10,16 @@ from torch import nn
 from torch.nn.utils import prune
 
 from par_groups import Topology
-from par_layers import Column, Partial, Row, SplitExperts, Vocabulary, cuts, register_plan, register_style
+from par_layers import (
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertTensorParallel,
+    PartialGradient,
+    RowParallel,
+    plan_shardings,
+    register_plan,
+    register_style,
+)
 
 from .helpers import Mlp
 
@@ -41,16 +50,21 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * 4, 16)
 
 
-HEADS = {"q": "colwise", "k": "colwise", "norm": Partial(), "o": "rowwise"}
+HEADS = {"q": "colwise", "k": "colwise", "norm": PartialGradient(), "o": "rowwise"}
 
 
 def boxes(model: nn.Module, topology: Topology, plan: Any, rank: int = 0) -> dict[str, list[tuple[Any, ...]]]:
-    found = cuts(model, topology, rank, plan)
+    found = plan_shardings(model, topology, rank, plan)
     return {name: [(box.start, box.size, box.sum_over) for box in each.boxes] for name, each in found.items()}
 
 
 def test_a_pattern_stands_for_every_number():
-    plan = {"table": Vocabulary(), "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": Column(gather=True)}
+    plan = {
+        "table": EmbeddingParallel(),
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": ColumnParallel(gather=True),
+    }
     with torch.device("meta"):
         model = Layered()
     assert boxes(model, ranks(), plan, rank=1) == {
@@ -71,7 +85,7 @@ def test_a_pattern_stands_for_every_number():
 
 def test_blocks_are_each_cut_by_themselves():
     fused = nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4))
-    found = boxes(fused, ranks(), {"0": Column(blocks=(4, 8)), "1": Row(blocks=2)}, rank=1)
+    found = boxes(fused, ranks(), {"0": ColumnParallel(blocks=(4, 8)), "1": RowParallel(blocks=2)}, rank=1)
     assert found["0.weight"] == [((2, 0), (2, 4), ()), ((8, 0), (4, 4), ())]
     assert found["1.weight"] == [((0, 1), (4, 1), ()), ((0, 3), (4, 1), ())]
 
@@ -97,7 +111,7 @@ def test_sequence_parallelism_makes_gradients_of_layers_partial():
 
 def test_one_rank_cuts_nothing():
     for topology in (Topology({"data": 2}), ranks(1)):
-        found = cuts(Mlp(), topology, 0, PAIR)
+        found = plan_shardings(Mlp(), topology, 0, PAIR)
         assert all(box.size == each.shape for each in found.values() for box in each.boxes)
 
 
@@ -109,7 +123,7 @@ def packed(width: int) -> nn.Module:
     return model
 
 
-WIDE = {"experts": SplitExperts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+WIDE = {"experts": ExpertTensorParallel(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
 
 REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("no plan", Mlp, "auto", TypeError, "'auto' is for models of transformers, and this is a Mlp; give a plan"),
@@ -122,13 +136,13 @@ REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("no experts", Mlp, {"up": "ep_dispatch_experts"}, TypeError, "'up' is a Linear, which does not say has_gate"),
     ("a style that was", Mlp, {"up": "ep_router"}, ValueError, "removed by transformers; use ep_dispatch_experts"),
     ("a size", lambda: Mlp(8, 15), PAIR, ValueError, "'up.weight': 15 units of 1 features do not divide by 2 ranks"),
-    ("a row's size", lambda: Mlp(7, 16), {"down": Column()}, ValueError, "'down.weight': 7 units"),
+    ("a row's size", lambda: Mlp(7, 16), {"down": ColumnParallel()}, ValueError, "'down.weight': 7 units"),
     ("experts' width", lambda: packed(5), WIDE, ValueError, "'experts.gate_up': 5 units of 1 features do not divide"),
     ("another's plan", Layered, {"model.layers.*.mlp.up": "colwise"}, ValueError, "matches nothing in the model"),
     ("not a linear", Layered, {"table": "colwise"}, TypeError, "are for an nn.Linear, and this is a Embedding"),
-    ("not an embedding", Mlp, {"up": Vocabulary()}, TypeError, "the rule Vocabulary is for an nn.Embedding"),
+    ("not an embedding", Mlp, {"up": EmbeddingParallel()}, TypeError, "the rule Vocabulary is for an nn.Embedding"),
     ("a parameter", Mlp, {"up.weight": "colwise"}, TypeError, "cannot cut a parameter of shape (16, 8)"),
-    ("blocks, gathered", Mlp, lambda: {"up": Column(blocks=2, gather=True)}, ValueError, "in another order"),
+    ("blocks, gathered", Mlp, lambda: {"up": ColumnParallel(blocks=2, gather=True)}, ValueError, "in another order"),
 ]
 
 
@@ -136,21 +150,21 @@ REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
 def test_a_bad_plan_is_refused(case):
     _, make, plan, error, message = case
     with pytest.raises(error, match=re.escape(message)):
-        cuts(make(), ranks(), plan=plan() if callable(plan) else plan)
+        plan_shardings(make(), ranks(), plan=plan() if callable(plan) else plan)
 
 
 def test_few_heads_name_the_config_that_copies_them():
     with pytest.raises(ValueError, match=re.escape("'k.weight': 2 units of 4 features") + ".*kv_heads=2"):
-        cuts(Attention(), ranks(4), plan=HEADS)
+        plan_shardings(Attention(), ranks(4), plan=HEADS)
 
 
 def test_a_tied_pair_has_one_rule():
     model = Layered()
     model.head.weight = model.table.weight
     with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' are one parameter"):
-        cuts(model, ranks(), plan={"table": Vocabulary()})
-    both = {"table": Vocabulary(), "head": Column(gather=True)}
-    assert "head.weight" not in cuts(model, ranks(), plan=both)
+        plan_shardings(model, ranks(), plan={"table": EmbeddingParallel()})
+    both = {"table": EmbeddingParallel(), "head": ColumnParallel(gather=True)}
+    assert "head.weight" not in plan_shardings(model, ranks(), plan=both)
 
 
 def test_a_linear_that_multiplies_in_its_own_way():
@@ -161,7 +175,7 @@ def test_a_linear_that_multiplies_in_its_own_way():
     model = Mlp()
     model.up = Quantised(8, 16)
     with pytest.raises(TypeError, match="'up': Quantised multiplies in its own way"):
-        cuts(model, ranks(), plan=PAIR)
+        plan_shardings(model, ranks(), plan=PAIR)
 
 
 def pruned(linear):
@@ -182,9 +196,9 @@ def test_a_weight_that_is_computed_is_refused(way, name):
     model = nn.ModuleDict({"up": nn.Linear(8, 16), "table": nn.Embedding(16, 8)})
     COMPUTED[way](model[name])
     with pytest.raises(TypeError, match=f"'{name}': its weight is computed, as by weight_norm.*use 'replicate'"):
-        cuts(model, ranks(), plan={name: "colwise" if name == "up" else Vocabulary()})
+        plan_shardings(model, ranks(), plan={name: "colwise" if name == "up" else EmbeddingParallel()})
     other = "table" if name == "up" else "up"
-    found = cuts(model, ranks(), plan={other: "colwise" if other == "up" else Vocabulary()})
+    found = plan_shardings(model, ranks(), plan={other: "colwise" if other == "up" else EmbeddingParallel()})
     own = [path for path in found if path.startswith(name)]  # it stays whole, whatever its tensors are called
     assert own
     assert all(found[path].boxes[0].size == found[path].shape for path in own)
@@ -197,12 +211,12 @@ def test_a_weight_of_a_tensor_subclass_is_refused():
     model = Mlp()
     model.up.weight = Quantised(torch.zeros(16, 8))
     with pytest.raises(TypeError, match=r"'up': its weight is a Quantised, and only a plain nn.Parameter can be cut"):
-        cuts(model, ranks(), plan=PAIR)
+        plan_shardings(model, ranks(), plan=PAIR)
 
 
 def test_experts_without_a_cut_weight_are_refused():
     with pytest.raises(TypeError, match="'experts' has the rule 'moe_tp_experts', but no rule cuts a weight inside it"):
-        cuts(packed(4), ranks(), plan={"experts": SplitExperts()})
+        plan_shardings(packed(4), ranks(), plan={"experts": ExpertTensorParallel()})
 
 
 class Latents(nn.Module):
@@ -217,7 +231,7 @@ class Latents(nn.Module):
 def test_a_style_of_latents_asks_the_module_around_the_linear():
     plan = {"down": "mla_kv_a_proj", "up": "colwise", "o": "rowwise"}
     with pytest.raises(ValueError, match=r"'mla_kv_a_proj', but neither a module around it nor the config has"):
-        cuts(Latents(), ranks(), plan=plan)
+        plan_shardings(Latents(), ranks(), plan=plan)
     for holder in ("module", "config"):
         model = Latents()
         if holder == "module":
@@ -230,22 +244,22 @@ def test_a_style_of_latents_asks_the_module_around_the_linear():
 def test_other_modes_and_models_that_have_no_layers():
     square = Topology.from_config({"tensor": {"size": 4, "mode": "2d"}}, 4)
     with pytest.raises(ValueError, match=r"mode '2d' cuts activations.*use mode='1d'"):
-        cuts(Mlp(), square, plan=PAIR)
+        plan_shardings(Mlp(), square, plan=PAIR)
     with pytest.raises(TypeError, match=r"no single nn.ModuleList"):
-        cuts(Mlp(), ranks(sequence_parallel=True), plan=PAIR)
+        plan_shardings(Mlp(), ranks(sequence_parallel=True), plan=PAIR)
 
 
 def test_a_part_before_a_column_needs_a_closed_region():
-    plan = {**HEADS, "norm": Partial(before=True)}
+    plan = {**HEADS, "norm": PartialGradient(before=True)}
     del plan["o"]
     with pytest.raises(ValueError, match=r"'norm' is .* but '' is an open region"):
-        cuts(Attention(), ranks(), plan=plan)
+        plan_shardings(Attention(), ranks(), plan=plan)
 
 
 def test_a_style_of_ones_own():
     @register_style("test_plans.halves")
     def halves(module):
-        return Column(blocks=(module.out_features // 2,) * 2)
+        return ColumnParallel(blocks=(module.out_features // 2,) * 2)
 
     found = boxes(Mlp(), ranks(), {"up": "test_plans.halves", "down": "packed_rowwise"})
     assert found["up.weight"] == [((0, 0), (4, 8), ()), ((8, 0), (4, 8), ())]
@@ -257,7 +271,7 @@ def test_a_style_of_ones_own():
         return "colwise"
 
     with pytest.raises(TypeError, match="gave 'colwise' for 'up'"):
-        cuts(Mlp(), ranks(), plan={"up": "test_plans.wrong"})
+        plan_shardings(Mlp(), ranks(), plan={"up": "test_plans.wrong"})
 
 
 def test_experts_have_packed_weights():

@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import ModelShape, PartialGradients, compare, cost, costs, parallel_of, parallelize
+from par_layers import (
+    ModelShape,
+    PartialGradientReducer,
+    communication_volumes,
+    layer_cost,
+    parallelization_of,
+    parallelize,
+    verify_plan,
+)
 from par_testing import assert_equal_to_one_device, count_collectives, storm
 
 from .helpers import (
@@ -102,7 +110,7 @@ def test_half_precision_and_a_deep_copy():
             close(here.loss, expected.loss, 1e-2)  # bf16 has three digits
             expected.loss.backward()
             here.loss.backward()
-            PartialGradients(cut, groups).handle_gradient()
+            PartialGradientReducer(cut, groups).handle_gradient()
             norms = [
                 sum(
                     parameter.grad.float().square().sum()
@@ -139,7 +147,7 @@ def losses_with_dropout(groups, **options):
         for seed in (2, 3):
             losses.append(cut(input_ids=tokens(), labels=labels(seed)).loss)
             losses[-1].backward()
-        PartialGradients(cut, groups).handle_gradient()
+        PartialGradientReducer(cut, groups).handle_gradient()
         return cut, torch.stack(losses), torch.get_rng_state()
 
 
@@ -217,7 +225,7 @@ def test_collectives_are_what_the_formulas_say():
         with live(sequence_parallel=sequence) as groups, stays_wide():
             for family in COUNTED[p, sequence]:
                 cut = make(family)
-                parts = costs(cut, groups.topology, m)
+                parts = communication_volumes(cut, groups.topology, m)
                 parallelize(cut, groups)
                 with count_collectives() as counted:
                     cut(input_ids=tokens(), labels=labels(2)).loss.backward()
@@ -229,10 +237,10 @@ def test_collectives_are_what_the_formulas_say():
                 }
                 routed = {**experts[family], "experts_per_token": 2} if family in experts else {}
                 shape = ModelShape(tokens=m, width=32, layers=2, **routed)
-                expected = cost("1d", {"tensor": p}, shape, sequence_parallel=sequence)
+                expected = layer_cost("1d", {"tensor": p}, shape, sequence_parallel=sequence)
                 assert counted.received() == expected.each, family
                 with count_collectives() as once:
-                    PartialGradients(cut, groups).handle_gradient()
+                    PartialGradientReducer(cut, groups).handle_gradient()
                 if family == "llama" and p == 2:
                     assert once.received() == expected.once
 
@@ -287,7 +295,7 @@ def test_models_that_have_no_plan_or_are_cut_by_others():
 @pytest.mark.ranks(2)
 def test_rules_that_match_nothing_in_this_size():
     with live() as groups:
-        known = parallel_of(pair(groups, "qwen3 with experts", mlp_only_layers=[])[1])
+        known = parallelization_of(pair(groups, "qwen3 with experts", mlp_only_layers=[])[1])
     assert known.unmatched == tuple(f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down"))
     assert "rules that match nothing here: model.layers.*.mlp.gate_proj" in known.describe()
 
@@ -296,10 +304,10 @@ def test_rules_that_match_nothing_in_this_size():
 def test_a_plan_for_a_model_of_transformers_is_proven():
     with live() as groups, stays_wide():
         batch = {"input_ids": tokens(), "labels": labels(2)}
-        assert compare(lambda: make("qwen3"), groups, batch).worst < 1e-10
+        assert verify_plan(lambda: make("qwen3"), groups, batch).worst < 1e-10
         without = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
         with pytest.raises(RuntimeError):  # the gate's features do not meet the others
-            compare(lambda: make("qwen3"), groups, batch, without)
+            verify_plan(lambda: make("qwen3"), groups, batch, without)
 
 
 @pytest.mark.ranks(1)

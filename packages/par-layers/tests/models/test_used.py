@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_layers import PartialGradients, parallelize
+from par_layers import PartialGradientReducer, parallelize
 from par_testing import assert_equal_to_one_device
 
 from .helpers import TEXT, VOCABULARY, close, labels, live, make, stays_wide, tokens
@@ -125,7 +125,7 @@ def test_layers_of_another_mode_than_the_model():
                 outputs = [model(input_ids=tokens(), labels=labels(2)) for model in (whole, cut)]
                 for each in outputs:
                     each.loss.backward()
-                PartialGradients(cut, groups).handle_gradient()
+                PartialGradientReducer(cut, groups).handle_gradient()
                 close(outputs[1].loss, outputs[0].loss)
                 assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
 
@@ -208,7 +208,7 @@ def test_adapters_are_switched_off_and_over_as_on_one_device():
                     outputs.append(model(input_ids=tokens(), labels=labels(2)).loss)
                     outputs[-1].backward()
                 close(*outputs)
-            PartialGradients(cut, groups).handle_gradient()
+            PartialGradientReducer(cut, groups).handle_gradient()
             assert_equal_to_one_device(cut, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=REASON)
 
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_groups import sharding_of
-from par_layers import PartialGradients, layer_set
+from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples import GPT, ViT
 from par_layers.modes.arithmetic import in_autocast_dtype
 
@@ -84,7 +84,7 @@ def check_model(mode, parallel, whole, batch, dtype, *, autocast=True):
         with torch.autocast("cpu", dtype, enabled=autocast):
             losses.append(model.loss(*batch))
         losses[-1].backward()
-    PartialGradients(parallel, mode.groups).handle_gradient()
+    PartialGradientReducer(parallel, mode.groups).handle_gradient()
     assert losses[1].dtype == torch.float32
     # Logits, around 1, are off by a rounding or two, and their differences' mean over the tokens by less than one.
     torch.testing.assert_close(losses[1], losses[0], rtol=ROUNDING[dtype], atol=0)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from par_groups import Topology
-from par_layers import AttentionShape, Mask, cost, fetch_parts, memory, work
+from par_layers import AttentionShape, Mask, attention_memory, attention_pairs, layer_cost, num_gather_parts
 
 from .experts.costs import all_reduced
 from .shape import cut_of, sequence_ranks
@@ -175,21 +175,21 @@ def reach(
     exchanged = to_heads = 0.0  # held after an exchange of tokens for heads, and received in all of them
     if inner > 1:
         of_group = {"sequence": inner}
-        exchanged = float(memory("ulysses", of_group, shape).kept) / groups
-        to_heads = float(cost("ulysses", of_group, shape, recompute=again).each) / groups
+        exchanged = float(attention_memory("ulysses", of_group, shape).kept) / groups
+        to_heads = float(layer_cost("ulysses", of_group, shape, recompute=again).each) / groups
     sizes = {"ring": groups, "ulysses": inner}
-    received = float(cost("2d", sizes, shape, keep=sequence.keep, recompute=again, outer=sequence.outer).each)
-    taken = memory("2d", sizes, shape, outer=sequence.outer)
+    received = float(layer_cost("2d", sizes, shape, keep=sequence.keep, recompute=again, outer=sequence.outer).each)
+    taken = attention_memory("2d", sizes, shape, outer=sequence.outer)
     arriving, keys = float(taken.arriving), received - to_heads
     most, kept, messages = keys, 0.0, 0.0
     if sequence.outer == "ring":
         messages = keys / arriving if arriving else 0.0  # of keys and values, or their gradients, in one
     elif keys:
-        parts = fetch_parts(arriving, max(1, attention.key_heads // inner), sequence.parts)
+        parts = num_gather_parts(arriving, max(1, attention.key_heads // inner), sequence.parts)
         fetches, homes = 1 + again + (not sequence.keep), 1
         most, messages = arriving * (fetches + homes), parts * (fetches + homes)
         kept = arriving if sequence.keep else 0.0
-        taken = memory("2d", sizes, shape, parts=parts, keep=sequence.keep, outer=sequence.outer)
+        taken = attention_memory("2d", sizes, shape, parts=parts, keep=sequence.keep, outer=sequence.outer)
     held = float(taken.backward) - 2 * exchanged - kept
     if inner > 1:  # queries, keys, values and outputs by heads; outputs by tokens are what the next layer keeps
         own = (attention.heads * attention.width + 2 * attention.key_heads * attention.key_width) * length
@@ -260,7 +260,7 @@ def _work(shape: AttentionShape, sequence: SequenceCut) -> float:
     first, last = shape.mask.intervals(tokens)
     before = np.concatenate([[0], np.cumsum((last - first).sum(0))])
     most = max(sum(int(before[stop] - before[start]) for start, stop in runs) for runs in tokens.runs)
-    return most * sequence.groups / work(shape.mask, whole, 0)
+    return most * sequence.groups / attention_pairs(shape.mask, whole, 0)
 
 
 def _shape(

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from par_groups import Topology
-from par_layers import Cost, LinearShape, NormShape, TableShape, cost
+from par_layers import EmbeddingShape, LayerCost, LinearShape, NormShape, layer_cost
 from par_zero import traffic
 
 from .experts.costs import all_reduced, exchanged, partial_elements, tensor_bytes, tensor_operations
@@ -194,7 +194,7 @@ def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, toke
         attention = _block_bytes(shape, cut.dense, numbers, tokens, halves=1)
         total += part.mixtures * (attention + tensor_bytes(shape.mixture, cut.experts, numbers, tokens))
     if part.first:
-        table = TableShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, cut))
+        table = EmbeddingShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, cut))
         total += float(_cost(cut, table).each) * numbers.residual
     if part.last:
         total += float(_cost(cut, NormShape(tokens=tokens, features=shape.width)).each) * 4
@@ -207,7 +207,7 @@ def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, toke
 @lru_cache(maxsize=4096)
 def _block_bytes(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, halves: int = 2) -> float:
     """Bytes over the tensor axis for forward and backward of one block and microbatch; of one half, attention's."""
-    linears = sum((_cost(cut, linear) for linear in _linears(shape, tokens)[: 2 * halves]), Cost())
+    linears = sum((_cost(cut, linear) for linear in _linears(shape, tokens)[: 2 * halves]), LayerCost())
     products = linears.each
     if _keeps_gathered_input(cut, numbers):
         products -= halves * Fraction(cut.ranks - 1, cut.ranks) * tokens * shape.width
@@ -234,7 +234,7 @@ def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
     if shape.mixture is not None:  # in mode 1d, where of these the biases of rows alone are partial, one of them less
         total += part.mixtures * (partial_elements(shape.mixture, cut.experts) - row_biases / 2)
     if part.first:
-        table = TableShape(tokens=1, features=h, vocabulary=_table_rows(shape, cut))
+        table = EmbeddingShape(tokens=1, features=h, vocabulary=_table_rows(shape, cut))
         total += float(_cost(cut, table).once) + all_reduced(cut.tokens, shape.context * h / cut.features)
     if part.last:
         total += norm
@@ -279,10 +279,10 @@ def _linears(shape: Shape, tokens: int) -> list[LinearShape]:
     ]
 
 
-def _classifier(shape: Shape, cut: Cut, tokens: int) -> LinearShape | TableShape:
+def _classifier(shape: Shape, cut: Cut, tokens: int) -> LinearShape | EmbeddingShape:
     if shape.tied:
         rows = _table_rows(shape, cut)
-        return TableShape(tokens=tokens, features=shape.width, vocabulary=rows, role="tied classifier")
+        return EmbeddingShape(tokens=tokens, features=shape.width, vocabulary=rows, role="tied classifier")
     return LinearShape(tokens=tokens, k=shape.width, n=padded(shape.vocabulary, cut.inner))
 
 
@@ -291,7 +291,7 @@ def _table_rows(shape: Shape, cut: Cut) -> int:
     return padded(shape.vocabulary, cut.matrix // cut.features)
 
 
-def _cost(cut: Cut, shape: LinearShape | NormShape | TableShape) -> Cost:
+def _cost(cut: Cut, shape: LinearShape | NormShape | EmbeddingShape) -> LayerCost:
     """What par-layers says that a layer of these sizes costs."""
     sizes = {"tensor": cut.ranks} if cut.mode == "1d" else dict(cut.axes)
-    return cost(cut.mode, sizes, shape, sequence_parallel=cut.sequence)
+    return layer_cost(cut.mode, sizes, shape, sequence_parallel=cut.sequence)

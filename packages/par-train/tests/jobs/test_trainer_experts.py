@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
-from par_layers import RouterLosses, update_choice_bias_
+from par_layers import RouterLosses, update_correction_bias_
 from par_testing import once, storm
 from par_train.jobs.checkpoint import Origin, TrainingState, load_model, load_state, save_checkpoint
 from par_train.jobs.gpt import GPT
@@ -47,7 +47,7 @@ def alone(data):
         loss = model.loss(model(inputs), targets)
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), chosen.train.clip_norm)
-        update_choice_bias_(model)
+        update_correction_bias_(model)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(chosen, step + 1)
         optimizer.step()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import ExpertSplit, MoEShape, PartialGradients, initialize, layer_set, moe_cost
+from par_layers import ExpertSplit, MoEShape, PartialGradientReducer, initialize, layer_set, moe_cost
 from par_plan.experts.costs import BESIDE
 from par_plan.inputs import Job, Machine
 from par_plan.prediction import predict
@@ -105,7 +105,7 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
         dense, replicas = groups["data", "sequence", "expert"], groups.size(("data", "sequence", "expert"))
         others = [Share(groups["data", "expert_data"], divisor=replicas, parameters=experts)]
         shard(model, optimizer, stage=zero, group=dense, others=others)
-        handler = PartialGradients(optimizer, groups)
+        handler = PartialGradientReducer(optimizer, groups)
         rows = torch.zeros(BATCH // replicas // 2, SHAPE.context, dtype=torch.int64)
         for _ in range(2):
             with SavedPeak(model.parameters()) as saved, count_collectives() as first, no_sync(model):

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import set_sharding, sharding_of
-from par_layers import Balance, RouterLosses, initialize, layer_set, normal, update_choice_bias_
+from par_layers import LoadBalancing, RouterLosses, initialize, layer_set, normal, update_correction_bias_
 from par_testing import assert_equal_to_one_device, storm
 from par_train import Strategy
 
 WIDTH, ROWS, LENGTH = 8, 8, 4
-BALANCE = Balance(aux=0.3, over="sequence", z=0.1, bias_rate=1e-2)
+BALANCE = LoadBalancing(aux=0.3, over="sequence", z=0.1, bias_rate=1e-2)
 
 
 def blocks(layers, balance=BALANCE, *, number=2, dense_first=False, **options):
@@ -48,7 +48,7 @@ def alone(steps, make):
         loss = data_loss(model(inputs), target)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update_choice_bias_(model)
+        update_correction_bias_(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append((float(loss.detach()), float(norm)))

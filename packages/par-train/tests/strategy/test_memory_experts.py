@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import part_of
-from par_layers import Balance, normal
+from par_layers import LoadBalancing, normal
 from par_recompute import saved
 from par_testing import for_each, storm
 from par_train import Strategy
@@ -30,7 +30,7 @@ class Uneven(nn.Module):
         self.first = layers.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList()
         for experts, hidden in sizes:
-            mixture = layers.MoE(WIDTH, hidden, experts, top_k=2, balance=Balance(), init=normal(0.4), **options)
+            mixture = layers.MoE(WIDTH, hidden, experts, top_k=2, balance=LoadBalancing(), init=normal(0.4), **options)
             self.blocks.append(nn.Sequential(mixture, layers.LayerNorm(WIDTH)))
 
     def forward(self, x):

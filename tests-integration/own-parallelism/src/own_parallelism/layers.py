@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from par_layers import Cut, Layout, Rules, gather_from
+from par_layers import ActivationLayout, ModeRules, WeightSharding, gather_from
 
 from .two_levels import TwoLevels
 
-multiply = Rules().column_product
+multiply = ModeRules().column_product
 """One device's product: it knows what to do with a hook, and with a function in the place of torch's."""
 
 
-def new_mode_layers(grid: Any, **_: object) -> Rules:
+def new_mode_layers(grid: Any, **_: object) -> ModeRules:
     """Which axes cut what, and the two products.
 
     Args:
@@ -24,10 +24,10 @@ def new_mode_layers(grid: Any, **_: object) -> Rules:
     axes = ("node", "local")
     both = grid.group(axes)
     column = Column(levels)
-    return Rules(
-        inner=Layout(features=axes),
-        column=Cut(rows=axes),
-        row=Cut(columns=axes),
+    return ModeRules(
+        inner=ActivationLayout(features=axes),
+        column=WeightSharding(rows=axes),
+        row=WeightSharding(columns=axes),
         column_product=column,
         row_product=Row(levels),
         to_residual=lambda y: gather_from(y, both, -1),

@@ -24,7 +24,7 @@ Both grow with the number of heads, so it depends on the machine alone: some 100
 """
 
 
-def assign(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
+def balance_chunks(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
     """Gives equally many chunks to each rank, so that the ranks have about the same work.
 
     The heaviest chunk goes first, each to the rank with the least work that has room for it, ties to the lower rank. No
@@ -159,7 +159,7 @@ def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multi
         places = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     else:
         filled = np.concatenate([work, np.zeros(padded - length, np.int64)])
-        places = assign(filled.reshape(ranks * each, chunk).sum(1), ranks, each)
+        places = balance_chunks(filled.reshape(ranks * each, chunk).sum(1), ranks, each)
     runs = tuple(joined([(place * chunk, (place + 1) * chunk) for place in of_rank]) for of_rank in places)
     return Tokens(length, padded, whole.documents, runs)
 

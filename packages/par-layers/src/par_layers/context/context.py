@@ -17,7 +17,7 @@ from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .balance import CAUSAL, CUTS, cut_tokens
 from .decoders import check_decoder
 from .exchange import all_highest, all_sum, all_tokens
-from .kernels import check_kernel, choose
+from .kernels import check_kernel, choose_kernels
 from .mask import Mask
 from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
 from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
@@ -408,7 +408,7 @@ class Context:
             raise ValueError(f"scale is {scale!r}; it must be a positive number")
         tokens = self.static(q.shape[1]) if tokens is None else tokens
         self._check(q, tokens, mask)
-        kernels = choose(q, v, self.kernel, self.block)
+        kernels = choose_kernels(q, v, self.kernel, self.block)
         plan = self._plan(tokens, mask, kernels.joins)
         how = Attention(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
         if self._inner_ranks == 1:

@@ -98,7 +98,7 @@ class AttentionShape:
             recompute: Whether forward is computed once more in backward.
         """
         alone = self.over(1)
-        pairs = work(self.mask, alone, 0) * (self.rows // len(alone.documents))
+        pairs = attention_pairs(self.mask, alone, 0) * (self.rows // len(alone.documents))
         return (18 if recompute else 14) * pairs * self.width
 
 
@@ -120,7 +120,7 @@ class AttentionMemory:
     arriving: Fraction
 
 
-def work(mask: Mask, tokens: Tokens, rank: int) -> int:
+def attention_pairs(mask: Mask, tokens: Tokens, rank: int) -> int:
     """Number of pairs of query and key that a rank computes, summed over the rows that have documents of their own.
 
     Args:
@@ -176,7 +176,7 @@ def received(
     return forward * (2 if recompute else 1) + backward
 
 
-def memory(
+def attention_memory(
     mode: str,
     sizes: Mapping[str, int],
     shape: AttentionShape,
@@ -251,7 +251,7 @@ def _most(table: Transfers, parts: int, *, several: bool, keep: bool) -> tuple[F
     return Fraction(int(forward.max()), parts), Fraction(int(backward.max()), parts), int(received.max())
 
 
-def fetch_parts(elements: float, key_heads: int, most: int | None = None) -> int:
+def num_gather_parts(elements: float, key_heads: int, most: int | None = None) -> int:
     """Number of parts that gather fetches one after the other, each with some of the key heads. Pure.
 
     A part travels while another is computed, and less is held at once; but every part calls the kernels again. So,

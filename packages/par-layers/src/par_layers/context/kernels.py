@@ -424,7 +424,7 @@ class Kernels:
         return self.masked if kind == "band" or kind in self.plain.biased else self.plain
 
 
-def choose(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512) -> Kernels:
+def choose_kernels(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512) -> Kernels:
     """The kernels that can compute attention of such tensors, the fastest ones.
 
     Args:

@@ -19,7 +19,7 @@ _OVER = ("sequence", "microbatch", "step")
 
 
 @dataclass(frozen=True)
-class Balance:
+class LoadBalancing:
     """How a mixture of experts is kept in balance.
 
     Args:
@@ -28,7 +28,7 @@ class Balance:
         over: The tokens whose shares count together: those of one "sequence" (as in DeepSeek-V3), of a "microbatch" (as
             in Switch Transformers), or of all ranks' microbatches of this "step" so far.
         z: Coefficient of the mean of logsumexp(logits)**2, which keeps logits small.
-        bias_rate: What `update_choice_bias_` adds to, or takes from, an expert's bias of the choice each step.
+        bias_rate: What `update_correction_bias_` adds to, or takes from, an expert's bias of the choice each step.
 
     Raises:
         ValueError: A number below 0, or tokens of another kind.
@@ -107,7 +107,7 @@ class Tally:
         scale: What the main loss is multiplied by; all routers of a model have the same.
     """
 
-    def __init__(self, experts: int, top_k: int, balance: Balance, tokens: TokenAxes, grid: Grid) -> None:
+    def __init__(self, experts: int, top_k: int, balance: LoadBalancing, tokens: TokenAxes, grid: Grid) -> None:
         self.experts, self.top_k, self.balance, self.tokens, self.grid = experts, top_k, balance, tokens, grid
         self.counts: Tensor | None = None
         self.latest: Tensor | None = None
@@ -118,7 +118,7 @@ class Tally:
         self.scale = LossScale()
         self._so_far: Tensor | None = None  # choices and tokens of all ranks in this step, [E + 1]
 
-    def __reduce__(self) -> tuple[type["Tally"], tuple[int, int, Balance, TokenAxes, Grid]]:
+    def __reduce__(self) -> tuple[type["Tally"], tuple[int, int, LoadBalancing, TokenAxes, Grid]]:
         """What copies and pickles are made of: they have seen nothing."""
         return Tally, (self.experts, self.top_k, self.balance, self.tokens, self.grid)
 
@@ -164,7 +164,7 @@ class Tally:
         elif sequences is None:
             raise ValueError(
                 "balance is over a 'sequence', but tokens [M, h] do not say where one begins; give activations "
-                "[B, S, h] to the layer, or `sequences` to the router, or use Balance(over='microbatch')"
+                "[B, S, h] to the layer, or `sequences` to the router, or use LoadBalancing(over='microbatch')"
             )
         elif isinstance(sequences, Tensor):
             if sequences.dim() != 2 or sequences.shape[1] != tokens:

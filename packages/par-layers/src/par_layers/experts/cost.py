@@ -26,7 +26,7 @@ class MoEShape:
         shared: Number of experts that every token goes to as well.
         gated: Whether the first product gives a gate and an up part, 2 f features.
         element: Bytes of an element of an activation, b.
-        capacity: As `Dispatch` takes it; None drops nothing.
+        capacity: As `TokenDispatcher` takes it; None drops nothing.
 
     Raises:
         ValueError: A token has more experts than there are.

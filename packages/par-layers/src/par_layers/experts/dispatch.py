@@ -26,7 +26,7 @@ from .capacity import assigned, extended, slots
 from .rows import PADDING, by_expert, inverse, sorted_by_expert
 
 
-class Dispatch:
+class TokenDispatcher:
     """Brings tokens to their experts, which are dealt out over the ranks of a group, and the sums of outputs back.
 
     Args:
@@ -61,13 +61,13 @@ class Dispatch:
         if capacity is not None and not capacity > 0:
             raise ValueError(f"capacity is {capacity}; give a positive multiple of the mean, or None to drop nothing")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatch":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenDispatcher":
         """Itself: copies of a model work on the same ranks."""
         return self
 
     def send(
         self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None, priorities: Tensor | None = None
-    ) -> "Sent":
+    ) -> "DispatchHandle":
         """Begins to send this rank's rows. Every rank of the group must call it, one without tokens too.
 
         Args:
@@ -100,17 +100,17 @@ class Dispatch:
             ranked = gates if priorities is None else priorities
             if is_compiling():
                 placed = self._placed(ids, ranked, self._each(ids, most))
-                return _SentInGraph(x, gates, *placed, experts=self.experts, group=self.group)
+                return _GraphDispatchHandle(x, gates, *placed, experts=self.experts, group=self.group)
             if self.group is None or x.device.type != "cpu" or type(x) is not Tensor:
                 return self._sent(x, gates, self._slots(x, ids, gates, most, ranked))
             return self._send_agreed(x, ids, gates, most, ranked)
         return apart(self._send_all, x, ids, gates) if is_compiling() else self._send_all(x, ids, gates)
 
-    def _send_all(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Sent":
+    def _send_all(self, x: Tensor, ids: Tensor, gates: Tensor) -> "DispatchHandle":
         """Every row travels."""
         return self._sent(x, gates, self._rows(x, ids, gates))
 
-    def _send_agreed(self, x: Tensor, ids: Tensor, gates: Tensor, own: int, priorities: Tensor) -> "Sent":
+    def _send_agreed(self, x: Tensor, ids: Tensor, gates: Tensor, own: int, priorities: Tensor) -> "DispatchHandle":
         """As many rows travel to every expert, by the highest number of tokens that a rank has.
 
         Splits of different sizes would end the process. So all ranks send as many rows as last time, whatever they
@@ -127,7 +127,7 @@ class Dispatch:
         before = self._most
         sent = self._sent(x, gates, self._slots(x, ids, gates, before, priorities, max(own, 1)))
 
-        def again(heard: int) -> Sent | None:
+        def again(heard: int) -> DispatchHandle | None:
             if heard == before:
                 return None
             self._most = heard
@@ -170,10 +170,10 @@ class Dispatch:
             own=own,
         )
 
-    def _sent(self, x: Tensor, gates: Tensor, route: "Route") -> "Sent":
+    def _sent(self, x: Tensor, gates: Tensor, route: "Route") -> "DispatchHandle":
         if self.group is None:
-            return Sent(route, x, gates)
-        return Sent(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
+            return DispatchHandle(route, x, gates)
+        return DispatchHandle(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
 
     def _rows(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Route":
         """Every row travels; the exchange of their numbers has begun."""
@@ -203,7 +203,7 @@ def out_of_range(ranks: list[int], experts: int) -> str:
     )
 
 
-class Sent:
+class DispatchHandle:
     """Rows on their way: `receive` waits for those of this rank's experts, `combine` sends their outputs back.
 
     Args:
@@ -214,7 +214,7 @@ class Sent:
 
     def __init__(self, route: "Route", x: Tensor, gates: Tensor | None = None) -> None:
         self._route, self._x, self._gates = route, x, gates
-        self.again: Callable[[int], Sent | None] | None = None
+        self.again: Callable[[int], DispatchHandle | None] | None = None
         """Sends once more, where the highest number of tokens of a rank is not the one for which was sent."""
 
     @property
@@ -284,7 +284,7 @@ class Sent:
         return summed
 
 
-class _SentInGraph(Sent):
+class _GraphDispatchHandle(DispatchHandle):
     """Rows on their way in a graph of torch.compile, with a capacity.
 
     Args:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ..layers.linear import ParallelLinear
-from .dispatch import Dispatch
+from .dispatch import TokenDispatcher
 from .entrance import Entrance
 from .experts import Experts
 from .router import Router
@@ -26,7 +26,7 @@ class MoE(nn.Module):
         self,
         gate: Router,
         experts: Experts,
-        dispatch: Dispatch,
+        dispatch: TokenDispatcher,
         entrance: Entrance,
         shared_experts: SharedExperts | None = None,
         shared_expert_gate: ParallelLinear | None = None,

@@ -17,9 +17,9 @@ from ..layers.dropout import draw_key
 from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import Init, Rows, make_parameter, uniform
 from ..modes.grid import Grid
-from .balance import Balance, Shares, Tally, TokenAxes, attach
-from .choose import check_choice, choose
+from .balance import LoadBalancing, Shares, Tally, TokenAxes, attach
 from .replay import Choice, Replay, in_backward, may_run_again, narrow
+from .selection import check_choice, select_experts
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Router(ParallelLayer):
         group_limit: tuple[int, int] | None = None,
         bias: bool = False,
         choice_bias: bool = False,
-        balance: Balance | None = None,
+        balance: LoadBalancing | None = None,
         grid: Grid | None = None,
         tokens: TokenAxes | None = None,
         init: Init | None = None,
@@ -104,7 +104,7 @@ class Router(ParallelLayer):
         check_choice(experts, top_k, group_limit)
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score is {score!r}; logits become scores by 'softmax' or 'sigmoid'")
-        self.balance = Balance() if balance is None else balance
+        self.balance = LoadBalancing() if balance is None else balance
         if self.balance.bias_rate and not choice_bias:
             raise ValueError(f"bias_rate is {self.balance.bias_rate}, but there is no bias; give choice_bias=True")
         self.hidden, self.experts, self.top_k, self.group_limit = hidden, experts, top_k, group_limit
@@ -153,7 +153,7 @@ class Router(ParallelLayer):
             choice = self.replay.take(key) if key is not None and in_backward() else None
             if choice is None:
                 bias = self.e_score_correction_bias
-                ids = choose(scores, self.top_k, bias=bias, group_limit=self.group_limit)
+                ids = select_experts(scores, self.top_k, bias=bias, group_limit=self.group_limit)
             else:
                 ids = choice.ids.long()
             gates = scores.gather(1, ids)

@@ -9,9 +9,9 @@ from torch.nn import functional
 from ..layers.linear import ParallelLinear, check_divides
 from ..layers.parameter import Init, Rows
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout
+from ..modes.layout import ActivationLayout
 from ..modes.product_1d import local_product
-from ..modes.rules import Cut
+from ..modes.rules import WeightSharding
 from .products import Activation, activation_of
 
 
@@ -46,13 +46,13 @@ class SharedExperts(nn.Module):
         check_divides(intermediate, axes, grid, "the features of all shared experts")
         self.activation = activation_of(activation, interleaved=interleaved)
         self._is_swiglu, self._interleaved = activation == "swiglu", interleaved
-        outside, inside = Layout(), Layout(features=axes)
+        outside, inside = ActivationLayout(), ActivationLayout(features=axes)
         linear = partial(ParallelLinear, bias=False, product=local_product, grid=grid, init=init)
-        column = partial(linear, [Rows(length=intermediate, axes=axes)], hidden, cut=Cut(rows=axes))
+        column = partial(linear, [Rows(length=intermediate, axes=axes)], hidden, cut=WeightSharding(rows=axes))
         if self.activation.gated:
             self.gate_proj = column(takes=outside, out=inside)
         self.up_proj = column(takes=outside, out=inside)
-        row = Cut(columns=axes)
+        row = WeightSharding(columns=axes)
         self.down_proj = linear([Rows(length=hidden)], intermediate, cut=row, takes=inside, out=outside)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def gate_of_shared(hidden: int, sum_over: Axes, grid: Grid, init: Init | None = 
         [Rows(length=1)],
         hidden,
         False,
-        cut=Cut(sum_over=sum_over),
-        takes=Layout(),
-        out=Layout(),
+        cut=WeightSharding(sum_over=sum_over),
+        takes=ActivationLayout(),
+        out=ActivationLayout(),
         product=local_product,
         grid=grid,
         init=init,

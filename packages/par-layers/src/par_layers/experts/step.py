@@ -58,7 +58,7 @@ class RouterLosses:
         Returns:
             "aux" and "z": what all routers together added to the loss, with its coefficient, the mean over microbatches
             of this rank. "imbalance": tokens of the busiest expert by the mean of its layer's experts, the highest of
-            all layers; of all ranks where `update_choice_bias_` has ended a step, else of this rank alone. "dropped":
+            all layers; of all ranks if `update_correction_bias_` has ended a step, else of this rank only. "dropped":
             rows of this rank beyond an expert's capacity.
         """
         tallies = [router.tally for router in self._routers.values()]
@@ -79,7 +79,7 @@ class RouterLosses:
         return taken
 
     def load(self) -> dict[str, Tensor]:
-        """Tokens of all ranks for each expert in the step that `update_choice_bias_` ended last, by router.
+        """Tokens of all ranks for each expert in the step that `update_correction_bias_` ended last, by router.
 
         Returns:
             Names of routers, and int64 [E] for each; those that no step has ended for are missing.
@@ -89,7 +89,7 @@ class RouterLosses:
 
 
 @torch.no_grad()
-def update_choice_bias_(model: nn.Module, groups: ProcessGroups | dist.ProcessGroup | None = None) -> None:
+def update_correction_bias_(model: nn.Module, groups: ProcessGroups | dist.ProcessGroup | None = None) -> None:
     """Ends a step for all routers of a model, in place: experts with many tokens are chosen less, idle ones more.
 
     Each bias of the choice gets `Balance.bias_rate` more where an expert had fewer tokens than the mean of its layer,

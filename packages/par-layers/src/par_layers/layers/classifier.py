@@ -12,7 +12,7 @@ from .._collectives import reduce_from
 from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Grid
 from ..modes.layout import check_features
-from ..modes.rules import Rules
+from ..modes.rules import ModeRules
 from .embedding import ParallelVocabEmbedding, padded
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
@@ -30,7 +30,7 @@ class ParallelClassifier(ParallelLayer):
         grid: This rank's place.
     """
 
-    def __init__(self, hidden: int, classes: int, bias: bool, rules: Rules, grid: Grid) -> None:
+    def __init__(self, hidden: int, classes: int, bias: bool, rules: ModeRules, grid: Grid) -> None:
         super().__init__()
         layout = rules.residual
         check_divides(hidden, layout.features, grid, "hidden")
@@ -73,7 +73,7 @@ class ParallelVocabClassifier(ParallelLayer):
         self,
         hidden: int,
         vocabulary: int,
-        rules: Rules,
+        rules: ModeRules,
         grid: Grid,
         *,
         tied: ParallelVocabEmbedding | None = None,

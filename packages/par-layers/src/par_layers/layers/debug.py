@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..context.tokens import Tokens
-from ..modes.layout import Layout
+from ..modes.layout import ActivationLayout
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,7 +87,7 @@ class Mark:
         tokens: How its batch was cut along the sequence; None if no layer was told yet.
     """
 
-    layout: Layout
+    layout: ActivationLayout
     layers: object
     tokens: Tokens | None = None
 

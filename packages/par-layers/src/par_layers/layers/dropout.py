@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._random_bits import random_bits
 from ..context.tokens import Tokens
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout
+from ..modes.layout import ActivationLayout
 from .places import Places
 
 
@@ -57,7 +57,9 @@ class ParallelDropout(nn.Module):
         return f"p={self.p}"
 
 
-def dropped(x: Tensor, p: float, layout: Layout, grid: Grid, in_row: tuple[Tensor, int] | None = None) -> Tensor:
+def dropped(
+    x: Tensor, p: float, layout: ActivationLayout, grid: Grid, in_row: tuple[Tensor, int] | None = None
+) -> Tensor:
     """Zeroes elements with probability p and scales the rest by 1 / (1 - p).
 
     Args:
@@ -73,7 +75,9 @@ def dropped(x: Tensor, p: float, layout: Layout, grid: Grid, in_row: tuple[Tenso
     return x * keep.to(x.dtype).mul_(1 / (1 - p))
 
 
-def _places(x: Tensor, layout: Layout, grid: Grid, in_row: tuple[Tensor, int] | None) -> tuple[Tensor, Tensor]:
+def _places(
+    x: Tensor, layout: ActivationLayout, grid: Grid, in_row: tuple[Tensor, int] | None
+) -> tuple[Tensor, Tensor]:
     """The place of each local element in the whole activation: a row-major number of its row, and its column."""
     axes: list[Axes] = [()] * x.dim()
     axes[0] = layout.batch

@@ -11,9 +11,9 @@ from .._collectives import all_gather_to, reduce_from, reduce_scatter_to
 from .._torch_private import assert_async
 from ..context.tokens import Tokens
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout, part
+from ..modes.layout import ActivationLayout, part
 from ..modes.product_1d import SEQUENCE
-from ..modes.rules import Rules
+from ..modes.rules import ModeRules
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Bits, ByPlace, Init, Rows, constant, make_parameter, normal, uniform
@@ -31,7 +31,7 @@ class ParallelEmbedding(ParallelLayer):
         init: How the table is filled; default: normal(1), as torch.nn.Embedding.
     """
 
-    def __init__(self, vocabulary: int, features: int, rules: Rules, grid: Grid, init: Init | None = None) -> None:
+    def __init__(self, vocabulary: int, features: int, rules: ModeRules, grid: Grid, init: Init | None = None) -> None:
         super().__init__()
         check_divides(features, rules.residual.features, grid, "features")
         self.vocabulary = vocabulary
@@ -71,7 +71,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         self,
         vocabulary: int,
         features: int,
-        rules: Rules,
+        rules: ModeRules,
         grid: Grid,
         *,
         padding_id: int | None = None,
@@ -194,7 +194,7 @@ class ParallelPatchEmbedding(ParallelLayer):
         grid: This rank's place.
     """
 
-    def __init__(self, patch: int, channels: int, features: int, rules: Rules, grid: Grid) -> None:
+    def __init__(self, patch: int, channels: int, features: int, rules: ModeRules, grid: Grid) -> None:
         super().__init__()
         layout = rules.residual
         check_divides(features, layout.features, grid, "features")
@@ -223,7 +223,7 @@ class ParallelPatchEmbedding(ParallelLayer):
         return tokens[:, part(tokens.shape[1], self._layout.sequence, self._grid, "1 + patches")]
 
 
-def cut_tokens(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
+def cut_tokens(x: Tensor, layout: ActivationLayout, grid: Grid) -> Tensor:
     """This rank's tokens of whole ids or targets.
 
     Args:

@@ -9,8 +9,8 @@ from par_groups import WeightGradHook, weight_and_hook
 
 from ..modes.arithmetic import LinearFunction, in_autocast_dtype
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout, check_features
-from ..modes.rules import Cut, Product
+from ..modes.layout import ActivationLayout, check_features
+from ..modes.rules import ParallelMatmul, WeightSharding
 from .parallel_layer import ParallelLayer
 from .parameter import Init, Rows, make_parameter, uniform
 
@@ -47,10 +47,10 @@ class ParallelLinear(ParallelLayer):
         in_features: int,
         bias: bool,
         *,
-        cut: Cut,
-        takes: Layout,
-        out: Layout,
-        product: Product,
+        cut: WeightSharding,
+        takes: ActivationLayout,
+        out: ActivationLayout,
+        product: ParallelMatmul,
         grid: Grid,
         init: Init | None = None,
         then: Callable[[Tensor], Tensor] | None = None,

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from .._collectives import finish, reduce_from, start_all_reduce
 from .._torch_private import assert_async
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout
-from ..modes.rules import Rules
+from ..modes.layout import ActivationLayout
+from ..modes.rules import ModeRules
 from .embedding import cut_tokens
 
 
@@ -45,7 +45,7 @@ class LossOptions:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; it lies between 0 and 1")
 
 
-def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
     """The mean, or sum, over the tensor group's tokens that are not ignored, on every rank alike; in fp32 at least.
 
     Where the sequence was cut before the layers saw it, it is that over the tokens of all these ranks.
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     classifier: Callable[[Tensor], Tensor],
     target: Tensor,
-    rules: Rules,
+    rules: ModeRules,
     grid: Grid,
     *,
     options: LossOptions,
@@ -99,7 +99,7 @@ def linear_cross_entropy(
     return _reduced(torch.stack(sums).sum(), target, rules, grid, options)
 
 
-def _reduced(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+def _reduced(total: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
     """A sum over the tensor group's tokens, by the number of those that count; over all sequence ranks alike.
 
     Args:
@@ -123,7 +123,7 @@ def _reduced(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: L
     return (summed[0] / summed[1]).to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
 
 
-def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+def _summed_losses(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
     """The sum over the tokens of the tensor group, in fp32 at least.
 
     A bf16 sum would lose whole tokens, and an fp16 loss would overflow when it is scaled.
@@ -160,7 +160,7 @@ def losses_of_cut_vocabulary(logits: Tensor, target: Tensor, grid: Grid, axes: A
     return losses
 
 
-def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+def accuracy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
     """The share of tokens of the tensor group whose largest logit is the target's; ignored ones do not count.
 
     Of equal logits the first class wins.
@@ -191,15 +191,15 @@ def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: 
     return _reduced(over_tokens(right, layout, grid), target, rules, grid, options)
 
 
-def logits_layout(rules: Rules, *, cut: bool) -> Layout:
+def logits_layout(rules: ModeRules, *, cut: bool) -> ActivationLayout:
     """The layout of logits.
 
     Those of a cut vocabulary come from a column product; whole ones lie as the residual does, the sequence gathered.
     """
-    return rules.inner if cut else Layout(batch=rules.residual.batch)
+    return rules.inner if cut else ActivationLayout(batch=rules.residual.batch)
 
 
-def over_tokens(value: Tensor, layout: Layout, grid: Grid) -> Tensor:
+def over_tokens(value: Tensor, layout: ActivationLayout, grid: Grid) -> Tensor:
     """The sum of a number over the ranks that have different tokens; backward leaves the gradient alone."""
     axes: Axes = grid.larger(layout.tokens)
     return reduce_from(value, grid.group(axes)) if axes else value

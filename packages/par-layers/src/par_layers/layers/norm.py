@@ -11,7 +11,7 @@ from torch.nn import functional
 from .._collectives import finish, start_all_reduce
 from ..modes.arithmetic import autocast_dtype
 from ..modes.grid import Grid
-from ..modes.layout import Layout, check_features
+from ..modes.layout import ActivationLayout, check_features
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Rows, constant, make_parameter
@@ -30,7 +30,7 @@ class ParallelNorm(ParallelLayer):
         eps: What is added to the variance.
     """
 
-    def __init__(self, features: int, layout: Layout, grid: Grid, *, mean: bool, eps: float) -> None:
+    def __init__(self, features: int, layout: ActivationLayout, grid: Grid, *, mean: bool, eps: float) -> None:
         super().__init__()
         check_divides(features, layout.features, grid, "features")
         rows = [Rows(length=features, axes=layout.features)]

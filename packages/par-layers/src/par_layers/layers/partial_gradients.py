@@ -9,7 +9,7 @@ from par_groups import ProcessGroups, gradients
 from .parallel_layer import check_records
 
 
-class PartialGradients:
+class PartialGradientReducer:
     """A gradient handler that sums, once a step, what is still partial after the last backward.
 
     Partial are the gradients of norms and biases under sequence parallelism and in 2D to 3D, of weights over the depth
@@ -22,7 +22,7 @@ class PartialGradients:
 
     Example:
         loss.backward()
-        PartialGradients(model, groups).handle_gradient()
+        PartialGradientReducer(model, groups).handle_gradient()
         optimizer.step()
     """
 

@@ -11,7 +11,7 @@ from .._tensor_cache import tensor_cache
 from .._torch_private import disable_dynamo
 from ..context.tokens import Tokens
 from ..modes.grid import Grid
-from ..modes.layout import Layout, part
+from ..modes.layout import ActivationLayout, part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Places:
             the sequence before the layers saw it.
     """
 
-    layout: Layout
+    layout: ActivationLayout
     grid: Grid
     static: Callable[[int], Tokens] | None
 

@@ -10,7 +10,16 @@ from typing import Any
 from torch import nn
 
 from .plans.plans import names_around
-from .plans.styles import Column, DealtExperts, Partial, Row, SplitExperts, Style, Vocabulary, Whole
+from .plans.styles import (
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    PartialGradient,
+    Replicated,
+    RowParallel,
+    Style,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,11 @@ class Wrapper:
         """
         downs = [f"{self.name}.lora_A.{adapter}" for adapter in self.adapters]
         ups = [f"{self.name}.lora_B.{adapter}" for adapter in self.adapters]
-        of_down, of_up = (Partial() if enters else Whole(), style) if isinstance(style, Column) else (style, Whole())
+        of_down, of_up = (
+            (PartialGradient() if enters else Replicated(), style)
+            if isinstance(style, ColumnParallel)
+            else (style, Replicated())
+        )
         return {self.base: style, **dict.fromkeys(downs, of_down), **dict.fromkeys(ups, of_up)}
 
 
@@ -79,16 +92,18 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
         style = rules.get(name)
         if style is None or not isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
-        if isinstance(style, (Vocabulary, SplitExperts, DealtExperts)) or (isinstance(style, Column) and style.gather):
+        if isinstance(style, (EmbeddingParallel, ExpertTensorParallel, ExpertParallel)) or (
+            isinstance(style, ColumnParallel) and style.gather
+        ):
             raise TypeError(
                 f"{name!r} has an adapter ({who}) on an embedding, a head or experts, which cannot be cut; choose "
                 "target_modules among the linears of the layers"
             )
-        if not isinstance(style, (Column, Row)):
+        if not isinstance(style, (ColumnParallel, RowParallel)):
             continue
         if not _names(module, "lora_A"):
             raise TypeError(f"{name!r} has an adapter of the kind {who}, which cannot be cut; LoRA can")
-        if _names(module, "lora_magnitude_vector") or (isinstance(style, Row) and style.split):
+        if _names(module, "lora_magnitude_vector") or (isinstance(style, RowParallel) and style.split):
             raise TypeError(f"{name!r} has an adapter with DoRA, or around a Row that splits its input; use plain LoRA")
         found[name] = Wrapper(name, _names(module, "lora_A"))
     return found

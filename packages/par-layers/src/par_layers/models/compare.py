@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from par_groups import ProcessGroups, sharding_of
 
 from .._layer_set import LayerSet, layer_set
-from ..layers.partial_gradients import PartialGradients
+from ..layers.partial_gradients import PartialGradientReducer
 from .loss import shifts_labels
-from .parallel import parallel_of
+from .parallel import parallelization_of
 from .parallelize import parallelize
 from .plans.plans import Plan
 from .survey import tensor_axes
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """How far a model that was cut is from the whole one: largest differences, relative to the largest number.
 
     Args:
@@ -41,13 +41,13 @@ class Comparison:
         return max(self.loss, self.logits, *self.gradients.values())
 
 
-def compare(
+def verify_plan(
     make: Callable[[], nn.Module],
     groups: ProcessGroups | LayerSet,
     batch: Mapping[str, Any] | Tensor,
     plan: str | Plan = "auto",
     backwards: int = 2,
-) -> Comparison:
+) -> PlanComparison:
     """Runs a model whole and cut, forward and backward, and says how far apart they are; for a plan of your own.
 
     Every rank of the tensor group must call it, and each runs the whole model: make a small one, best of all in fp64.
@@ -81,7 +81,7 @@ def compare(
             dist.broadcast(tensor.data, dist.get_global_rank(group, 0), group=group)
     computes_own = isinstance(batch, Mapping) and "labels" in batch and shifts_labels(whole) is None
     cut = parallelize(copy.deepcopy(whole), layers, plan, logits="whole" if computes_own else "cut")
-    known = parallel_of(cut)
+    known = parallelization_of(cut)
     over = None if known is None else known.over
     loss = logits = 0.0
     for number in range(backwards):
@@ -95,7 +95,7 @@ def compare(
         expected_loss.backward()
         here_loss.backward()
     if layers.grid.groups is not None:
-        PartialGradients(cut, layers.grid.groups).handle_gradient()
+        PartialGradientReducer(cut, layers.grid.groups).handle_gradient()
     references = dict(whole.named_parameters())
     largest = max((each.grad.abs().max().item() for each in references.values() if each.grad is not None), default=0.0)
     far = {
@@ -106,7 +106,7 @@ def compare(
     if axes:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=layers.grid.group(axes))
     loss, logits, *gradients = numbers.tolist()
-    return Comparison(loss, logits, dict(zip(far, gradients, strict=True)))
+    return PlanComparison(loss, logits, dict(zip(far, gradients, strict=True)))
 
 
 def _run(

@@ -12,7 +12,7 @@ from par_groups import agree, check_alike
 
 from ..layers.dropout import dropped
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout
+from ..modes.layout import ActivationLayout
 from .hooks import Hook
 from .regions import Region
 from .sequence import CutSequence
@@ -31,7 +31,7 @@ class AdoptedDropout(nn.Dropout):
     region: Region | None
     """The region around it."""
 
-    layout: Layout
+    layout: ActivationLayout
     """How activations lie here, outside a region."""
 
     sequence: CutSequence | None
@@ -45,7 +45,7 @@ class AdoptedDropout(nn.Dropout):
         if self.p == 1.0 or (inside and self.region is not None and self.region.inner_dropout):
             return functional.dropout(x, self.p, training=True, inplace=self.inplace)
         if inside:
-            return dropped(x, self.p, Layout(features=self.axes), self.grid)
+            return dropped(x, self.p, ActivationLayout(features=self.axes), self.grid)
         is_whole = self.sequence is not None and not self.sequence.is_cut(self)
         return dropped(x, self.p, replace(self.layout, sequence=()) if is_whole else self.layout, self.grid)
 
@@ -90,7 +90,7 @@ def adopt_dropout_(
     axes: Axes,
     region: Region | None,
     *,
-    layout: Layout,
+    layout: ActivationLayout,
     sequence: CutSequence | None = None,
 ) -> None:
     """Makes a dropout one that drops the same elements on any number of ranks, in place.

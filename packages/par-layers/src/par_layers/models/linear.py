@@ -20,7 +20,7 @@ from .._collectives import (
 from ..layers.parallel_layer import ParallelLayer
 from ..modes.arithmetic import LinearFunction, in_autocast_dtype
 from ..modes.grid import Axes, Grid
-from ..modes.layout import Layout, check_features
+from ..modes.layout import ActivationLayout, check_features
 from ..modes.product_1d import (
     SEQUENCE,
     Column1D,
@@ -221,7 +221,7 @@ class AdoptedColumn(_Adopted):
 
     def forward(self, x: Tensor) -> Tensor:
         """From [..., K], the same on all ranks, to this rank's features [..., N/p], or to all of them."""
-        check_features(x, self.in_features, Layout(), "a column")
+        check_features(x, self.in_features, ActivationLayout(), "a column")
         x, weight, bias, hook = self.operands(x)
         if self.entry is not None:
             y = self.entry.product(x, weight, bias, hook, self.linear)
@@ -259,9 +259,9 @@ class AdoptedRow(_Adopted):
         """From this rank's features [..., K/p] to [..., N], the same on all ranks, or to [B, S/p, N]."""
         group = self.grid.group(self.axes)
         if self.split:
-            check_features(x, self.in_features, Layout(), "a row")
+            check_features(x, self.in_features, ActivationLayout(), "a row")
             x = scatter_to(x, group, -1)
-        check_features(x, self.in_features // group.size(), Layout(features=self.axes), "a row")
+        check_features(x, self.in_features // group.size(), ActivationLayout(features=self.axes), "a row")
         x, weight, bias, hook = self.operands(x)
         sequence = self.sequence is not None and self.sequence.is_cut(self)
         if sequence and x.dim() < 3:

@@ -22,8 +22,8 @@ KEPT_AS = "par_parallel"
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """How a model was cut in place; `parallel_of` gives it.
+class Parallelization:
+    """How a model was cut in place; `parallelization_of` gives it.
 
     Args:
         plan: The style of every module and parameter that has one, by its name.
@@ -105,7 +105,7 @@ class Parallel:
         return self.over
 
 
-def parallel_of(model: nn.Module) -> Parallel | None:
+def parallelization_of(model: nn.Module) -> Parallelization | None:
     """How a model was cut in place; None if it was not.
 
     Args:

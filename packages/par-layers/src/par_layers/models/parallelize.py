@@ -13,7 +13,7 @@ from .._layer_set import LayerSet, layer_set
 from ..context.context import Context
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.grid import EXPERTS
-from ..modes.layout import Layout
+from ..modes.layout import ActivationLayout
 from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
 from .cutting import Records, keep_part_, make_alike_
@@ -25,10 +25,18 @@ from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .packed.forward import DealtForward, deal_
 from .packed.routed import RoutedForward
-from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
+from .parallel import KEPT_AS, LogitsLayout, Parallelization, parallelization_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
 from .plans.plans import Plan, names_around, resolve
-from .plans.styles import Column, Latent, Row, Shared, SplitExperts, Summed, Vocabulary
+from .plans.styles import (
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertTensorParallel,
+    IdentityExpert,
+    LatentProjection,
+    RowParallel,
+    SummedOutput,
+)
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
 from .sequence import Begins, CutSequence
@@ -47,8 +55,8 @@ def parallelize(
     """Cuts an existing model over the tensor ranks, in place and in mode 1d; its code runs unchanged.
 
     Every parameter keeps its identity and its name, holds this rank's part, and has a record of the whole one. Outputs,
-    loss, gradients and generated tokens are those of one device. `PartialGradients(model, groups)` sums, once a step,
-    the gradients of parameters that lie between cut ones. A second call with the same groups and plan changes nothing.
+    loss, gradients and generated tokens are those of one device. `PartialGradientReducer(model, groups)` sums, once a
+    step, the gradients of parameters between sharded ones. A second call with the same groups and plan changes nothing.
     Where the topology cuts sequences too, `Context.transformers_` comes first; the tokens of a sequence rank are then
     what this cuts.
 
@@ -90,7 +98,7 @@ def parallelize(
             _check_context(inner, grid.size(layers.rules.residual.context))
         if logits not in ("auto", "whole", "cut"):
             raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
-        before = parallel_of(inner)
+        before = parallelization_of(inner)
         if before is None:
             check_prompts(model)
             check_whole(inner)
@@ -121,7 +129,9 @@ def parallelize(
     return model
 
 
-def cuts(model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan = "auto") -> dict[str, Sharding]:
+def plan_shardings(
+    model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan = "auto"
+) -> dict[str, Sharding]:
     """How `parallelize` will cut each parameter; pure, needs no live groups, and changes nothing.
 
     Args:
@@ -159,7 +169,7 @@ def _check_context(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
+def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
     """What the first call agreed on, where the second one asks for the same.
 
     Raises:
@@ -178,7 +188,7 @@ def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Pla
                 f"parameter {name!r} came after this model was cut; make the model anew, with adapters, and cut that"
             )
     if resolve(model, plan, experts=deals_experts(layers.grid)).rules != before.plan:
-        raise ValueError("this model was cut by another plan, which parallel_of(model).plan has; make it anew")
+        raise ValueError("this model was cut by another plan, which parallelization_of(model).plan has; make it anew")
     return before.digest
 
 
@@ -238,7 +248,7 @@ class _Adoption:
     def _head(self) -> str | None:
         """The name of what gives the logits: the output embedding, or the one Column that is gathered."""
         rules = self.found.rules
-        gathered = [name for name, style in rules.items() if isinstance(style, Column) and style.gather]
+        gathered = [name for name, style in rules.items() if isinstance(style, ColumnParallel) and style.gather]
         return self.found.head or (gathered[0] if len(gathered) == 1 else None)
 
     def _classes(self, head: str) -> int:
@@ -257,7 +267,7 @@ class _Adoption:
                 continue
             adopted.add(id(module))
             region = regions.get(self.found.region_around(name))
-            if isinstance(style, Column):
+            if isinstance(style, ColumnParallel):
                 adopt_linear_(
                     module,
                     AdoptedColumn,
@@ -269,7 +279,7 @@ class _Adoption:
                     gather=style.gather,
                     logits=head if gives_logits is not None and module is self.modules[gives_logits] else None,
                 )
-            elif isinstance(style, Row):
+            elif isinstance(style, RowParallel):
                 adopt_linear_(
                     module,
                     AdoptedRow,
@@ -280,22 +290,22 @@ class _Adoption:
                     sequence=self._sequence_at(name),
                     region=region,
                 )
-            elif isinstance(style, Vocabulary):
+            elif isinstance(style, EmbeddingParallel):
                 self._adopt_embedding(module, style)
-            elif (isinstance(style, SplitExperts) and name not in self.found.experts) or (
-                isinstance(style, Summed) and style.copies
+            elif (isinstance(style, ExpertTensorParallel) and name not in self.found.experts) or (
+                isinstance(style, SummedOutput) and style.copies
             ):
                 experts = CutExperts(self.grid, self.axes)
                 module.register_forward_pre_hook(experts.before, with_kwargs=True)
                 module.register_forward_hook(experts.after)
-            elif isinstance(style, Shared):
+            elif isinstance(style, IdentityExpert):
                 module.register_forward_pre_hook(SharedExpert(self.grid, self.axes).before)
-            elif isinstance(style, Summed):
+            elif isinstance(style, SummedOutput):
                 module.register_forward_hook(PartialOutput(self.grid, self.axes).after)
-            elif isinstance(style, Latent):
+            elif isinstance(style, LatentProjection):
                 module.register_forward_hook(LatentOutput(self.grid, self.axes, style.around).after)
 
-    def _adopt_embedding(self, module: nn.Module, style: Vocabulary) -> None:
+    def _adopt_embedding(self, module: nn.Module, style: EmbeddingParallel) -> None:
         if style.features:
             module.register_forward_hook(CutFeatures(self.grid, self.axes).after)
             return
@@ -347,7 +357,7 @@ class _Adoption:
             if self.axes:
                 continue
             for child_name, child in module.named_children():  # one rank: linears are left as they are
-                if isinstance(self.found.rules.get(f"{name}.{child_name}"), Row):
+                if isinstance(self.found.rules.get(f"{name}.{child_name}"), RowParallel):
                     child.register_forward_hook(region.after_row)
 
     def _set_counts(self, module: nn.Module, region: RegionPlan) -> None:
@@ -378,11 +388,13 @@ class _Adoption:
                 continue
             wrapper = wrapper_around(name, self.found.wrappers)
             if wrapper is not None:  # of an adapter: on the input of a Row, or on the whole one of a Column
-                layout = Layout(features=self.axes if isinstance(self.found.rules[wrapper], Row) else ())
+                layout = ActivationLayout(
+                    features=self.axes if isinstance(self.found.rules[wrapper], RowParallel) else ()
+                )
                 adopt_dropout_(module, self.grid, self.axes, None, layout=layout)
                 continue
             region = next((regions[around] for around in names_around(name) if around in regions), None)
-            layout = Layout(sequence=self.axes if self.found.is_cut_along_sequence(name) else ())
+            layout = ActivationLayout(sequence=self.axes if self.found.is_cut_along_sequence(name) else ())
             adopt_dropout_(module, self.grid, self.axes, region, layout=layout, sequence=self._sequence_at(name))
 
     # The ends of the model
@@ -410,7 +422,7 @@ class _Adoption:
             self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes, self.sequence)
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)
-        self.model.__dict__[KEPT_AS] = Parallel(
+        self.model.__dict__[KEPT_AS] = Parallelization(
             resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, head
         )
 

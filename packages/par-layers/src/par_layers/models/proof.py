@@ -82,7 +82,7 @@ class Proof:
                 if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
                     raise ValueError(
                         f"parameter {name!r} is used between the Columns and the Row of {self.name!r} and has no rule, "
-                        "so its gradient would be a partial sum; give its module the rule Partial() in the plan"
+                        "so its gradient would be a partial sum; give its module the rule PartialGradient() in the plan"
                     )
 
 

@@ -26,15 +26,15 @@ from .cutting import Part, PlannedGrid, part_along, part_whole
 from .packed.look import experts_like, is_packed
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve, warn_if_layers_stay_full
 from .plans.styles import (
-    Column,
-    DealtExperts,
-    Partial,
-    Row,
-    Shared,
-    SplitExperts,
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    IdentityExpert,
+    PartialGradient,
+    Replicated,
+    RowParallel,
     Style,
-    Vocabulary,
-    Whole,
     with_unit,
 )
 
@@ -86,7 +86,7 @@ class Survey:
         blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
             hold experts, open regions with Rows, and those in the layers that may mix tokens, for all that is known.
         experts: Experts of this rank like those of each module with packed experts, by its name: where it has the rule
-            DealtExperts, or SplitExperts and says how its weights lie.
+            ExpertParallel, or ExpertTensorParallel and says how its weights lie.
     """
 
     resolved: Resolved
@@ -184,7 +184,7 @@ class _Surveyor:
         self.experts = {
             name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name)
             for name, style in self.rules.items()
-            if name in self.modules and (isinstance(style, DealtExperts) or self._is_like_dealt(name, style))
+            if name in self.modules and (isinstance(style, ExpertParallel) or self._is_like_dealt(name, style))
         }
 
     def survey(self) -> Survey:
@@ -195,16 +195,16 @@ class _Surveyor:
                 "the rule 'ep_dispatch_experts'; give these ranks to data, tensor or pipeline"
             )
         for name, style in self.rules.items():
-            if isinstance(style, Shared) and any(owner in self.experts for owner in names_around(name)):
+            if isinstance(style, IdentityExpert) and any(owner in self.experts for owner in names_around(name)):
                 raise TypeError(
                     f"{name!r} has the rule 'moe_identity_expert', and is among experts whose rows travel, which leave "
                     "it out; experts without weights cannot be dealt out: use tensor ranks alone"
                 )
-            if name in self.modules and isinstance(style, (Column, Row)):
+            if name in self.modules and isinstance(style, (ColumnParallel, RowParallel)):
                 _features(self._linear(name), name)
-            if name in self.modules and isinstance(style, Vocabulary):
+            if name in self.modules and isinstance(style, EmbeddingParallel):
                 _check_table(self.modules[name], name)
-            if name in self.modules and isinstance(style, SplitExperts) and name not in self.experts:
+            if name in self.modules and isinstance(style, ExpertTensorParallel) and name not in self.experts:
                 self._check_cut(name)
         regions = {name: self._region(name) for name in self._region_names()}
         blocks = self._blocks(regions)
@@ -213,11 +213,11 @@ class _Surveyor:
             blocks += self._unknown(layers, regions, blocks)
         head = output_embedding(self.model)
         head_name = None if head is None else name_of(head, self.model)
-        if head_name is not None and not isinstance(self.rules.get(head_name), Column):
+        if head_name is not None and not isinstance(self.rules.get(head_name), ColumnParallel):
             head_name = None
         for name, wrapper in self.wrappers.items():
             style = self.rules[name]
-            if isinstance(style, Column):
+            if isinstance(style, ColumnParallel):
                 style = with_unit(style, self._unit(name))
             region = regions.get(_parent(name))
             self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
@@ -230,7 +230,7 @@ class _Surveyor:
         Raises:
             ValueError: There is a norm after each expert, which would see parts of sums.
         """
-        if not isinstance(style, SplitExperts) or not self.axes or deals_experts(self.grid):
+        if not isinstance(style, ExpertTensorParallel) or not self.axes or deals_experts(self.grid):
             return False
         ranks = self.grid.size(self.axes)
         if ranks > 1 and getattr(self.modules[name], "has_post_expert_norm", False) is True:
@@ -247,7 +247,11 @@ class _Surveyor:
             TypeError: No rule of the plan cuts anything there, as where the weight has another name than it had.
         """
         inside = f"{name}."
-        if not any(isinstance(rule, (Column, Row)) for path, rule in self.rules.items() if path.startswith(inside)):
+        if not any(
+            isinstance(rule, (ColumnParallel, RowParallel))
+            for path, rule in self.rules.items()
+            if path.startswith(inside)
+        ):
             raise TypeError(
                 f"{name!r} has the rule 'moe_tp_experts', but no rule cuts a weight inside it, so that the sum over "
                 "the ranks would count each output several times; remove what renames its weights, such as a "
@@ -265,31 +269,36 @@ class _Surveyor:
         parents = [
             _parent(name)
             for name, style in self.rules.items()
-            if isinstance(style, Column) and not style.gather and name in self.modules
+            if isinstance(style, ColumnParallel) and not style.gather and name in self.modules
         ]
         return list(dict.fromkeys(parents))
 
     def _region(self, name: str) -> RegionPlan:
         module = self.modules[name]
         columns, rows, partial = [], 0, False
-        closed = not isinstance(self.rules.get(name), Whole) or name == ""
+        closed = not isinstance(self.rules.get(name), Replicated) or name == ""
         closed = closed and all(_join(name, own) in self.rules for own, _ in module.named_parameters(recurse=False))
         for child_name, child in module.named_children():
             path = _join(name, child_name)
             style = self.rules.get(path)
-            if isinstance(style, Column):
+            if isinstance(style, ColumnParallel):
                 columns.append(path)
                 partial = partial or path in self.wrappers
                 closed = closed and not style.gather
-            elif isinstance(style, Row):
+            elif isinstance(style, RowParallel):
                 rows += 1
                 closed = closed and not style.split
-            elif isinstance(style, Partial):
+            elif isinstance(style, PartialGradient):
                 partial = True
             elif next(child.parameters(), None) is not None:
                 closed = False
         for path, style in self.rules.items():
-            if _parent(path) == name and isinstance(style, Partial) and style.before and not (closed and rows <= 1):
+            if (
+                _parent(path) == name
+                and isinstance(style, PartialGradient)
+                and style.before
+                and not (closed and rows <= 1)
+            ):
                 raise ValueError(
                     f"the rule of {path!r} is {style}, but {name!r} is an open region: it owns a parameter, has "
                     "several Rows, or has a child with parameters without a rule; give all of them rules"
@@ -333,7 +342,7 @@ class _Surveyor:
     def _unit(self, path: str) -> int:
         """The features that stay together on a rank: those of a head, where the module around knows them."""
         style = self.rules[path]
-        assert isinstance(style, Column)  # noqa: S101 - for the type checker; only Columns come here
+        assert isinstance(style, ColumnParallel)  # noqa: S101 - for the type checker; only Columns come here
         if style.unit > 1:
             return style.unit
         module = self.modules.get(_parent(path))
@@ -356,13 +365,13 @@ class _Surveyor:
 
     def _blocks(self, regions: dict[str, RegionPlan]) -> tuple[str, ...]:
         """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
-        of_experts = (SplitExperts, DealtExperts)
+        of_experts = (ExpertTensorParallel, ExpertParallel)
         found = [
             _parent(name)
             for name, style in self.rules.items()
             if isinstance(style, of_experts) and name in self.modules
         ]
-        rows = [name for name, style in self.rules.items() if isinstance(style, Row)]
+        rows = [name for name, style in self.rules.items() if isinstance(style, RowParallel)]
         for name, region in regions.items():
             if not region.closed and any(name in names_around(row) for row in rows):
                 found.append(name)
@@ -376,7 +385,7 @@ class _Surveyor:
         and those whose Columns are gathered, or whose Rows are split, which on parts of the sequence would put together
         features of other tokens.
         """
-        known = {*blocks, *regions, *(path for path, rule in self.rules.items() if isinstance(rule, Row))}
+        known = {*blocks, *regions, *(path for path, rule in self.rules.items() if isinstance(rule, RowParallel))}
         around = {owner for path in known for owner in names_around(path)}
         found: list[str] = []
         waiting = [_join(layers, name) for name, _ in self.modules[layers].named_children()]
@@ -473,17 +482,17 @@ class _Surveyor:
             if style is not None:
                 return self._bare_part(style, parameter, name)
             style = self.rules.get(path)
-            if isinstance(style, Column):
+            if isinstance(style, ColumnParallel):
                 return self._column_part(path, style, module, own, parameter)
-            if isinstance(style, Row):
+            if isinstance(style, RowParallel):
                 return self._row_part(style, module, own, parameter)
-            if isinstance(style, Vocabulary):
+            if isinstance(style, EmbeddingParallel):
                 return self._table_part(style, module, parameter)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         return None
 
-    def _column_part(self, path: str, style: Column, module: nn.Module, own: str, parameter: Tensor) -> Part:
+    def _column_part(self, path: str, style: ColumnParallel, module: nn.Module, own: str, parameter: Tensor) -> Part:
         features, _ = _features(module)
         dim = 0 if own == "bias" or not is_conv1d(module) else 1
         if style.gather:
@@ -495,14 +504,14 @@ class _Surveyor:
             parameter.shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid
         )
 
-    def _row_part(self, style: Row, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
+    def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
         _, features = _features(module)
         if own == "bias":
             return None
         dim = 0 if is_conv1d(module) else 1
         return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
 
-    def _table_part(self, style: Vocabulary, module: nn.Module, parameter: Tensor) -> Part:
+    def _table_part(self, style: EmbeddingParallel, module: nn.Module, parameter: Tensor) -> Part:
         assert isinstance(module, nn.Embedding)  # noqa: S101 - `_check_table` has looked
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(
@@ -523,14 +532,14 @@ class _Surveyor:
     def _bare_part(self, style: Style, parameter: Tensor, name: str) -> Part | None:
         """This rank's part of a parameter that has a rule itself: experts' weights [E, N, K], or a number a head."""
         dims = parameter.dim()
-        if isinstance(style, Column) and dims in (1, 3):
+        if isinstance(style, ColumnParallel) and dims in (1, 3):
             dim = max(dims - 2, 0)
             return part_along(parameter.shape, dim, self._runs(parameter.shape[dim], style.blocks), self.grid)
-        if isinstance(style, Row) and dims == 3:
+        if isinstance(style, RowParallel) and dims == 3:
             return part_along(parameter.shape, -1, self._runs(parameter.shape[-1], style.blocks), self.grid)
-        if isinstance(style, (Whole, Partial)):
+        if isinstance(style, (Replicated, PartialGradient)):
             return None
-        if isinstance(style, DealtExperts):
+        if isinstance(style, ExpertParallel):
             raise TypeError(
                 f"{name!r} has the rule 'grouped_gemm', and the module around it not; give {_parent(name)!r} the rule "
                 "'ep_dispatch_experts'"
@@ -556,15 +565,17 @@ class _Surveyor:
             return self.axes
         for owner in (name, *owners):
             style = self.rules.get(owner)
-            if isinstance(style, Partial):
+            if isinstance(style, PartialGradient):
                 return self.axes
-            if isinstance(style, Vocabulary):  # a norm of the rows, of which each tensor rank has looked up its own
+            if isinstance(
+                style, EmbeddingParallel
+            ):  # a norm of the rows, of which each tensor rank has looked up its own
                 return self.axes
         if layers is None or not name.startswith(f"{layers}."):
             return ()
         if any(owner in blocks for owner in owners):
             return ()
-        if any(isinstance(self.rules.get(owner), Row) for owner in owners):
+        if any(isinstance(self.rules.get(owner), RowParallel) for owner in owners):
             return self.axes
         if any(owner in regions for owner in owners):
             return ()

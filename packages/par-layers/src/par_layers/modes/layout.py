@@ -13,7 +13,7 @@ from .grid import Axes, Grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ActivationLayout:
     """The axes that cut each dim of an activation, the slowest first.
 
     Args:
@@ -45,7 +45,7 @@ class Layout:
         return self.batch + self.sequence
 
 
-def check_features(x: Tensor, features: int, layout: Layout, who: str) -> None:
+def check_features(x: Tensor, features: int, layout: ActivationLayout, who: str) -> None:
     """Raises ValueError, naming the layout that was expected, unless the last dim is this rank's part of the features.
 
     Args:

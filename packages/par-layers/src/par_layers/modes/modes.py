@@ -11,18 +11,18 @@ from par_groups import Registry
 from .._collectives import all_to_all, exchange, gather_from
 from .cube import Cube
 from .grid import Axes, Grid
-from .layout import Layout
+from .layout import ActivationLayout
 from .product_1d import SEQUENCE, Column1D, Row1D
-from .rules import Cut, Rules
+from .rules import ModeRules, WeightSharding
 from .summa import Summa
 
-RulesFunction = Callable[..., Rules]
+RulesFunction = Callable[..., ModeRules]
 
 LAYER_SETS: Registry[RulesFunction] = Registry("layer set", "par_layers.layer_sets")
 
 
 def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
-    """Registers the layers of a parallel mode, as a decorator on a function that makes its `Rules`.
+    """Registers the layers of a parallel mode, as a decorator on a function that makes its `ModeRules`.
 
     The function is called as `function(grid, **options)`, with this rank's `Grid` and the mode's options. Another wheel
     can provide it by an entry point in the group `par_layers.layer_sets`.
@@ -36,7 +36,7 @@ def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
     Example:
         @register_layer_set("columns")
         def columns(grid: Grid) -> Rules:
-            return Rules(column=Cut(rows=grid.tensor_axes), ...)
+            return ModeRules(column=WeightSharding(rows=grid.tensor_axes), ...)
     """
 
     def register(function: RulesFunction) -> RulesFunction:
@@ -46,7 +46,7 @@ def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
     return register
 
 
-def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> Rules:
+def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> ModeRules:
     """The rules of a mode; where there is one rank alone, those of one device.
 
     Args:
@@ -58,18 +58,18 @@ def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> Rules:
         ValueError: The mode is unknown, or does not take an option.
     """
     if mode is None or grid.groups is None:
-        return Rules()
+        return ModeRules()
     function = LAYER_SETS[mode]
     signature = inspect.signature(function)
     try:
         signature.bind(grid, **options)
     except TypeError as error:
         raise ValueError(f"mode {mode!r} does not take the options {options}: {error}; it takes {signature}") from None
-    return function(grid, **options) if grid.size(grid.tensor_axes) > 1 else Rules()
+    return function(grid, **options) if grid.size(grid.tensor_axes) > 1 else ModeRules()
 
 
 @register_layer_set("1d")
-def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None = None) -> Rules:  # noqa: ARG001
+def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None = None) -> ModeRules:  # noqa: ARG001
     """A line of ranks, Megatron's; `kv_heads` is the topology's to read."""
     axes = grid.tensor_axes
     group = grid.group(axes)
@@ -78,11 +78,11 @@ def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None 
     def to_residual(y: Tensor) -> Tensor:
         return all_to_all(y, group, SEQUENCE, -1) if sequence_parallel else gather_from(y, group, -1)
 
-    return Rules(
-        residual=Layout(sequence=axes if sequence_parallel else ()),
-        inner=Layout(features=axes),
-        column=Cut(rows=axes),
-        row=Cut(columns=axes),
+    return ModeRules(
+        residual=ActivationLayout(sequence=axes if sequence_parallel else ()),
+        inner=ActivationLayout(features=axes),
+        column=WeightSharding(rows=axes),
+        row=WeightSharding(columns=axes),
         column_product=column,
         row_product=Row1D(group, sequence_parallel),
         to_residual=to_residual,
@@ -92,23 +92,23 @@ def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None 
 
 
 @register_layer_set("2d")
-def _two_d(grid: Grid) -> Rules:
+def _two_d(grid: Grid) -> ModeRules:
     return _square(grid, ())
 
 
 @register_layer_set("2.5d")
-def _two_and_a_half_d(grid: Grid, *, depth: int | None = None) -> Rules:  # noqa: ARG001 - the topology knows it
+def _two_and_a_half_d(grid: Grid, *, depth: int | None = None) -> ModeRules:  # noqa: ARG001 - the topology knows it
     return _square(grid, ("depth",))
 
 
-def _square(grid: Grid, depth: Axes) -> Rules:
+def _square(grid: Grid, depth: Axes) -> ModeRules:
     """Squares of rows and columns; with a depth, several side by side on different tokens."""
-    layout = Layout(batch=(*depth, "row"), features=("col",))
+    layout = ActivationLayout(batch=(*depth, "row"), features=("col",))
     product = Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
-    cut = Cut(rows=("col",), columns=("row",), sum_over=depth)
+    cut = WeightSharding(rows=("col",), columns=("row",), sum_over=depth)
     q = grid.size(("col",))
     transposed = (grid.index(depth) * q + grid.rank_on("col")) * q + grid.rank_on("row")  # of the tensor group
-    return Rules(
+    return ModeRules(
         residual=layout,
         inner=layout,
         column=cut,
@@ -122,17 +122,17 @@ def _square(grid: Grid, depth: Axes) -> Rules:
 
 
 @register_layer_set("3d")
-def _three_d(grid: Grid) -> Rules:
+def _three_d(grid: Grid) -> ModeRules:
     """A cube, where columns lead from one layout to another and rows back."""
     incoming, outgoing, weight = (grid.group((axis,)) for axis in ("input", "output", "weight"))
     d = grid.size(("weight",))
     o, i, w = (grid.rank_on(axis) for axis in ("output", "input", "weight"))
     cube = grid.group(("output", "input", "weight"))
-    return Rules(
-        residual=Layout(batch=("weight", "input"), features=("output",)),
-        inner=Layout(batch=("weight", "output"), features=("input",)),
-        column=Cut(rows=("input",), columns=("output", "weight")),
-        row=Cut(rows=("output",), columns=("input", "weight")),
+    return ModeRules(
+        residual=ActivationLayout(batch=("weight", "input"), features=("output",)),
+        inner=ActivationLayout(batch=("weight", "output"), features=("input",)),
+        column=WeightSharding(rows=("input",), columns=("output", "weight")),
+        row=WeightSharding(rows=("output",), columns=("input", "weight")),
         column_product=Cube(gather=incoming, scatter=outgoing, weight=weight),
         row_product=Cube(gather=outgoing, scatter=incoming, weight=weight),
         to_residual=lambda y: exchange(y, cube, (i * d + o) * d + w),

@@ -10,11 +10,11 @@ from par_groups import WeightGradHook
 
 from .arithmetic import LinearFunction
 from .grid import Axes
-from .layout import Layout
+from .layout import ActivationLayout
 from .product_1d import local_product
 
 
-class Product(Protocol):
+class ParallelMatmul(Protocol):
     """A linear product over the ranks of a tensor group."""
 
     def __call__(
@@ -41,7 +41,7 @@ class Product(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class WeightSharding:
     """How a weight [N, K] is cut, as torch.nn.Linear stores it.
 
     Args:
@@ -60,7 +60,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class ModeRules:
     """How a tensor mode cuts and multiplies. The defaults are one device.
 
     Args:
@@ -77,14 +77,14 @@ class Rules:
         tied_product: The product of a classifier that shares the table.
     """
 
-    residual: Layout = field(default_factory=Layout)
-    inner: Layout = field(default_factory=Layout)
-    column: Cut = field(default_factory=Cut)
-    row: Cut = field(default_factory=Cut)
-    column_product: Product = local_product
-    row_product: Product = local_product
+    residual: ActivationLayout = field(default_factory=ActivationLayout)
+    inner: ActivationLayout = field(default_factory=ActivationLayout)
+    column: WeightSharding = field(default_factory=WeightSharding)
+    row: WeightSharding = field(default_factory=WeightSharding)
+    column_product: ParallelMatmul = local_product
+    row_product: ParallelMatmul = local_product
     to_residual: Callable[[Tensor], Tensor] = _same
     vocabulary: Axes = ()
     vocabulary_gathered: Axes = ()
     tied: Callable[[Tensor], Tensor] = _same
-    tied_product: Product = local_product
+    tied_product: ParallelMatmul = local_product

@@ -1,7 +1,7 @@
 """`PretrainedShape`: the sizes of a model of transformers, as the planner asks for them.
 
-Parameters are those that `par_layers.cuts` gives a rank, traffic is what `par_layers.costs` says, stages are those of
-`par_pipeline.build_stage`, and activations what autograd keeps of the model's own forward.
+`par_layers.plan_shardings` gives the parameters of a rank, `par_layers.communication_volumes` its traffic,
+`par_pipeline.build_stage` the stages, and autograd the activations that the model's own forward saves.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from par_layers import Traffic, cuts
+from par_layers import CommunicationVolume, plan_shardings
 
 from ..experts.costs import layer_cost
 from ..experts.mixture import Mixture
@@ -164,7 +164,7 @@ class PretrainedShape:
     def not_cut(self) -> str | None:
         """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
         try:
-            cuts(self._structure.sampled, alone({"mode": "1d"}, SMALL[0]))
+            plan_shardings(self._structure.sampled, alone({"mode": "1d"}, SMALL[0]))
         except TypeError as error:  # there is no plan
             return str(error)
         except ValueError:  # of these sizes, for these ranks
@@ -201,7 +201,7 @@ class PretrainedShape:
         )
 
     def count(self, cut: Cut, part: Part) -> Count:
-        """The parameters of a rank: what `par_layers.cuts` gives it of the layers and ends that it has."""
+        """The parameters of a rank: what `par_layers.plan_shardings` gives it of the layers and ends that it has."""
         rank = self._known(cut)
         ends, shares = rank.ends[part.first, part.last], in_runs(part, rank.kinds)
         return Count(
@@ -298,7 +298,7 @@ class PretrainedShape:
             return []
         rank = self._known(cut)
         shares = [*in_runs(part, rank.kinds), (rank.ends[part.first, part.last], 1)]
-        loss = rank.loss if part.last else Traffic()
+        loss = rank.loss if part.last else CommunicationVolume()
         a_token = float(loss.elements) * 4 + sum(
             times * float(share.traffic.elements * numbers.product + share.stream.elements * numbers.residual)
             for share, times in shares

@@ -1,4 +1,4 @@
-"""What one tensor rank has of a model of transformers, and what it receives, by `par_layers.cuts` and `costs`."""
+"""Parameters and traffic of one tensor rank of a Hugging Face Transformers model, as par-layers plans them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -8,7 +8,7 @@ from importlib import import_module
 from torch import nn
 
 from par_groups import Sharding, Topology
-from par_layers import Traffic, costs, cuts
+from par_layers import CommunicationVolume, communication_volumes, plan_shardings
 
 from ..shape import Cut, Part
 from .structure import Structure, alone
@@ -36,8 +36,8 @@ class Share:
     tensors: int = 0
     partial: float = 0.0
     axes: frozenset[tuple[str, ...]] = frozenset()
-    traffic: Traffic = field(default_factory=Traffic)
-    stream: Traffic = field(default_factory=Traffic)
+    traffic: CommunicationVolume = field(default_factory=CommunicationVolume)
+    stream: CommunicationVolume = field(default_factory=CommunicationVolume)
     experts: tuple[int, ...] = ()
 
 
@@ -55,7 +55,7 @@ class RankShare:
     kinds: tuple[Share, ...]
     ends: Mapping[tuple[bool, bool], Share]
     table: int
-    loss: Traffic
+    loss: CommunicationVolume
 
 
 def look(structure: Structure, cut: Cut) -> RankShare | str:
@@ -67,13 +67,16 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
     """
     dealt = structure.experts if cut.experts.is_dealt else frozenset()
     records: Mapping[str, Sharding] = {}
-    traffic: Mapping[str, Traffic] = {}
+    traffic: Mapping[str, CommunicationVolume] = {}
     topology = Topology({})
     if cut.ranks > 1:
         keys = {"kv_heads": dict(cut.axes)["kv_head"]} if "kv_head" in dict(cut.axes) else {}
         topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks, cut.experts)
         try:
-            records, traffic = cuts(structure.sampled, topology), costs(structure.sampled, topology, 1)
+            records, traffic = (
+                plan_shardings(structure.sampled, topology),
+                communication_volumes(structure.sampled, topology, 1),
+            )
         except (TypeError, ValueError) as error:
             return str(error)
     shapes = {name: _sizes(record) for name, record in records.items()}
@@ -100,8 +103,8 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
             tensors=len(sizes),
             partial=sum(elements for _, elements in partial),
             axes=frozenset(axes for axes, _ in partial),
-            traffic=sum((traffic[name] for name in own if name in linears), Traffic()),
-            stream=sum((traffic[name] for name in own if name not in linears), Traffic()),
+            traffic=sum((traffic[name] for name in own if name in linears), CommunicationVolume()),
+            stream=sum((traffic[name] for name in own if name not in linears), CommunicationVolume()),
             experts=tuple(size for name, size in every.items() if name in dealt),
         )
 
@@ -122,7 +125,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
             (True, True): share(outside, (embedding, *head)),
         },
         table=sum(map(math.prod, shapes[structure.table])),
-        loss=traffic.get("", Traffic()),
+        loss=traffic.get("", CommunicationVolume()),
     )
 
 

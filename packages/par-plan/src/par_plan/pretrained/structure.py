@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from par_groups import Sharding, Topology, attributes
-from par_layers import cuts
+from par_layers import plan_shardings
 from par_pipeline import build_stage, schedule
 
 from ..experts.mixture import Mixture
@@ -160,7 +160,7 @@ class Structure:
         records: Mapping[str, Sharding] = {}
         for ranks in SMALL:
             try:
-                records = cuts(self.model, alone({"mode": "1d"}, ranks))
+                records = plan_shardings(self.model, alone({"mode": "1d"}, ranks))
                 break
             except (TypeError, ValueError):
                 continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import together
-from par_layers import parallel_of
+from par_layers import parallelization_of
 
 from ..data.packing import IGNORED
 from ..strategy.existing import logits_of, next_labels
@@ -212,7 +212,7 @@ class ParTrainerMixin:
 
     def _from_last_stage(self, logits: Tensor | None) -> Tensor:
         """Logits of the last stage on all stages, whole."""
-        known = parallel_of(self.model)
+        known = parallelization_of(self.model)
         if logits is not None and known is not None:
             logits = known.gather(logits)
         schedule, group = self.strategy.schedule, self.strategy.groups["pipeline"]

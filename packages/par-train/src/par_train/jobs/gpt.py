@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from par_layers import Balance, LayerSet, MoE, Tokens, initialize, layer_set, normal
+from par_layers import LayerSet, LoadBalancing, MoE, Tokens, initialize, layer_set, normal
 
 from .options import ModelOptions
 
@@ -126,7 +126,7 @@ class Block(nn.Module):
                 activation="gelu",
                 choice_bias=options.bias_rate > 0,
                 capacity=options.capacity or None,
-                balance=Balance(aux=options.aux, over="sequence", z=options.z, bias_rate=options.bias_rate),
+                balance=LoadBalancing(aux=options.aux, over="sequence", z=options.z, bias_rate=options.bias_rate),
                 init=normal(0.02),
             )
             return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from par_groups import attributes
-from par_layers import Parallel, Style, parallel_of
+from par_layers import Parallelization, Style, parallelization_of
 
 from ..data.packing import IGNORED
 from .stages import Stages
@@ -138,7 +138,7 @@ class CausalModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = pretrained_of(model)
-        self._known: Parallel | None = parallel_of(self._model if isinstance(model, Stages) else model)
+        self._known: Parallelization | None = parallelization_of(self._model if isinstance(model, Stages) else model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
 

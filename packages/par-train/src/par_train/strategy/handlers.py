@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import ProcessGroups, Registry
-from par_layers import PartialGradients, Router, update_choice_bias_
+from par_layers import PartialGradientReducer, Router, update_correction_bias_
 
 from .stages import Stages
 
@@ -112,10 +112,10 @@ class DataParallel:
 
 
 @register_gradient_handler("partial")
-def _partial(model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> PartialGradients:
+def _partial(model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> PartialGradientReducer:
     """Sums over the tensor axes over which a gradient is partial."""
     del model
-    return PartialGradients(optimizer, groups)
+    return PartialGradientReducer(optimizer, groups)
 
 
 @register_gradient_handler("pipeline_shared")
@@ -150,4 +150,4 @@ class ChoiceBias:
         """One all-reduce of the counts of all layers, where there are routers."""
         if self._routers:
             routers = (router() for router in self._routers)
-            update_choice_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)
+            update_correction_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from par_groups import ProcessGroups
-from par_layers import Context, parallel_of
+from par_layers import Context, parallelization_of
 from par_pipeline import Pipeline
 
 from ..data.randomness import seed_number
@@ -171,7 +171,7 @@ def joined_rows(texts: Sequence[Tensor]) -> Tensor:
 def parallel_in(model: nn.Module) -> Any:
     """How a model, or the one that a rank's stages are of, was cut over tensor ranks; None if it was not."""
     whole = pretrained_of(model) if isinstance(model, Stages) else None
-    return parallel_of(model if whole is None else whole)
+    return parallelization_of(model if whole is None else whole)
 
 
 def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tensor, Sequence[int]], Tensor | None]:

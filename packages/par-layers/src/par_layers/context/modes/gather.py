@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..._collectives import finish
 from ..._tensor_cache import kept_in
 from ..._torch_private import functional_collectives
-from ..cost import fetch_parts
+from ..cost import num_gather_parts
 from ..fetch import Fetch, transfers
 from ..mask import Mask
 from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
@@ -185,7 +185,7 @@ class GatherOptions:
 
     Args:
         group: The name of the ranks' group.
-        parts: Most parts that heads travel in; None is as `fetch_parts` says.
+        parts: Most parts that heads travel in; None is as `num_gather_parts` says.
         keep: Whether what was fetched is kept until backward.
     """
 
@@ -198,7 +198,7 @@ class GatherOptions:
         if plan.most == 0:
             return [(slice(None), slice(None))]
         fetched = plan.most / len(plan.works) * k.shape[2] * (k.shape[3] + v.shape[3])
-        number = fetch_parts(fetched, k.shape[2], self.parts)
+        number = num_gather_parts(fetched, k.shape[2], self.parts)
         mine, keys = q.shape[2] // number, k.shape[2] // number
         return [
             (slice(part * mine, (part + 1) * mine), slice(part * keys, (part + 1) * keys)) for part in range(number)

@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 _AXES = ("data", "sequence", "expert")
 
 
-def balance_over_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
+def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
     """Makes the loss of balance that a model of transformers adds in training that of all ranks' tokens, in place.
 
     With `output_router_logits` such a model adds E * sum(f * P) to its loss: f is the share of choices that fell on an
@@ -35,7 +35,7 @@ def balance_over_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
         TypeError: The model adds no loss of balance, or none that is known.
 
     Example:
-        model = balance_over_(MixtralForCausalLM(config), strategy.groups)
+        model = sync_aux_loss_(MixtralForCausalLM(config), strategy.groups)
     """
     found = [module for module in model.modules() if _factor_of(module) is not None]
     numbers = ("num_experts", "num_experts_per_tok")
@@ -44,7 +44,7 @@ def balance_over_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
         raise TypeError(
             f"{who} does not say, as one language model of transformers with routers does, by router_aux_loss_coef, "
             "num_experts and num_experts_per_tok what loss of balance it adds; for routers of your own use "
-            "Router(balance=Balance(..., over='step'))"
+            "Router(balance=LoadBalancing(..., over='step'))"
         )
     if not any(isinstance(hook, _Whole) for hook in map(_owner, found[0]._forward_hooks.values())):
         found[0].register_forward_hook(_Whole(found[0], groups).after, with_kwargs=True)
@@ -79,7 +79,7 @@ class _Whole:
         if not module.training or not self.groups:
             return outputs
         if isinstance(outputs, tuple):
-            raise ValueError(f"{type(module).__name__} was called with return_dict=False; balance_over_ needs True")
+            raise ValueError(f"{type(module).__name__} was called with return_dict=False; sync_aux_loss_ needs True")
         own, logits = outputs.aux_loss, outputs.router_logits
         if not isinstance(own, Tensor):
             return outputs

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._collectives import copy_to, reduce_from
-from ...experts.dispatch import Dispatch
+from ...experts.dispatch import TokenDispatcher
 from ...experts.entrance import cut_rows, join_rows
 from ...experts.experts import Experts
 from ...experts.replay import in_backward
@@ -46,12 +46,12 @@ class DealtForward:
         return {key: value for key, value in self.__dict__.items() if key != "dispatch"}
 
     @cached_property
-    def dispatch(self) -> Dispatch:
+    def dispatch(self) -> TokenDispatcher:
         """What brings rows to the ranks of their experts and back, over a communicator of its own."""
         groups = self.grid.groups
         is_dealt = groups is not None and self.grid.size(("expert_parallel",)) > 1
         channel = groups.channels("expert_parallel", 1)[0] if groups is not None and is_dealt else None
-        return Dispatch(self.experts.experts, channel)
+        return TokenDispatcher(self.experts.experts, channel)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As packed experts of transformers are called. Every rank must call it, one without tokens too.

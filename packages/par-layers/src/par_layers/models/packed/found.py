@@ -6,11 +6,11 @@ from ...experts.experts import Experts
 from .forward import DealtForward
 
 
-def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have the packed weights of experts as parameters, by name.
 
     Args:
-        model: A model or a part of it: `Experts` in it, and what `parallelize` or `pack_` has made of its own.
+        model: A model or a part of it: `Experts` in it, and what `parallelize` or `pack_experts_` has made of its own.
     """
     return {
         name: module

@@ -32,7 +32,7 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
         kinds = ", ".join(dict.fromkeys(type(expert).__name__ for expert in module)) or "nothing"
         raise TypeError(
             f"{name!r} is a {who} of {kinds}, one module an expert, and the rule 'ep_dispatch_experts' is for one with "
-            "the packed weights of all: call pack_(module, gate, up, down) first, and the block around it must "
+            "the packed weights of all: call pack_experts_(module, gate, up, down) first, and the block around it must "
             "call it with (tokens, ids, weights)"
         )
     if missing := _missing_flags(module):

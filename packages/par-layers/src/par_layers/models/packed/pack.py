@@ -14,7 +14,7 @@ from .look import apply_gate, experts_like
 
 
 class PackedExperts(nn.Module):
-    """Experts with packed weights, as transformers 5 has them; `pack_` makes them of a list.
+    """Experts with packed weights, as transformers 5 has them; `pack_experts_` makes them of a list.
 
     The parameters are `gate_up_proj` [E, 2 f, h], gate before up (`up_proj` [E, f, h] without a gate), `down_proj`
     [E, h, f], and perhaps their biases, `gate_up_proj_bias` and `down_proj_bias`. It is called with tokens [M, h], the
@@ -30,7 +30,7 @@ class PackedExperts(nn.Module):
     _apply_gate = apply_gate
 
 
-def pack_(
+def pack_experts_(
     module: nn.Module,
     gate: str | None,
     up: str,
@@ -59,11 +59,11 @@ def pack_(
         ValueError: Experts differ in shapes, have gradients, or were cut.
 
     Example:
-        pack_(block.experts, gate="w1", up="w3", down="w2")
+        pack_experts_(block.experts, gate="w1", up="w3", down="w2")
         parallelize(model, groups, {"layers.*.experts": "ep_dispatch_experts"})
     """
     if not isinstance(module, nn.ModuleList) or not len(module):
-        raise TypeError(f"pack_ is for an nn.ModuleList of experts, and this is a {type(module).__name__}")
+        raise TypeError(f"pack_experts_ is for an nn.ModuleList of experts, and this is a {type(module).__name__}")
     if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
         raise TypeError(f"the activation {type(activation).__name__} has parameters, of which each expert had its own")
     linears = [[_linear(expert, name) for expert in module] for name in (gate, up, down) if name is not None]

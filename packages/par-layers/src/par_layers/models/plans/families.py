@@ -3,17 +3,17 @@
 from typing import Any
 
 from .plans import Plan, register_plan
-from .styles import Column, Partial, Row, SplitExperts
+from .styles import ColumnParallel, ExpertTensorParallel, PartialGradient, RowParallel
 
 
 @register_plan("gpt2")
 def _gpt2(config: Any) -> Plan:
     unit = config.hidden_size // config.num_attention_heads
     return {
-        "h.*.attn.c_attn": Column(blocks=3, unit=unit),
-        "h.*.attn.c_proj": Row(),
-        "h.*.mlp.c_fc": Column(),
-        "h.*.mlp.c_proj": Row(),
+        "h.*.attn.c_attn": ColumnParallel(blocks=3, unit=unit),
+        "h.*.attn.c_proj": RowParallel(),
+        "h.*.mlp.c_fc": ColumnParallel(),
+        "h.*.mlp.c_proj": RowParallel(),
     }
 
 
@@ -21,10 +21,10 @@ def _gpt2(config: Any) -> Plan:
 def _gptj(config: Any) -> Plan:
     unit = config.hidden_size // config.num_attention_heads
     return {
-        **{f"h.*.attn.{name}": Column(unit=unit) for name in ("q_proj", "k_proj", "v_proj")},
-        "h.*.attn.out_proj": Row(),
-        "h.*.mlp.fc_in": Column(),
-        "h.*.mlp.fc_out": Row(),
+        **{f"h.*.attn.{name}": ColumnParallel(unit=unit) for name in ("q_proj", "k_proj", "v_proj")},
+        "h.*.attn.out_proj": RowParallel(),
+        "h.*.mlp.fc_in": ColumnParallel(),
+        "h.*.mlp.fc_out": RowParallel(),
     }
 
 
@@ -34,10 +34,10 @@ def _bert(config: Any) -> Plan:
     unit = config.hidden_size // config.num_attention_heads
     attention = "encoder.layer.*.attention"
     return {
-        **{f"{attention}.self.{name}": Column(unit=unit) for name in ("query", "key", "value")},
-        f"{attention}.output.dense": Row(),
-        "encoder.layer.*.intermediate.dense": Column(),
-        "encoder.layer.*.output.dense": Row(),
+        **{f"{attention}.self.{name}": ColumnParallel(unit=unit) for name in ("query", "key", "value")},
+        f"{attention}.output.dense": RowParallel(),
+        "encoder.layer.*.intermediate.dense": ColumnParallel(),
+        "encoder.layer.*.output.dense": RowParallel(),
     }
 
 
@@ -47,10 +47,10 @@ def _phi3(config: Any) -> Plan:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     return {
-        "layers.*.self_attn.qkv_proj": Column(blocks=(queries, keys, keys), unit=head),
-        "layers.*.self_attn.o_proj": Row(),
-        "layers.*.mlp.gate_up_proj": Column(blocks=2),
-        "layers.*.mlp.down_proj": Row(),
+        "layers.*.self_attn.qkv_proj": ColumnParallel(blocks=(queries, keys, keys), unit=head),
+        "layers.*.self_attn.o_proj": RowParallel(),
+        "layers.*.mlp.gate_up_proj": ColumnParallel(blocks=2),
+        "layers.*.mlp.down_proj": RowParallel(),
     }
 
 
@@ -59,18 +59,18 @@ def _deepseek_v3(config: Any) -> Plan:
     """Latent attention, cut by heads behind its low-rank projections: transformers' own plan leaves it whole."""
     nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     attention = "layers.*.self_attn"
-    queries = Column(unit=nope + rope)
+    queries = ColumnParallel(unit=nope + rope)
     before = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     low_rank = before if config.q_lora_rank is not None else before[2:]
-    mlp = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}
+    mlp = {"gate_proj": ColumnParallel(), "up_proj": ColumnParallel(), "down_proj": RowParallel()}
     return {
-        **{f"{attention}.{name}": Partial(before=True) for name in low_rank},
+        **{f"{attention}.{name}": PartialGradient(before=True) for name in low_rank},
         f"{attention}.{'q_b_proj' if config.q_lora_rank is not None else 'q_proj'}": queries,
-        f"{attention}.kv_b_proj": Column(unit=nope + values),
-        f"{attention}.o_proj": Row(),
+        f"{attention}.kv_b_proj": ColumnParallel(unit=nope + values),
+        f"{attention}.o_proj": RowParallel(),
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts": SplitExperts(),
+        "layers.*.mlp.experts": ExpertTensorParallel(),
         **{f"layers.*.mlp.shared_experts.{name}": style for name, style in mlp.items()},
         **{f"layers.*.mlp.{name}": style for name, style in mlp.items()},
     }

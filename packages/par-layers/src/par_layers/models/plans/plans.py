@@ -12,7 +12,16 @@ from torch import nn
 
 from par_groups import Registry
 
-from .styles import Column, DealtExperts, Latent, Row, SplitExperts, Style, Vocabulary, style_of
+from .styles import (
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    LatentProjection,
+    RowParallel,
+    Style,
+    style_of,
+)
 
 Rule = str | Style
 Plan = Mapping[str, Rule]
@@ -37,7 +46,8 @@ def register_plan(model_type: str) -> Callable[[PlanFunction], PlanFunction]:
         @register_plan("mpt")
         def mpt(config: Any) -> Plan:
             unit = config.d_model // config.n_heads
-            return {"blocks.*.attn.Wqkv": Column(blocks=3, unit=unit), "blocks.*.attn.out_proj": Row(), ...}
+            qkv = ColumnParallel(blocks=3, unit=unit)
+            return {"blocks.*.attn.Wqkv": qkv, "blocks.*.attn.out_proj": RowParallel(), ...}
     """
 
     def register(function: PlanFunction) -> PlanFunction:
@@ -104,14 +114,14 @@ def _with_latents(resolved: Resolved, model: nn.Module) -> Resolved:
     """
     rules = dict(resolved.rules)
     for name, style in rules.items():
-        if isinstance(style, Latent) and not style.around:
+        if isinstance(style, LatentProjection) and not style.around:
             around = next(filter(None, _rope_features(model, name)), 0)
             if not around:
                 raise ValueError(
                     f"the rule of {name!r} is 'mla_kv_a_proj', but neither a module around it nor the config has "
-                    "`qk_rope_head_dim`; pass rules with Partial(before=True) for the low-rank projections instead"
+                    "`qk_rope_head_dim`; pass rules with PartialGradient(before=True) for the low-rank projections"
                 )
-            rules[name] = Latent(around)
+            rules[name] = LatentProjection(around)
     return Resolved(rules, resolved.unmatched)
 
 
@@ -187,7 +197,7 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
             f"no rule of the plan of {type(model).__name__} matches anything in the model ({', '.join(unmatched)}); "
             "give a plan"
         )
-    both = ((input_embedding(model), Vocabulary()), (output_embedding(model), Column(gather=True)))
+    both = ((input_embedding(model), EmbeddingParallel()), (output_embedding(model), ColumnParallel(gather=True)))
     rules.update({name_of(module, model): style for module, style in both if module is not None})
     return Resolved(rules, tuple(unmatched))
 
@@ -200,7 +210,7 @@ def warn_if_layers_stay_full(model: nn.Module, resolved: Resolved) -> None:
         resolved: Its plan "auto", for several tensor ranks.
     """
     ends = [name_of(module, model) for module in (input_embedding(model), output_embedding(model)) if module]
-    cutting = (Column, Row, SplitExperts, DealtExperts)
+    cutting = (ColumnParallel, RowParallel, ExpertTensorParallel, ExpertParallel)
     if not any(isinstance(style, cutting) for name, style in resolved.rules.items() if name not in ends):
         warnings.warn(
             f"plan='auto': the plan of {type(model).__name__} shards no layer, only {', '.join(map(repr, ends))}, so "

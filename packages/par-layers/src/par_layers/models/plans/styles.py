@@ -14,7 +14,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Column(Style):
+class ColumnParallel(Style):
     """A linear whose output features are cut; it opens a pair.
 
     Args:
@@ -32,13 +32,13 @@ class Column(Style):
     def __post_init__(self) -> None:
         if self.gather and self.blocks != 1:
             raise ValueError(
-                f"Column(blocks={self.blocks}, gather=True): gathered features would be in another order; use "
+                f"ColumnParallel(blocks={self.blocks}, gather=True): gathered features would be in another order; use "
                 "blocks=1, or leave the output cut and close the pair with a Row"
             )
 
 
 @dataclass(frozen=True)
-class Row(Style):
+class RowParallel(Style):
     """A linear whose input features are cut, and whose partial sums are added up; it closes a pair.
 
     Args:
@@ -51,7 +51,7 @@ class Row(Style):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Style):
+class EmbeddingParallel(Style):
     """An embedding.
 
     Args:
@@ -62,12 +62,12 @@ class Vocabulary(Style):
 
 
 @dataclass(frozen=True)
-class SplitExperts(Style):
+class ExpertTensorParallel(Style):
     """A module with the weights of all experts, which have rules of their own: what goes in is copied, the sum out."""
 
 
 @dataclass(frozen=True)
-class DealtExperts(Style):
+class ExpertParallel(Style):
     """A module with the packed weights of all experts, or such a weight: dealt out over the ranks of `expert`.
 
     A rank has some experts, whole or, where the topology cuts each of them, a part of their features; tokens travel to
@@ -76,7 +76,7 @@ class DealtExperts(Style):
 
 
 @dataclass(frozen=True)
-class Partial(Style):
+class PartialGradient(Style):
     """A part between a Column and a Row that is whole on every rank, but whose gradient is a partial sum.
 
     Args:
@@ -87,12 +87,12 @@ class Partial(Style):
 
 
 @dataclass(frozen=True)
-class Whole(Style):
+class Replicated(Style):
     """A part that is whole on every rank; for a module with Columns: each of them copies its input for itself."""
 
 
 @dataclass(frozen=True)
-class Latent(Style):
+class LatentProjection(Style):
     """A projection whose last outputs go around the Column that takes the first ones; their gradient is summed.
 
     Args:
@@ -103,7 +103,7 @@ class Latent(Style):
 
 
 @dataclass(frozen=True)
-class Summed(Style):
+class SummedOutput(Style):
     """A module whose output is a partial sum on each rank.
 
     Args:
@@ -114,7 +114,7 @@ class Summed(Style):
 
 
 @dataclass(frozen=True)
-class Shared(Style):
+class IdentityExpert(Style):
     """A module among experts that all ranks compute alike, so that it is divided by their number before the sum."""
 
 
@@ -137,7 +137,7 @@ def register_style(name: str) -> Callable[[StyleFunction], StyleFunction]:
     Example:
         @register_style("fused_gate_up")
         def fused_gate_up(module: nn.Module) -> Style:
-            return Column(blocks=(module.gate_features, module.up_features))
+            return ColumnParallel(blocks=(module.gate_features, module.up_features))
     """
 
     def register(function: StyleFunction) -> StyleFunction:
@@ -162,7 +162,7 @@ def style_of(rule: object, module: nn.Module, name: str) -> Style:
     if isinstance(rule, Style):
         return rule
     if not isinstance(rule, str):
-        raise TypeError(f"the rule of {name!r} is {rule!r}; give a style, such as Column(), or the name of one")
+        raise TypeError(f"the rule of {name!r} is {rule!r}; give a style, such as ColumnParallel(), or the name of one")
     if rule in _REMOVED:
         raise ValueError(
             f"the rule of {name!r} is {rule!r}, removed by transformers; use ep_dispatch_experts for the module with "
@@ -201,25 +201,25 @@ class _Always:
 
 
 _NAMES = {
-    "colwise": Column(),
-    "packed_colwise": Column(blocks=2),
-    "colwise_gather_output": Column(gather=True),
-    "colwise_rep": Column(gather=True),
-    "rowwise": Row(),
-    "rowwise_split_input": Row(split=True),
-    "rowwise_rep": Row(split=True),
-    "packed_rowwise": Row(blocks=2),
-    "embedding_rowwise": Vocabulary(),
-    "embedding_colwise": Vocabulary(features=True),
-    "replicated_with_grad_allreduce": Partial(),
-    "sequence_parallel": Whole(),
-    "replicate": Whole(),
-    "local_params": Whole(),
-    "moe_tp_experts": SplitExperts(),
-    "ep_dispatch_experts": DealtExperts(),
-    "grouped_gemm": DealtExperts(),
-    "moe_identity_expert": Shared(),
-    "mla_kv_a_proj": Latent(),
+    "colwise": ColumnParallel(),
+    "packed_colwise": ColumnParallel(blocks=2),
+    "colwise_gather_output": ColumnParallel(gather=True),
+    "colwise_rep": ColumnParallel(gather=True),
+    "rowwise": RowParallel(),
+    "rowwise_split_input": RowParallel(split=True),
+    "rowwise_rep": RowParallel(split=True),
+    "packed_rowwise": RowParallel(blocks=2),
+    "embedding_rowwise": EmbeddingParallel(),
+    "embedding_colwise": EmbeddingParallel(features=True),
+    "replicated_with_grad_allreduce": PartialGradient(),
+    "sequence_parallel": Replicated(),
+    "replicate": Replicated(),
+    "local_params": Replicated(),
+    "moe_tp_experts": ExpertTensorParallel(),
+    "ep_dispatch_experts": ExpertParallel(),
+    "grouped_gemm": ExpertParallel(),
+    "moe_identity_expert": IdentityExpert(),
+    "mla_kv_a_proj": LatentProjection(),
 }
 for _name, _style in _NAMES.items():
     STYLES.register(_name, _Always(_style))
@@ -228,9 +228,9 @@ for _name, _style in _NAMES.items():
 @register_style("all_reduce")
 def _summed(module: nn.Module) -> Style:
     """The sum of what linears give that copy their inputs, or of what the module multiplies by its own weights."""
-    return Summed(copies=next(module.parameters(recurse=False), None) is not None)
+    return SummedOutput(copies=next(module.parameters(recurse=False), None) is not None)
 
 
-def with_unit(style: Column, unit: int) -> Column:
+def with_unit(style: ColumnParallel, unit: int) -> ColumnParallel:
     """The style with another unit, if it names none itself."""
     return replace(style, unit=unit) if style.unit == 1 else style

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from par_groups import ProcessGroups, attributes, sharding_of
-from par_layers import Dispatch, experts_in
+from par_layers import TokenDispatcher, expert_modules
 from par_zero import Share
 
 from ...data.shares import EXPERTS, averaged_over
@@ -30,7 +30,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
     near = set(groups.ranks(axes))
     dealt = [
         parameter
-        for module in experts_in(model).values()
+        for module in expert_modules(model).values()
         for parameter in module.parameters()
         if attributes.SHARDING.is_on(parameter) and all(near <= set(box.copies) for box in sharding_of(parameter).boxes)
     ]
@@ -39,8 +39,8 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether a module of the model exchanges rows with the ranks of experts, or has such weights."""
-    return bool(experts_in(model)) or any(
-        isinstance(value, Dispatch) for module in model.modules() for value in vars(module).values()
+    return bool(expert_modules(model)) or any(
+        isinstance(value, TokenDispatcher) for module in model.modules() for value in vars(module).values()
     )
 
 

@@ -1,6 +1,6 @@
 """What each module of an existing model communicates once it is cut: from the survey alone, pure, exact.
 
-Counted are elements that a rank receives, as in `par_layers.cost`: an all-reduce of n over p ranks 2(p-1)/p n, an
+Counted are elements that a rank receives, as in `par_layers.layer_cost`: an all-reduce of n over p ranks 2(p-1)/p n, an
 all-gather or reduce-scatter (p-1)/p of the full size.
 """
 
@@ -15,12 +15,22 @@ from par_groups import Topology
 from ..modes.grid import EXPERTS
 from .cutting import PlannedGrid
 from .plans.plans import Plan
-from .plans.styles import Column, DealtExperts, Latent, Partial, Row, SplitExperts, Style, Summed, Vocabulary
+from .plans.styles import (
+    ColumnParallel,
+    EmbeddingParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    LatentProjection,
+    PartialGradient,
+    RowParallel,
+    Style,
+    SummedOutput,
+)
 from .survey import RegionPlan, Survey, is_conv1d, survey_planned, tensor_axes
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommunicationVolume:
     """What one module receives from the other ranks of its tensor group in every forward and backward pass.
 
     Args:
@@ -31,11 +41,11 @@ class Traffic:
     elements: Fraction = Fraction(0)
     calls: int = 0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.elements + other.elements, self.calls + other.calls)
+    def __add__(self, other: "CommunicationVolume") -> "CommunicationVolume":
+        return CommunicationVolume(self.elements + other.elements, self.calls + other.calls)
 
 
-def costs(
+def communication_volumes(
     model: nn.Module,
     topology: Topology,
     tokens: int,
@@ -43,12 +53,12 @@ def costs(
     *,
     logits: Literal["cut", "whole"] = "cut",
     experts_per_token: int | None = None,
-) -> dict[str, Traffic]:
+) -> dict[str, CommunicationVolume]:
     """What each module of a model will communicate in mode 1d, as `parallelize` cuts it; pure, without live groups.
 
-    Added up they are everything that a forward with its loss and its backward take, where every parameter is trained.
-    The sums of partial gradients come once a step and are not among them: `cuts` says which these are. Nor are the rows
-    that travel to experts which are dealt out: those go over other ranks, and as many as routers choose.
+    Their sum is everything that a forward with its loss and its backward receive when every parameter is trained.
+    Two things are not included. The sums of partial gradients are reduced once a step; `plan_shardings` lists them. The
+    routed tokens of expert parallelism travel over other ranks, and their number depends on the routers.
 
     Args:
         model: The model, which may be on the meta device.
@@ -95,9 +105,9 @@ class _Costs:
         self.model, self.found, self.tokens, self.chosen = model, found, tokens, chosen
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.one = Fraction(ranks - 1, ranks)  # of what is gathered, or scattered
-        self.costs: dict[str, Traffic] = {}
+        self.costs: dict[str, CommunicationVolume] = {}
 
-    def all(self, *, is_cut: bool) -> dict[str, Traffic]:
+    def all(self, *, is_cut: bool) -> dict[str, CommunicationVolume]:
         """The costs by name of the module; whether logits stay cut for the loss."""
         known: set[int] = set()
         for name, style in self.found.rules.items():
@@ -114,34 +124,36 @@ class _Costs:
         return self.costs
 
     def _add(self, name: str, elements: Fraction, calls: int = 1) -> None:
-        self.costs[name] = self.costs.get(name, Traffic()) + Traffic(elements, calls)
+        self.costs[name] = self.costs.get(name, CommunicationVolume()) + CommunicationVolume(elements, calls)
 
     def _module(self, name: str, module: nn.Module, style: Style, *, gathers: bool) -> None:
         activations = self.one * self.tokens
-        if isinstance(style, Column):
+        if isinstance(style, ColumnParallel):
             out, inner = _features(module)
             if not self._is_entered(name):
                 self._add(name, 2 * activations * inner)  # backward sums the gradient of the input
             if style.gather and gathers:
                 self._add(name, activations * out)
-        elif isinstance(style, Row):
+        elif isinstance(style, RowParallel):
             out, inner = _features(module)
             self._add(name, 2 * activations * out, 2 if self.found.is_cut_along_sequence(name) else 1)
             if style.split:
                 self._add(name, activations * inner)
-        elif isinstance(style, Vocabulary):
+        elif isinstance(style, EmbeddingParallel):
             features: int = module.weight.shape[1]  # type: ignore[index,assignment]
             self._add(name, (1 if style.features else 2) * activations * features)
-        elif isinstance(style, DealtExperts) and self.are_whole:  # each rank sends its share
+        elif isinstance(style, ExpertParallel) and self.are_whole:  # each rank sends its share
             self._add(name, 2 * activations * self._width() + activations * self._experts_per_token(), 3)
-        elif isinstance(style, (SplitExperts, DealtExperts)):  # input and weights are copied in, the output is summed
+        elif isinstance(
+            style, (ExpertTensorParallel, ExpertParallel)
+        ):  # input and weights are copied in, the output is summed
             self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)
-        elif isinstance(style, Summed):
+        elif isinstance(style, SummedOutput):
             self._add(name, 2 * activations * self._width())
             if style.copies:  # activations and what each of the experts in it is multiplied by
                 experts = next(module.parameters(recurse=False)).shape[0]
                 self._add(name, 2 * activations * (self._width() + experts), 2)
-        elif isinstance(style, Latent):
+        elif isinstance(style, LatentProjection):
             self._add(name, 2 * activations * style.around)
 
     def _entry(self, name: str, region: RegionPlan) -> None:
@@ -176,7 +188,7 @@ class _Costs:
         before = [
             path
             for path, style in self.found.rules.items()
-            if isinstance(style, Partial) and style.before and path.rpartition(".")[0] == name
+            if isinstance(style, PartialGradient) and style.before and path.rpartition(".")[0] == name
         ]
         linears = [path for path in before if isinstance(self.modules.get(path), nn.Linear)]
         return self._inner((linears or region.columns)[0])
@@ -187,7 +199,9 @@ class _Costs:
 
     def _width(self) -> int:
         """The number of features where layers add up: what every Row gives; without one, the config's."""
-        rows = [name for name, style in self.found.rules.items() if isinstance(style, Row) and name in self.modules]
+        rows = [
+            name for name, style in self.found.rules.items() if isinstance(style, RowParallel) and name in self.modules
+        ]
         for name in rows:
             if name not in self.found.wrappers and ".lora_" not in name:
                 return _features(self.modules[name])[0]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def choose(
+def select_experts(
     scores: Tensor, top_k: int, *, bias: Tensor | None = None, group_limit: tuple[int, int] | None = None
 ) -> Tensor:
     """The experts of each token, best first. There is no gradient: a choice is no number.
