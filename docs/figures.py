@@ -39,6 +39,7 @@ PACKAGES = {
     "par-diagnosis": "which rank\nhangs, and why",
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 0 to 3: data\nparallelism",
+    "par-data": "samples in one\norder, packing",
 }
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {

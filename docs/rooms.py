@@ -15,6 +15,7 @@ PACKAGES = (
     "par_precision",
     "par_recompute",
     "par_checkpoint",
+    "par_data",
     "par_diagnosis",
     "par_zero",
     "par_plan",

@@ -20,7 +20,16 @@ from par_testing import modules_called
 from par_train import Strategy
 from par_zero import shard
 
-OURS = ("par_groups", "par_layers", "par_pipeline", "par_precision", "par_checkpoint", "par_zero", "par_train")
+OURS = (
+    "par_groups",
+    "par_layers",
+    "par_pipeline",
+    "par_precision",
+    "par_checkpoint",
+    "par_zero",
+    "par_data",
+    "par_train",
+)
 
 TITLES = {
     "save": "par_checkpoint.save: a model and its optimizer, two ranks",
@@ -36,6 +45,7 @@ COLOURS = {
     "par_precision": "#e4dcf2",
     "par_checkpoint": "#dce9f7",
     "par_zero": "#d8efdc",
+    "par_data": "#d6eef0",
     "par_train": "#f7dcdc",
     "par_layers": "#f4f0c8",
 }

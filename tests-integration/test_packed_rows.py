@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from par_train import PackedRows, read_corpus
+from par_data import PackedRows, read_corpus
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 TOOLS = Path(__file__).parents[1] / "tools"

@@ -19,7 +19,7 @@ from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import DynamicScale, MixedOptimizer, mixed
 from par_train import GPT as BYTE_GPT
-from par_train import GlobalDataLoader, Strategy
+from par_train import Strategy
 from par_train.jobs.gpt_stages import gpt_stages
 from par_train.jobs.options import ModelOptions
 

@@ -17,7 +17,8 @@ from peft import LoraConfig
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from par_train import PackedRows, Run, Strategy, read_corpus
+from par_data import PackedRows, read_corpus
+from par_train import Run, Strategy
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 from par_checkpoint import SaveOptions
-from par_train import PackedRows, Run, Strategy, read_corpus
+from par_data import PackedRows, read_corpus
+from par_train import Run, Strategy
 
 
 def main(arguments: list[str] | None = None) -> int:

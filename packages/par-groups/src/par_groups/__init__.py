@@ -7,10 +7,12 @@ torch is imported when it is first used, so that planning for 100,000 ranks stay
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._disk import sync_to_disk
 from ._error_text import error_text
 from ._registry import Registry
 from ._sizes import format_bytes, format_seconds, parse_size
 from .live.environment import Launch, read_environment
+from .live.signals import STOP_SIGNALS, block_stop_signals
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
 from .topology.channels import Channels
 from .topology.modes import Split, register_mode
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SCALARS",
+    "STOP_SIGNALS",
     "Axes",
     "Box",
     "Channels",
@@ -80,6 +83,7 @@ __all__ = [
     "add_product",
     "agree",
     "backend_of",
+    "block_stop_signals",
     "check_alike",
     "check_collectives",
     "check_owned",
@@ -109,6 +113,7 @@ __all__ = [
     "settle_",
     "sharding_of",
     "slots_of",
+    "sync_to_disk",
     "to_dtensor",
     "together",
     "watch_weight_",

@@ -7,10 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .data.corpus import Corpus, open_corpus, read_corpus
-    from .data.loader import GlobalDataLoader
-    from .data.mixture import MixedRows
-    from .data.rows import PackedRows
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
     from .run.run import Run
@@ -25,29 +21,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPT",
-    "Corpus",
-    "GlobalDataLoader",
     "GradientHandler",
-    "MixedRows",
-    "PackedRows",
     "Plugin",
     "Run",
     "Stages",
     "Strategy",
     "StrategyOptions",
     "load_model",
-    "open_corpus",
-    "read_corpus",
     "register_gradient_handler",
     "token_loss",
 ]
 
 _LATE = {
     "jobs.checkpoint": ("load_model",),
-    "data.corpus": ("Corpus", "open_corpus", "read_corpus"),
-    "data.loader": ("GlobalDataLoader",),
-    "data.mixture": ("MixedRows",),
-    "data.rows": ("PackedRows",),
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),

@@ -1,6 +1,5 @@
-"""Files that must be there, and files that must stay."""
+"""Files that must be there."""
 
-import os
 from pathlib import Path
 
 from ._errors import UserError
@@ -23,19 +22,3 @@ def config_file(folder: Path, named: str) -> Path:
             "huggingface_hub.snapshot_download leaves it"
         )
     return file
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
-
-    Args:
-        path: The file or folder.
-
-    Raises:
-        OSError: The disk has no room, or fails.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,8 @@
 """The errors that are shown as one line without a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """A mistake in what the caller gave: exit code 2.
@@ -10,3 +13,16 @@ class UserError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training began, and cannot go on: exit code 1. All ranks raise it alike."""
+
+
+@contextmanager
+def as_user_error(prefix: str = "") -> Iterator[None]:
+    """Raise a ValueError of another package as a `UserError`, for calls whose arguments are the user's.
+
+    Args:
+        prefix: Text in front of the message.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from error

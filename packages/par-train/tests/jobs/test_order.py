@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from par_data import share
 from par_train._errors import UserError
-from par_train.data.shares import share
 from par_train.jobs.options import ModelOptions
 from par_train.jobs.order import DataOrder, TextRows, TextWindows, check_size, spread, window_count
 from par_train.jobs.text import Text

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from numpy.random.mtrand import set_bit_generator
 
 from par_train import Run, Strategy
-from par_train.data.randomness import gather_states, restore_states
+from par_train.strategy.random_states import gather_states, restore_states
 
 DRAWS = {
     "torch": lambda: torch.rand(()).item(),

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import inspect
+from par_groups import STOP_SIGNALS
 from par_train import Run, Strategy
-from par_train._signals import SIGNALS
 from par_train.run import run as run_module
 from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
@@ -86,12 +86,12 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_as_if_nothing_had
     """Dropout and the order of data included; handlers are put back."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever starts the tests may ignore it, as nohup does
     Loop(zero=1).train(tmp_path / "whole", 9)
-    before = [signal.getsignal(each) for each in SIGNALS]
-    for number, code in (*((each, 0) for each in SIGNALS if each != signal.SIGINT), (signal.SIGINT, 130)):
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    for number, code in (*((each, 0) for each in STOP_SIGNALS if each != signal.SIGINT), (signal.SIGINT, 130)):
         folder = tmp_path / number.name
         run = Loop(zero=1).train(folder, 9, at(4, lambda _, number=number: os.kill(os.getpid(), number)))
         assert (run.step, run.ended_by, run.exit_code) == (4, number, code)
-        assert [signal.getsignal(each) for each in SIGNALS] == before
+        assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
         dist.barrier()
         assert steps_of(folder) == [4]
     again = Loop(zero=1).train(folder, 9, resume="auto", draws=True)  # which knows of no signal

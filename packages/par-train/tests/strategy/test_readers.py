@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from par_data import GlobalDataLoader
 from par_groups import ProcessGroups, Topology
-from par_train import GlobalDataLoader, Strategy
+from par_train import Strategy
 
 BATCH, COUNT = 12, 31  # the last batch of an epoch has 7, which no number of ranks below divides
 

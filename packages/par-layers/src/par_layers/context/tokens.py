@@ -77,6 +77,10 @@ class Tokens:
         """Number of tokens that each rank holds of a row, padding included."""
         return self.padded // len(self.runs)
 
+    def to(self, *_: object, **__: object) -> "Tokens":
+        """Return itself, as batches of tensors are moved by `to(device)`: tokens are counted on the CPU."""
+        return self
+
     def rows(self, start: int, stop: int) -> "Tokens":
         """The tokens of the batch's rows from `start` to `stop`, such as a microbatch's."""
         if len(self.documents) == 1:

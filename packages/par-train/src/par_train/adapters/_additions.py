@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from par_data import IGNORED
+
 from .._torch_private import version_of
-from ..data.packing import IGNORED
 from ..strategy.existing import pretrained_of
 
 _Noted = tuple[Tensor, int, Tensor]

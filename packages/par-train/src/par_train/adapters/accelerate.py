@@ -15,10 +15,9 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from par_data import Draws, draw_alike
 from par_groups import parse_size
 
-from ..data.alike import draw_alike
-from ..data.randomness import Draws
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, make_strategy, missing
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from par_data import draw_alike
 from par_precision import MixedOptimizer
 
-from ..data.alike import draw_alike
 from ..strategy.strategy import Strategy
 from ._clip import Clipping
 from ._options import StrategyKeywords, missing

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_data import IGNORED
 from par_groups import together
 from par_layers import parallelization_of
 
-from ..data.packing import IGNORED
 from ..strategy.existing import logits_of, next_labels
 from ..strategy.pretrained.adapters import has_adapters
 from ..strategy.strategy import Strategy

@@ -9,9 +9,9 @@ from par_groups import Topology, format_bytes
 from par_pipeline import partition
 
 from .._errors import UserError
-from ..data.shares import EXPERTS, data_axes
 from ..run.profile import read_steps
 from ..run.trackers import check_trackers
+from ..strategy.axes import EXPERTS, data_axes
 from ..strategy.recompute import read_recompute
 from ..strategy.schedules import make_schedule, microbatches_of
 from .existing.folder import ModelFolder, read_folder

@@ -11,11 +11,11 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from par_data import Packing
 from par_plan import Machine, Shape
 
 from ..config.kinds import BYTES, SOURCES
 from ..config.settings import FlagsAlone, option
-from ..data.packing import Packing
 from ..run.files import RunFiles
 
 

@@ -10,8 +10,9 @@ computes which part of it.
 import numpy as np
 from numpy.typing import NDArray
 
+from par_data import IGNORED, Packing, pack
+
 from .._errors import UserError
-from ..data.packing import IGNORED, Packing, pack
 from .options import ModelOptions
 from .text import Text
 

@@ -12,10 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from par_groups import read_environment
+from par_groups import STOP_SIGNALS, block_stop_signals, read_environment
 
 from .._errors import UserError
-from .._signals import SIGNALS, keep_signals_from_children
 from ..run.attempt import NEAR, SAVED, has_come_to
 from ..run.output import say
 from ..run.stop import exit_code, handled_signals, leave_terminal
@@ -86,7 +85,7 @@ def _start(options: Options, ranks: int) -> int:
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # what ranks inherit until they hear it; the launcher has no answer
     command = ("-P", "-m", "par_train.jobs.rank", json.dumps(asdict(options)), str(os.getpid()))
     try:
-        with _quiet_launcher(), keep_signals_from_children():
+        with _quiet_launcher(), block_stop_signals():
             elastic_launch(_launch_config(ranks, launch), sys.executable)(*command)
     except SignalException as error:
         if error.sigval == signal.SIGHUP:
@@ -143,7 +142,7 @@ def _after_failure(codes: dict[int, int]) -> int:
     """The exit code after a rank has failed. What the rank had to say, it has said."""
     if 2 in codes.values():
         return 2
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         if set(codes.values()) <= {0, 128 + number}:
             return 128 + number
     for rank, code in sorted(codes.items()):

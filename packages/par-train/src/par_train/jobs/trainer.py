@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_checkpoint import Checkpoints, Save
+from par_data import IGNORED, Packing, share
 from par_groups import ProcessGroups, Topology
 from par_layers import Tokens
 from par_pipeline import Batch
 from par_plan import model_flops
 
-from ..data.packing import IGNORED, Packing
-from ..data.shares import data_axes, share
+from ..strategy.axes import data_axes
 from .checkpoint import Origin, TrainingState, kept_of_text, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages

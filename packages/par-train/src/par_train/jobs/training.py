@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from par_checkpoint import Checkpoints, Save
-from par_groups import ProcessGroups, Topology, agree, sharding_of
+from par_data import share
+from par_groups import STOP_SIGNALS, ProcessGroups, Topology, agree, sharding_of
 from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
-from .._signals import SIGNALS
-from ..data.shares import data_axes, share
 from ..run.metrics import load_of
 from ..run.stop import FAILED
+from ..strategy.axes import data_axes
 from ..strategy.strategy import Strategy
 from .checkpoint import Origin, TrainingState
 from .options import Options, TrainOptions, learning_rate
@@ -247,7 +247,7 @@ class Training(ABC):
 
     def _agree(self, loss: Tensor, count: Tensor | float, outcome: Step, signal: int) -> StepResult:
         """The mean loss over all targets, and whether any rank was asked to leave."""
-        numbers = (FAILED, *SIGNALS)
+        numbers = (FAILED, *STOP_SIGNALS)
         asked = [float(signal == each) for each in numbers]
         sums = torch.tensor([0.0, 0.0, *asked], dtype=torch.float64, device=self.device)
         sums[1] = count

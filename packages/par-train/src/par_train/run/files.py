@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 
-from .._disk import sync
+from par_groups import sync_to_disk
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def write_file(path: Path, data: bytes) -> None:
     with writing(path):
         try:
             new.write_bytes(data)
-            sync(new)
+            sync_to_disk(new)
             new.replace(path)
         except OSError:
             new.unlink(missing_ok=True)
             raise
-        sync(path.parent)
+        sync_to_disk(path.parent)
 
 
 @contextmanager

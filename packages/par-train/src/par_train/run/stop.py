@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from par_groups import read_environment
+from par_groups import STOP_SIGNALS, read_environment
 
-from .._signals import SIGNALS
 from .output import drop_output
 
 LEAVE = 128
@@ -90,13 +89,13 @@ def catch_signals() -> Stop:
     """
     stop = Stop()
     stop._catch()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept them back until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have kept them back until now
     return stop
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The ones of `SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
-    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    """The ones of `STOP_SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
+    return [each for each in STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def leave_terminal() -> None:

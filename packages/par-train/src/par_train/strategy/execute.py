@@ -14,7 +14,7 @@ from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from ..data.shares import cuts_sequence, data_axes
+from .axes import cuts_sequence, data_axes
 from .existing import CausalModel, pretrained_of, unlike_causal
 from .mixture.factor import LossFactor
 from .stages import Stages

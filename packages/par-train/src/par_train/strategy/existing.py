@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from par_data import IGNORED
 from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
 
-from ..data.packing import IGNORED
 from .stages import Stages
 
 Plan = str | Mapping[str, str | Style]

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from par_data import seed_number
 from par_groups import ProcessGroups
 from par_layers import Context, parallelization_of
 from par_pipeline import Pipeline
 
-from ..data.randomness import seed_number
 from .existing import TOKENS, logits_of, pretrained_of
 from .sequence import cut_dict
 from .stages import Stages

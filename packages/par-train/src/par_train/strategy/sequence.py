@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from par_data import IGNORED
 from par_layers import Context, LayerSet
 
-from ..data.packing import IGNORED
 from .existing import TOKENS, next_labels, pretrained_in, unlike_causal
 from .stages import Stages
 

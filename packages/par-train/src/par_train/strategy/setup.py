@@ -16,7 +16,7 @@ from par_pipeline import Schedule, schedule
 from par_plan import NUMBERS, Sizes, Spent, sizes_of
 from par_zero import ShardOptions, Share
 
-from ..data.shares import EXPERTS, averaged_over, cuts_sequence, data_axes
+from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes
 from .mixture.share import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from par_groups import ProcessGroups, attributes
 from par_pipeline import Lazy, Schedule, Shared, build_stage
 
-from ..data.shares import averaged_over
+from .axes import averaged_over
 from .mixture.factor import LossFactor
 
 Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]

@@ -13,19 +13,25 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from par_checkpoint import Checkpoints, Save, SaveOptions
+from par_data import (
+    Draws,
+    GlobalDataLoader,
+    Position,
+    WorkerSignals,
+    check_last_batch,
+    order_of,
+    placed,
+    random_states,
+    seed_number,
+)
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
 from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
 from par_plan import Job, PretrainedShape, StrategyPlan, plan_of, plan_of_whole
 from par_precision import MixedOptimizer
 
-from ..data.alike import order_of
-from ..data.loader import GlobalDataLoader, Position, check_last_batch
-from ..data.place import placed
-from ..data.randomness import Draws, gather_states, random_states, restore_states, seed_number
-from ..data.shares import data_axes, replica_axes
-from ..data.workers import WorkerSignals
 from .alike import BatchComparison
+from .axes import data_axes, replica_axes
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
 from .existing import Plan, pretrained_in
@@ -41,6 +47,7 @@ from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Adopted, Device, Pipelined, Precision, Recompute, Tied, Zero, spend_measured
 from .pretrained.make import make_part
+from .random_states import gather_states, restore_states
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .sequence import attend_over_, check_pretrained, cut_by, cut_dict, no_use, reaches_other_tokens
 from .setup import Setup, check_axes

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from par_data import Corpus, MixedRows, PackedRows, read_corpus
 from par_precision import precision_of
 
-from ..._errors import UserError
-from ...data.corpus import Corpus, read_corpus
-from ...data.mixture import MixedRows
-from ...data.rows import PackedRows
+from ..._errors import UserError, as_user_error
 from ...run.stop import Stop
 from ..checkpoint import START_ANEW, Origin
 from ..options import Options
@@ -87,13 +85,11 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
                 "that there are some to train on and some to validate on"
             )
         documents += [len(part) for part in parts]
-        try:
+        with as_user_error(f"{source.key} {source.path!r}: "):
             train[source.path] = PackedRows(
                 corpus, context=folder.context, documents=parts[0], packing=data.rows, seed=options.seed
             )
             held_out[source.path] = PackedRows(corpus, context=folder.context, documents=parts[1])
-        except ValueError as error:
-            raise UserError(f"{source.key} {source.path!r}: {error}") from None
     weights = {source.path: source.weight for source in sources if source.weight is not None}
     rows: Rows = MixedRows(train, weights) if weights else train[sources[0].path]
     others: Rows = MixedRows(held_out) if weights else held_out[sources[0].path]
@@ -110,7 +106,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
 def _read(source: Source, options: Options, folder: ModelFolder, stop: Stop) -> Corpus:
     """The tokens of one source, which the model's embedding must know."""
     template = options.data.template
-    try:
+    with as_user_error():
         corpus = read_corpus(
             source.place,
             folder.path,
@@ -120,8 +116,6 @@ def _read(source: Source, options: Options, folder: ModelFolder, stop: Stop) -> 
             template=Path(template).expanduser() if template else None,
             stop=lambda: stop.signal != 0,
         )
-    except ValueError as error:  # its own kind on the rank that read the file, another one on those that waited
-        raise UserError(str(error)) from error
     words = folder.vocabulary
     if words is not None and corpus.vocabulary > words:
         raise UserError(

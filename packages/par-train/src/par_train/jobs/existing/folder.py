@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from par_data import tokenizer_files
+
 from ..._disk import config_file
-from ..._errors import UserError
-from ...data.tokenize import tokenizer_files
+from ..._errors import UserError, as_user_error
 from ..options import Options
 from .sources import sources_of
 
@@ -92,7 +93,8 @@ def read_folder(options: Options) -> ModelFolder:
             f"model.path {str(path)!r} holds no weights in safetensors; give a folder that has them, or name it as "
             "model.config to begin with random ones"
         )
-    tokenizer_files(path)
+    with as_user_error():
+        tokenizer_files(path)
     for source in sources:
         source.check()
     if data.template and not Path(data.template).expanduser().is_file():

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._errors import UserError
-from ...data.tokenize import load_tokenizer
+from par_data import load_tokenizer
+
+from ..._errors import UserError, as_user_error
 from ..options import Options
 from .data import ModelData
 from .folder import positions_of
@@ -30,7 +31,8 @@ class Prompts:
 
     def __init__(self, options: Options, data: ModelData) -> None:
         self._texts = options.sample.prompts
-        self._tokenizer: Any = load_tokenizer(data.folder.path) if self._texts else None
+        with as_user_error():
+            self._tokenizer: Any = load_tokenizer(data.folder.path) if self._texts else None
         template = options.data.template
         self._template = Path(template).expanduser().read_text(encoding="utf-8") if template else None
         self.tokens = [self._encoded(text, chat=data.formats == {"chat"}) for text in self._texts]

@@ -6,8 +6,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ..._errors import UserError
-from ...data.records import files_of, is_corpus
+from par_data import files_of, is_corpus
+
+from ..._errors import UserError, as_user_error
 from ..options import DataOptions
 
 _FORMATS = ("auto", "text", "jsonl", "chat")
@@ -44,10 +45,8 @@ class Source:
         """
         if is_corpus(self.place):
             return
-        try:
+        with as_user_error(f"{self.key}: "):
             files_of(self.place)
-        except UserError as error:
-            raise UserError(f"{self.key}: {error}") from None
 
 
 def sources_of(data: DataOptions, key: str) -> list[Source]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from par_checkpoint import Checkpoints, Save
+from par_data import IGNORED
 from par_groups import ProcessGroups, Topology, together
 from par_plan import PretrainedShape, model_flops
 from par_precision import precision_of
 
 from ..._errors import UserError
-from ...data.packing import IGNORED
-from ...data.shares import data_axes
+from ...strategy.axes import data_axes
 from ...strategy.pretrained.adapters import write_config
 from ...strategy.pretrained.make import make_on_meta
 from ..checkpoint import Origin, TrainingState, write_checkpoint

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from par_data import seed_number
 from par_groups import sharding_of
 
 from ..._torch_private import version_of
-from ...data.randomness import seed_number
 
 
 def fill_part_(parameter: nn.Parameter, whole: Tensor, device: torch.device) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .._signals import SIGNALS, keep_signals_from_children
-from .._torch_private import preload_forkserver
+from par_groups import STOP_SIGNALS, block_stop_signals
+
+from ._torch_private import preload_forkserver
 
 
 class WorkerSignals:
@@ -52,14 +53,14 @@ class WorkerSignals:
             return
         method = (loader.multiprocessing_context or multiprocessing).get_start_method()
         if method != "fork":
-            with keep_signals_from_children():  # one of its own, as this opens the thread to SIGTERM and SIGINT again
+            with block_stop_signals():  # one of its own, as this opens the thread to SIGTERM and SIGINT again
                 resource_tracker.ensure_running()
         if method == "forkserver":
-            preload_forkserver("par_train._forkserver")
+            preload_forkserver("par_data._forkserver")
         before = loader.worker_init_fn
         loader.worker_init_fn = partial(_begin, before, self._caught)
         try:
-            with keep_signals_from_children():
+            with block_stop_signals():
                 yield
         finally:
             loader.worker_init_fn = before
@@ -67,9 +68,9 @@ class WorkerSignals:
 
 def _begin(user: Callable[[int], None] | None, caught: Any, worker: int) -> None:
     """The beginning of a worker."""
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, partial(_ignore, caught))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if user is not None:
         user(worker)
 

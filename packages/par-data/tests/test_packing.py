@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_train.data import packing as module
-from par_train.data.packing import pack
+from par_data import packing as module
+from par_data.packing import pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60).map(lambda lengths: np.array(lengths, np.int64))
 PACKINGS = st.sampled_from(["whole", "stream"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
-from .._torch_private import forget_worker
+from ._torch_private import forget_worker
 from .randomness import aside
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from par_data import GlobalDataLoader
+from par_groups import ProcessGroups, Topology
 from par_testing import for_each
-from par_train import GlobalDataLoader, Strategy
 
 BATCH = 12
 
@@ -154,22 +155,24 @@ class Broken(Shards):
             yield sample
 
 
-RUNS = {"four data ranks": {}, "two of two pipeline ranks": {"pipeline": 2}}
+RUNS = {"four data ranks": {"data": 4, "pipeline": 1}, "two of two pipeline ranks": {"data": 2, "pipeline": 2}}
 
 
 @for_each(name=RUNS)
 @pytest.mark.ranks(4)
-def test_a_rank_opens_the_shards_of_its_own_lanes_alone(name):
+def test_rank_opens_only_the_shards_of_its_own_lanes(name):
     """Six lanes of two samples a batch: of four ranks with three samples each, two share a lane."""
     expected = taken(parts(Shards(SIZES), 1), 9)
     dataset = Shards(SIZES)
-    with Strategy(parallel=RUNS[name], seed=3) as strategy:
-        loader = strategy.initialize(DataLoader(dataset, batch_size=BATCH))
-        replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
+    with ProcessGroups(Topology(RUNS[name])) as groups:
+        replica, replicas = groups.rank("data"), groups.size("data")
+        plain = DataLoader(dataset, batch_size=BATCH)
+        shared = {"group": groups["pipeline"], "data_group": groups["data"]}
+        loader = GlobalDataLoader(plain, replica=replica, replicas=replicas, seed=3, **shared)
         for batch in expected:
             own = slice(replica * BATCH // replicas, (replica + 1) * BATCH // replicas)
             assert [part.tolist() for part in next(iter(loader))] == [part[own] for part in batch]
-        reads = strategy.groups.rank("pipeline") == 0
+        reads = groups.rank("pipeline") == 0
         lanes = range(replica * 6 // replicas, -(-(replica + 1) * 6 // replicas))
         assert {number % 6 for number in dataset.opened} == (set(lanes) if reads else set())
         loader.load_state_dict({"samples": 4 * BATCH, "epoch": 0, "begin": 0, "lanes": 6})
@@ -177,12 +180,10 @@ def test_a_rank_opens_the_shards_of_its_own_lanes_alone(name):
 
 
 @pytest.mark.ranks(2)
-def test_a_shard_that_one_data_rank_cannot_read_is_an_error_of_all():
-    with Strategy() as strategy:
-        loader = strategy.initialize(DataLoader(Broken([8, 8, 8, 8]), batch_size=4))
-        for _ in range(3):
-            next(iter(loader))
-        with pytest.raises(
-            OSError if dist.get_rank() else ValueError, match=r"^(rank 1: OSError: )?shard 2 is broken$"
-        ):
-            next(iter(loader))
+def test_unreadable_shard_of_one_data_rank_raises_on_all_ranks():
+    plain = DataLoader(Broken([8, 8, 8, 8]), batch_size=4)
+    loader = GlobalDataLoader(plain, replica=dist.get_rank(), replicas=2, seed=0, data_group=dist.group.WORLD)
+    for _ in range(3):
+        next(iter(loader))
+    with pytest.raises(OSError if dist.get_rank() else ValueError, match=r"^(rank 1: OSError: )?shard 2 is broken$"):
+        next(iter(loader))

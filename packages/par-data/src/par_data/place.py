@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from par_layers import Tokens
-
 _MOVE_THEMSELVES: tuple[type[Any], ...] = (Tensor, PackedSequence)
 
 
@@ -43,7 +41,7 @@ def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, list | tuple):
         several = [_moved(each, device, non_blocking) for each in value]
         return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
-    if isinstance(value, type | Tokens):  # who has which tokens is counted on the CPU
+    if isinstance(value, type):
         return value
     if callable(getattr(value, "to", None)):
         return _by_itself(value, device)

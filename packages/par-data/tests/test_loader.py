@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from par_train.data.loader import GlobalDataLoader
+from par_data.loader import GlobalDataLoader
 
 
 class Numbers(Dataset):

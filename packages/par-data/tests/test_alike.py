@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
 
-from par_train.data.alike import draw_alike, order_of
-from par_train.data.randomness import random_states
+from par_data.alike import draw_alike, order_of
+from par_data.randomness import random_states
 
 ROWS = 12
 

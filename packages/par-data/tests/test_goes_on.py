@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_data import GlobalDataLoader, MixedRows, PackedRows, open_corpus, read_corpus
 from par_testing import storm
-from par_train import GlobalDataLoader, MixedRows, PackedRows, open_corpus, read_corpus
 
 BATCH, CONTEXT = 12, 48
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from par_train import GlobalDataLoader, MixedRows, PackedRows
-from par_train.data.corpus import Corpus
-from par_train.data.mixture import mix
+from par_data import GlobalDataLoader, MixedRows, PackedRows
+from par_data.corpus import Corpus
+from par_data.mixture import mix
 
 
 def rows(first, number, *, context=4, packing="stream", seed=0):

@@ -1,15 +1,6 @@
-"""How ranks share samples, and what is in a row. Imports no torch."""
-
-import numpy as np
-from numpy.typing import NDArray
+"""The axes of a strategy: over which ranks samples differ, gradients are averaged, and batches are the same."""
 
 from par_groups import Axes, Topology
-
-
-def share(items: NDArray[np.int64], index: int, parts: int) -> NDArray[np.int64]:
-    """The contiguous share of one of `parts` ranks; sizes differ by one at most."""
-    return items[index * len(items) // parts : (index + 1) * len(items) // parts]
-
 
 EXPERTS = "experts"
 """The view of a topology that says who has which experts, where they are dealt out over ranks."""

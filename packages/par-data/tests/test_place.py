@@ -2,19 +2,15 @@
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_layers import Tokens
-from par_train import GlobalDataLoader, Plugin, Strategy
-from par_train.data.place import placed
-from par_train.strategy import strategy as _strategy
-from par_train.strategy.plugins import Device
+from par_data import GlobalDataLoader
+from par_data.place import placed
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["first", "second"])
@@ -49,12 +45,6 @@ class Graph:
         moved = Graph()
         moved.device = device
         return moved if self.moves else None
-
-
-class Own(Plugin):
-    """Takes care of devices itself."""
-
-    name, controls_device = "own", True
 
 
 def test_tensors_in_containers_are_moved_and_the_rest_stays():
@@ -96,29 +86,22 @@ def test_nothing_is_touched_on_the_cpu():
     assert placed(batch, torch.device("cpu")) is batch
 
 
-def loader():
-    return DataLoader(TensorDataset(torch.randn(6, 3), torch.ones(6, 2)), batch_size=2)
+class Counts:
+    """Stays where it is."""
+
+    def to(self, device):
+        return self
 
 
-def test_a_loader_gives_its_batches_where_the_strategy_computes():
-    data = GlobalDataLoader(loader(), replica=0, replicas=1, seed=0)
-    assert Device().setup_dataloader(data, SimpleNamespace(device=META)) is data
-    assert [[each.device for each in batch] for batch in data] == [[META, META]] * 3
-
-
-def test_a_step_in_microbatches_takes_its_batch_there_unless_a_plugin_sees_to_that(monkeypatch):
-    taken = []
-    monkeypatch.setattr(_strategy, "placed", lambda batch, device: taken.append(device) or batch)
-    for plugins in ([], [Own()]):
-        with Strategy(device="cpu", plugins=plugins) as strategy:
-            module = nn.Linear(3, 2)
-            model, optimizer = strategy.initialize(module, torch.optim.SGD(module.parameters(), lr=0.1))
-            strategy.execute_pipeline(iter(loader()), model, nn.functional.mse_loss, optimizer)
-    assert taken == [torch.device("cpu")]
-
-
-def test_who_has_which_tokens_stays_the_object_that_it_is():
-    tokens = Tokens(4, 4, ((4,),), (((0, 4),),))
-    ids, same = placed((torch.zeros(2, 4), tokens), "meta")
+def test_object_whose_to_returns_itself_stays_the_same_object():
+    counts = Counts()
+    ids, same = placed((torch.zeros(2, 4), counts), "meta")
     assert ids.is_meta
-    assert same is tokens
+    assert same is counts
+
+
+def test_loader_moves_its_batches_to_its_device():
+    loader = DataLoader(TensorDataset(torch.randn(6, 3), torch.ones(6, 2)), batch_size=2)
+    data = GlobalDataLoader(loader, replica=0, replicas=1, seed=0)
+    data.device = META
+    assert [[each.device for each in batch] for batch in data] == [[META, META]] * 3

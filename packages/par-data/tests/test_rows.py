@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from par_train import Corpus, GlobalDataLoader, PackedRows
+from par_data import Corpus, GlobalDataLoader, PackedRows
 
 PADDING = 999
 

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from par_layers import Tokens
+from par_data import GlobalDataLoader
+from par_data.message import Reader, read_message, write_message
 from par_testing import count_collectives, for_each
-from par_train import GlobalDataLoader
-from par_train.data.message import Reader, read_message, write_message
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -23,6 +22,14 @@ class Sample:
 
     ids: torch.Tensor
     name: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What ranks of a sequence are given beside the batch: it has no tensor, and compares by its values."""
+
+    length: int
+    documents: tuple[tuple[int, ...], ...]
 
 
 class Encoding(UserDict):
@@ -62,7 +69,7 @@ def test_a_batch_comes_as_it_is_nested():
         "encoding": Encoding(ids=ids),
         "sample": Sample(ids, "name"),
         "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
-        "tokens": Tokens(4, 4, ((4,),), (((0, 4),),)),
+        "tokens": Tokens(4, ((4,),)),
         "rows": torch.ones(2).as_subclass(Rows),
         "sparse": torch.eye(3).to_sparse(),
         "number": ids.numpy(),

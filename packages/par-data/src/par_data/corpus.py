@@ -25,10 +25,8 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from par_groups import agree, together
+from par_groups import agree, sync_to_disk, together
 
-from .._disk import sync
-from .._errors import UserError
 from .records import SUMMARY, files_of, is_conversations, is_corpus, kind_of
 from .tokenize import Document, documents_of, load_tokenizer, tokenizer_files
 
@@ -153,7 +151,7 @@ def read_corpus(
             the corpus stays.
 
     Raises:
-        UserError: What the caller gave or what a line or row holds, with its place. Where ranks differ, the others
+        ValueError: What the caller gave or what a line or row holds, with its place. Where ranks differ, the others
             raise a ValueError with its text.
         InterruptedError: `stop` gave true; ranks that waited raise a ValueError with its text.
     """
@@ -177,7 +175,7 @@ def read_corpus(
     names = agree(problem, place.name, *groups)
     others = [rank for rank, name in names.items() if name != next(iter(names.values()))]
     if others:
-        raise UserError(f"{str(path)!r} or the tokenizer differs on ranks {others}; give all ranks the same files")
+        raise ValueError(f"{str(path)!r} or the tokenizer differs on ranks {others}; give all ranks the same files")
     with together("mapping the corpus", *groups):
         return open_corpus(place)
 
@@ -189,20 +187,20 @@ def open_corpus(place: Path | str) -> Corpus:
         place: The corpus's own folder.
 
     Raises:
-        UserError: It is not there, or not what was written.
+        ValueError: It is not there, or not what was written.
     """
     place = Path(place)
     try:
         summary = json.loads((place / SUMMARY).read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise ValueError(
             f"{str(place)!r} holds no corpus ({error}); let the first rank of every machine write it"
         ) from None
     arrays = {}
     for name, size in summary["files"].items():
         found = (place / name).stat().st_size if (place / name).exists() else -1
         if found != size:
-            raise UserError(
+            raise ValueError(
                 f"{str(place / name)!r} has {found} bytes and not {size}; remove the folder to make it anew"
             )
         arrays[name] = np.memmap(place / name, _FILES[name], mode="r")
@@ -222,15 +220,15 @@ def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Pa
     """What to read, as far as it can be checked before it is read."""
     files = files_of(path)
     if format_ not in ("auto", *get_args(Format)):
-        raise UserError(f"the format of a corpus is {format_!r}; it can be 'auto', 'text', 'jsonl' or 'chat'")
+        raise ValueError(f"the format of a corpus is {format_!r}; it can be 'auto', 'text', 'jsonl' or 'chat'")
     text = None
     if template is not None:
         if not Path(template).is_file():
-            raise UserError(f"the chat template {str(template)!r} is no file; correct the path")
+            raise ValueError(f"the chat template {str(template)!r} is no file; correct the path")
         text = Path(template).read_text(encoding="utf-8")
     found = _format_of(files[0]) if format_ == "auto" else format_
     if found == "text" and kind_of(files[0]) == "rows":
-        raise UserError(
+        raise ValueError(
             f"the corpus {str(path)!r} is a table, of which no line is a text; leave the format out, or give 'jsonl' "
             "and the column as the field"
         )
@@ -271,7 +269,7 @@ def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[
                     )
                 files.add(document)
         if files.count == 0:
-            raise UserError(f"the corpus {str(source.path)!r} holds no document; give one with a line of text")
+            raise ValueError(f"the corpus {str(source.path)!r} holds no document; give one with a line of text")
         padding = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
         summary = {
             "source": str(source.path),
@@ -286,7 +284,7 @@ def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[
         except OSError:
             if not is_corpus(place):  # else another process, perhaps of another machine, was first
                 raise
-        sync(place.parent)
+        sync_to_disk(place.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -356,4 +354,4 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    sync(path.parent)
+    sync_to_disk(path.parent)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from par_train._errors import UserError
-from par_train.data import corpus as module
-from par_train.data.corpus import Corpus, open_corpus, read_corpus
-from par_train.data.tokenize import load_tokenizer
+from par_data import corpus as module
+from par_data.corpus import Corpus, open_corpus, read_corpus
+from par_data.tokenize import load_tokenizer
 
 
 def documents_in(corpus):
@@ -78,7 +77,7 @@ def test_a_byte_order_mark_is_no_text(tiny, tmp_path):
 
 @pytest.mark.parametrize("batch", [2, 1000])
 def test_of_a_conversation_the_assistant_is_trained_on(batch, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("par_train.data.tokenize._BATCH", batch)
+    monkeypatch.setattr("par_data.tokenize._BATCH", batch)
     model, corpora = tiny
     tokenizer = load_tokenizer(model)
     path = written(
@@ -118,10 +117,10 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tiny, tmp_path
     assert load_tokenizer(model).decode(corpus.tokens.tolist()) == "ab"
     assert corpus.targets(0, len(corpus.tokens)).all()
     written(model / "chat_template.jinja", "{{ messages[0].content }}")
-    with pytest.raises(UserError, match=r"so there is nothing to train on; .* write \{% generation %\} before"):
+    with pytest.raises(ValueError, match=r"so there is nothing to train on; .* write \{% generation %\} before"):
         read_corpus(path, model, tmp_path)
     (model / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="the tokenizer has no chat template; give one file"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; give one file"):
         read_corpus(path, model, tmp_path)
 
 
@@ -165,10 +164,10 @@ def test_it_appears_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
 def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):
     place = read_corpus(written(tmp_path / "c.txt", "one", "two"), tiny[0], tmp_path).path
     (place / "tokens.u32").write_bytes(b"1234")
-    with pytest.raises(UserError, match=r"tokens\.u32' has 4 bytes and not [0-9]+; remove the folder to make it anew"):
+    with pytest.raises(ValueError, match=r"tokens\.u32' has 4 bytes and not [0-9]+; remove the folder to make it anew"):
         open_corpus(place)
     (place / "corpus.json").unlink()
-    with pytest.raises(UserError, match="holds no corpus"):
+    with pytest.raises(ValueError, match="holds no corpus"):
         open_corpus(place)
 
 
@@ -199,7 +198,7 @@ def test_a_bad_line_is_named(name, tiny, tmp_path):
             tmp_path / "t.jinja", refusing + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
         )
     path = written(tmp_path / "c.jsonl", good, "", good, bad, good)
-    with pytest.raises(UserError, match=f"c.jsonl, line 4 {words}"):
+    with pytest.raises(ValueError, match=f"c.jsonl, line 4 {words}"):
         read_corpus(path, model, tmp_path / "data", template=template)
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -221,10 +220,10 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
         ),
         ((path, model), {"template": tmp_path / "none"}, "the chat template .* is no file; correct the path"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(ValueError, match=words):
             read_corpus(*arguments, tmp_path / "data", **keywords)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(UserError, match=r"needs transformers; pip install transformers jinja2"):
+    with pytest.raises(ValueError, match=r"needs transformers; pip install transformers jinja2"):
         read_corpus(path, model, tmp_path / "data")
 
 
@@ -277,10 +276,10 @@ def test_what_one_rank_cannot_read_raises_on_all(tiny, tmp_path):
     mine.mkdir()
     if rank == 0:
         written(mine / "c.jsonl", '{"text": 3}')
-    with pytest.raises(ValueError, match="under 'text'; give a text" if rank == 0 else "rank 0: UserError: .*line 1"):
+    with pytest.raises(ValueError, match="under 'text'; give a text" if rank == 0 else "rank 0: ValueError: .*line 1"):
         read_corpus(tmp_path / "0/c.jsonl", tiny[0], tmp_path / "data", format="jsonl")
     written(mine / "c.txt", f"of rank {rank}")
-    with pytest.raises(UserError, match=r"differs on ranks \[1\]; give all ranks the same files"):
+    with pytest.raises(ValueError, match=r"differs on ranks \[1\]; give all ranks the same files"):
         read_corpus(mine / "c.txt", tiny[0], tmp_path / "data")
     with pytest.raises(ValueError, match="is no file; correct the path"):
         read_corpus(tmp_path / "0" / "c.txt" if rank == 0 else "none.txt", tiny[0], tmp_path / "data")
@@ -301,7 +300,7 @@ def table(path, **columns):
 
 @pytest.mark.parametrize("name", ["c.parquet", "stream.arrow", "file.arrow"])
 def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("par_train.data.records._ROWS", 4)
+    monkeypatch.setattr("par_data.records._ROWS", 4)
     texts = [f"number {number}" for number in range(11)]
     path = table(tmp_path / name, id=list(range(11)), body=texts)
     corpus = read_corpus(path, tiny[0], tmp_path / "data", field="body", progress=True)
@@ -309,12 +308,12 @@ def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
     same = read_corpus(written(tmp_path / "c.jsonl", *lines), tiny[0], tmp_path / "data", field="body")
     assert corpus.format == "jsonl"
     assert documents_in(corpus) == documents_in(same)
-    with pytest.raises(UserError, match=f"{name} has no column 'text', only 'id', 'body'; name the field"):
+    with pytest.raises(ValueError, match=f"{name} has no column 'text', only 'id', 'body'; name the field"):
         read_corpus(path, tiny[0], tmp_path / "data")
-    with pytest.raises(UserError, match="is a table, of which no line is a text; leave the format out"):
+    with pytest.raises(ValueError, match="is a table, of which no line is a text; leave the format out"):
         read_corpus(path, tiny[0], tmp_path / "data", format="text")
     broken = table(tmp_path / f"broken-{name}", text=["fine", "fine", None])
-    with pytest.raises(UserError, match=f"broken-{name}, row 3 has None under 'text'; give a text"):
+    with pytest.raises(ValueError, match=f"broken-{name}, row 3 has None under 'text'; give a text"):
         read_corpus(broken, tiny[0], tmp_path / "data")
 
 
@@ -341,7 +340,7 @@ def test_several_files_are_read_in_the_order_of_their_names(tiny, tmp_path):
     for path in (folder, pattern):
         assert documents_in(read_corpus(path, tiny[0], tmp_path / "data")) == expected
     written(folder / "more.txt", "text")
-    with pytest.raises(UserError, match=r"is a folder of files that end in .arrow and .txt; give files of one kind"):
+    with pytest.raises(ValueError, match=r"is a folder of files that end in .arrow and .txt; give files of one kind"):
         read_corpus(folder, tiny[0], tmp_path / "data")
 
 
@@ -357,5 +356,5 @@ def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatc
 def test_a_table_without_pyarrow_names_the_extra(tiny, tmp_path, monkeypatch):
     path = table(tmp_path / "c.parquet", text=["a"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pyarrow; pip install pyarrow"):
+    with pytest.raises(ValueError, match=r"needs pyarrow; pip install pyarrow"):
         read_corpus(path, tiny[0], tmp_path / "data")

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .._errors import UserError
-
 Kind = Literal["lines", "objects", "rows"]
 """What a file is made of."""
 
@@ -60,7 +58,7 @@ def files_of(path: Path) -> list[Path]:
             data/train-*.parquet.
 
     Raises:
-        UserError: There is none, or a folder has files of several kinds.
+        ValueError: There is none, or a folder has files of several kinds.
     """
     if path.is_file():
         return [path]
@@ -71,12 +69,12 @@ def files_of(path: Path) -> list[Path]:
         found = [each for each in found if each.suffix in KINDS and not each.name.startswith(".")]
         endings = sorted({each.suffix for each in found})
         if len(endings) > 1:
-            raise UserError(
+            raise ValueError(
                 f"the corpus {str(path)!r} is a folder of files that end in {' and '.join(endings)}; give files of one "
                 f"kind, such as {str(path / ('*' + endings[0]))!r}"
             )
         if not found:
-            raise UserError(
+            raise ValueError(
                 f"the corpus {str(path)!r} is a folder without files that end in {', '.join(KINDS)}; give one that has "
                 "some, or a file"
             )
@@ -85,8 +83,8 @@ def files_of(path: Path) -> list[Path]:
         found = sorted(each for each in path.parent.glob(path.name) if each.is_file())
         if found:
             return found
-        raise UserError(f"the corpus {str(path)!r} is a pattern that no file has; correct it")
-    raise UserError(f"the corpus {str(path)!r} is no file; correct the path")
+        raise ValueError(f"the corpus {str(path)!r} is a pattern that no file has; correct it")
+    raise ValueError(f"the corpus {str(path)!r} is no file; correct the path")
 
 
 def kind_of(path: Path) -> Kind:
@@ -98,7 +96,7 @@ def is_conversations(path: Path) -> bool:
     """Whether the first object or row of a file has messages.
 
     Raises:
-        UserError: A table that cannot be opened.
+        ValueError: A table that cannot be opened.
     """
     if kind_of(path) == "rows":
         with _Table(path) as table:
@@ -121,7 +119,7 @@ def lines_of(path: Path, parse: Callable[[str], Any], advance: Callable[[int], o
         advance: Called with the bytes of each line.
 
     Raises:
-        UserError: A line that is not UTF-8 or that does not hold what it should.
+        ValueError: A line that is not UTF-8 or that does not hold what it should.
     """
     with path.open("rb") as file:
         for number, data in enumerate(file, 1):
@@ -132,9 +130,9 @@ def lines_of(path: Path, parse: Callable[[str], Any], advance: Callable[[int], o
                 text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 yield Record(path, f"line {number}", parse(text))
             except UnicodeDecodeError as error:
-                raise UserError(f"{path}, line {number} is not UTF-8 ({error}); convert the file to UTF-8") from None
+                raise ValueError(f"{path}, line {number} is not UTF-8 ({error}); convert the file to UTF-8") from None
             except ValueError as error:
-                raise UserError(f"{path}, line {number} {error}") from None
+                raise ValueError(f"{path}, line {number} {error}") from None
 
 
 def rows_of(
@@ -149,11 +147,11 @@ def rows_of(
         advance: Called with about the bytes of the file that rows take.
 
     Raises:
-        UserError: A table that cannot be opened, has no such column, or a row that does not hold what it should.
+        ValueError: A table that cannot be opened, has no such column, or a row that does not hold what it should.
     """
     with _Table(path) as table:
         if column not in table.columns:
-            raise UserError(
+            raise ValueError(
                 f"{path} has no column {column!r}, only {', '.join(map(repr, table.columns)) or 'none'}; name the "
                 "field of the text"
             )
@@ -164,7 +162,7 @@ def rows_of(
                 try:
                     yield Record(path, f"row {number}", parse(row))
                 except ValueError as error:
-                    raise UserError(f"{path}, row {number} {error}") from None
+                    raise ValueError(f"{path}, row {number} {error}") from None
             advance(size * len(batch) // max(1, table.rows))
 
 
@@ -181,12 +179,12 @@ class _Table:
         except ModuleNotFoundError as error:
             if error.name != "pyarrow":
                 raise
-            raise UserError(f"reading the table {str(path)!r} needs pyarrow; pip install pyarrow") from None
+            raise ValueError(f"reading the table {str(path)!r} needs pyarrow; pip install pyarrow") from None
         self._path = path
         try:
             self._open()
         except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
-            raise UserError(f"the table {str(path)!r} cannot be read ({error}); mend or convert it") from None
+            raise ValueError(f"the table {str(path)!r} cannot be read ({error}); mend or convert it") from None
 
     def _open(self) -> None:
         self._file: Any = self._arrow.memory_map(str(self._path))
@@ -212,7 +210,7 @@ class _Table:
         """Rows, each as its values by column, some at a time.
 
         Raises:
-            UserError: What was begun cannot be read on.
+            ValueError: What was begun cannot be read on.
         """
         if self._path.suffix == ".parquet":
             found = self._table.iter_batches(batch_size=_ROWS, columns=[column])
@@ -223,7 +221,7 @@ class _Table:
                 batch = next(found, None)
                 rows = None if batch is None else batch.to_pylist()
             except (OSError, ValueError) as error:
-                raise UserError(f"the table {str(self._path)!r} cannot be read on ({error}); copy it anew") from None
+                raise ValueError(f"the table {str(self._path)!r} cannot be read on ({error}); copy it anew") from None
             if rows is None:
                 return
             yield rows

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from .._errors import UserError
 from .records import Record, kind_of, lines_of, rows_of
 
 _BATCH = 1000
@@ -43,11 +42,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a tokenizer, by name.
 
     Raises:
-        UserError: There are none.
+        ValueError: There are none.
     """
     found = {path for pattern in _OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()}
     if not found:
-        raise UserError(f"{str(folder)!r} holds no tokenizer; give the folder of a Hugging Face model or tokenizer")
+        raise ValueError(f"{str(folder)!r} holds no tokenizer; give the folder of a Hugging Face model or tokenizer")
     return sorted(found)
 
 
@@ -55,20 +54,20 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder. No network is asked.
 
     Raises:
-        UserError: transformers is not installed, or it cannot open the folder.
+        ValueError: transformers is not installed, or it cannot open the folder.
     """
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise UserError(
+        raise ValueError(
             f"opening the tokenizer in {str(folder)!r} needs transformers; pip install transformers jinja2"
         ) from None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
+        raise ValueError(
             f"transformers cannot open the tokenizer in {str(folder)!r}: {error}; mend the folder"
         ) from error
 
@@ -87,7 +86,7 @@ def documents_of(
         progress: Whether to show a bar; None: where stderr is a terminal.
 
     Raises:
-        UserError: A line or row that holds something else, or a chat template that does not say what the model says.
+        ValueError: A line or row that holds something else, or a chat template that does not say what the model says.
     """
     if format_ == "chat":
         template = check_template(tokenizer, template)
@@ -116,15 +115,15 @@ def check_template(tokenizer: Any, template: str | None) -> str:
     """The template for conversations: one whose tag says which tokens are the assistant's.
 
     Raises:
-        UserError: There is none, or it has no such tag.
+        ValueError: There is none, or it has no such tag.
     """
     template = template or tokenizer.chat_template
     if not isinstance(template, str):
-        raise UserError(
+        raise ValueError(
             f"the tokenizer has {'several chat templates' if template else 'no chat template'}; give one file"
         )
     if _TAG.search(template) is None:
-        raise UserError(
+        raise ValueError(
             "the chat template does not say which part is the assistant's, so there is nothing to train on; in a "
             "template of your own write {% generation %} before what the assistant says and {% endgeneration %} behind"
         )
@@ -208,7 +207,7 @@ def _chats(tokenizer: Any, template: str | None, records: Sequence[Record]) -> I
             try:
                 encoded.append(encode([record]))
             except Exception as error:
-                raise UserError(
+                raise ValueError(
                     f"{record.place} is refused by the chat template ({error}); mend the conversation"
                 ) from error
     for batch in encoded:
