@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_data import GlobalDataLoader
 from par_layers import Context, LayerSet, LoadBalancing, initialize, layer_set, normal
 from par_layers.examples import GPT
 from par_pipeline import Batch
