@@ -1,5 +1,7 @@
 """The examples in every README, and those of every page in docs, run in a world of one rank."""
 
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
@@ -8,6 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def outputs_of(text):
+    """The lines that a page shows as the output of its programs; an output that it shortens has another title."""
+    return "".join(re.findall(r'```text title="Output"\n(.*?)```', text, re.DOTALL)).splitlines()
+
+
 EXAMPLES = [
     pytest.param(code, id=f"{path.parent.name}-{number}")
     for path in READMES
@@ -15,7 +24,7 @@ EXAMPLES = [
 ]
 TUTORIAL = ROOT / "docs" / "tutorials" / "add-your-own-parallelism.md"  # which test_own_parallelism.py runs
 PAGES = [
-    pytest.param("".join(blocks), id=str(path.relative_to(ROOT / "docs")))
+    pytest.param("".join(blocks), outputs_of(path.read_text()), id=str(path.relative_to(ROOT / "docs")))
     for path in sorted((ROOT / "docs").rglob("*.md"))
     if path != TUTORIAL and (blocks := re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
@@ -61,11 +70,13 @@ def test_every_page_on_a_concept_has_an_example():
 
 @pytest.mark.ranks(1, timeout=120, init=False)
 @pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
-@pytest.mark.parametrize("code", PAGES)
+@pytest.mark.parametrize(("code", "shown"), PAGES)
 @pytest.mark.usefixtures("trained")
-def test_the_examples_of_a_page_run_one_after_the_other(code, tmp_path):
+def test_page_examples_run_and_print_the_shown_output(code, shown, tmp_path):
     as_a_reader_starts(tmp_path)
-    exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
+    assert not shown or printed.getvalue().splitlines() == shown
 
 
 def as_a_reader_starts(folder):
