@@ -22,7 +22,7 @@ from ways import draw_ways
 from par_groups import Topology
 from par_layers import LoadBalancing, Router, RouterLosses, TransformerShape, layer_cost, update_correction_bias_
 from par_pipeline import schedule, simulate
-from par_plan import Job, Machine, Shape, rank
+from par_plan import Machine, Shape, TrainingJob, search_configurations
 from par_recompute import frontier, measure
 from par_train.run.metrics import draw_load, load_of
 from par_zero import Moment, Trace, place
@@ -85,7 +85,7 @@ def draw_tiers(path: Path) -> None:
     """A step of 13e9 parameters on one device, as predicted, against the memory of the device."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    shape, job = Shape(layers=40, width=5120, heads=40, context=2048), Job(batch=4, precision="bf16")
+    shape, job = Shape(layers=40, width=5120, heads=40, context=2048), TrainingJob(batch=4, precision="bf16")
     sizes = [size * 1e9 for size in range(60, 290, 5)]
     for label, host, disk, style in (
         ("the device alone", 0.0, 0.0, "-"),
@@ -93,7 +93,7 @@ def draw_tiers(path: Path) -> None:
         ("and a disk of 1 TB", 137e9, 1e12, ":"),
     ):
         machines = [Machine(memory=size, devices_per_node=1, host_memory=host, disk=disk) for size in sizes]
-        steps = [rank(shape, 1, job, machine, 1).best for machine in machines]
+        steps = [search_configurations(shape, 1, job, machine, 1).best for machine in machines]
         axes.plot(
             [size / 1e9 for size, best in zip(sizes, steps, strict=True) if best],
             [best[0].seconds for best in steps if best],

@@ -15,16 +15,16 @@ from transformers import (
 
 from par_groups import Topology
 from par_layers import plan_shardings
-from par_plan.inputs import Job, Machine
-from par_plan.pipeline import pipe
+from par_plan.costs.pipeline import pipeline_cost
+from par_plan.inputs import Machine, TrainingJob
+from par_plan.models.pretrained import PretrainedShape
 from par_plan.prediction import predict
-from par_plan.pretrained import PretrainedShape
-from par_plan.report import Report, as_dict, moves
-from par_plan.search import configurations, rank
+from par_plan.report import PlanReport, as_dict, transfers
+from par_plan.search import configurations, search_configurations
 from par_plan.shape import Shape
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=256, experts=8, expert_hidden=32, shared=1, dense_layers=1)
-JOB = Job(batch=64, precision="bf16")
+JOB = TrainingJob(batch=64, precision="bf16")
 FOLDED = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 4, "tensor": 1}}
 
 
@@ -39,15 +39,15 @@ def test_671_billion_parameters_on_2048_devices(deepseek):
     """DeepSeek-V3, pipeline 16, experts over 64 ranks, four layers on a rank: 705e6 in experts, 932e6 beside them."""
     assert 671.0e9 < deepseek.parameters < 671.1e9
     topology = Topology.from_config({"pipeline": 16, "expert": 64}, 2048)
-    job = Job(batch=128 * 16, zero=1, precision="bf16", microbatches=16)
+    job = TrainingJob(batch=128 * 16, zero=1, precision="bf16", microbatches=16)
     made = predict(deepseek, topology, job, Machine(memory=80e9))
     middle = made.ranks[2]
     assert middle.experts.layers == 4
     assert middle.parameters == pytest.approx(705e6 + 932e6, rel=1e-3)
     assert middle.memory.state == pytest.approx(10.9e9, rel=5e-3)
-    of_copies = next(move for move in middle.moves if move.axis == "expert_data")
+    of_copies = next(move for move in middle.transfers if move.axis == "expert_data")
     assert of_copies.bytes == pytest.approx(705e6 * 2 / 2, rel=1e-3)  # half of them, of 2 bytes
-    exchange = {move.what: move for move in middle.moves if move.axis == "expert_parallel"}
+    exchange = {move.what: move for move in middle.transfers if move.axis == "expert_parallel"}
     passes = 4 * 16  # layers and microbatches
     one = exchange["dispatch"].bytes / exchange["dispatch"].operations
     assert one == pytest.approx(462e6, rel=3e-3)  # and 0.5e6 of gates
@@ -56,7 +56,7 @@ def test_671_billion_parameters_on_2048_devices(deepseek):
     assert layer / 50e9 == pytest.approx(37e-3, rel=2e-3)
     assert middle.seconds["experts"] / passes == pytest.approx(37e-3, rel=0.02)  # with latencies
     assert middle.experts.kept == pytest.approx(738e6, rel=1e-3)
-    schedule = pipe(job.schedule, 16, job.microbatches)
+    schedule = pipeline_cost(job.schedule, 16, job.microbatches)
     part = deepseek.part(schedule, schedule.places[5])
     matrices = deepseek.flops(part)[0] / 4 * 4096
     assert matrices == pytest.approx(14.4e12, rel=0.01)
@@ -64,13 +64,13 @@ def test_671_billion_parameters_on_2048_devices(deepseek):
 
 
 def test_the_report_says_over_what_rows_travel():
-    ranking = rank(SHAPE, 16, JOB, Machine(memory=80e9), 3)
+    ranking = search_configurations(SHAPE, 16, JOB, Machine(memory=80e9), 3)
     topology = Topology.from_config({"expert": {"size": 8, "tensor": 1}}, 16)
     configured = predict(SHAPE, topology, JOB, Machine(memory=80e9, devices_per_node=4, network=1e6))
     machine = Machine(memory=80e9, devices_per_node=4, network=1e6)
-    said = Report(shape=SHAPE, world=16, job=JOB, machine=machine, configured=configured, ranking=ranking)
+    said = PlanReport(shape=SHAPE, world=16, job=JOB, machine=machine, configured=configured, ranking=ranking)
     assert any("8 ranks of 2 nodes" in each and "fewer nodes" in each for each in said.reasons())
-    lines = "\n".join(moves(configured))
+    lines = "\n".join(transfers(configured))
     for what in (
         "data x expert: ",
         "data x expert_data: ",
@@ -98,7 +98,7 @@ def test_busy_experts_take_more_of_everything_on_the_busiest_rank():
     assert seconds == pytest.approx(more / machine.flops / machine.efficiency)
     counted = predict(SHAPE, topology, replace(JOB, imbalance=(5, 1, 1, 1, 1, 1, 1, 1)))
     assert counted.busiest.experts.imbalance == 6 / 3  # two experts a rank
-    assert counted.busiest.moves == predict(SHAPE, topology, replace(JOB, imbalance=2.0)).busiest.moves
+    assert counted.busiest.transfers == predict(SHAPE, topology, replace(JOB, imbalance=2.0)).busiest.transfers
 
 
 def test_the_search_deals_experts_out_in_every_way_that_divides():
@@ -132,9 +132,9 @@ def test_what_does_not_divide_is_named(changes, parallel, message):
 
 def test_loads_that_are_none():
     with pytest.raises(ValueError, match=r"imbalance is 0\.9"):
-        Job(batch=8, imbalance=0.9)
+        TrainingJob(batch=8, imbalance=0.9)
     with pytest.raises(ValueError, match="give the number of rows of each expert"):
-        Job(batch=8, imbalance=(0, 0))
+        TrainingJob(batch=8, imbalance=(0, 0))
     with pytest.raises(ValueError, match="rows of 2 experts, but the model has 8"):
         predict(SHAPE, Topology.from_config({"expert": 2}, 8), replace(JOB, imbalance=(1, 2)))
     with pytest.raises(ValueError, match="top_k is 9, but there are 8 experts"):
@@ -178,7 +178,7 @@ def test_parameters_of_models_of_transformers_are_those_that_a_rank_is_given(con
     shape = PretrainedShape(model, context=16)
     for parallel in ({"expert": 4}, FOLDED, {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "tensor": 2}}):
         topology = Topology.from_config(parallel, 8)
-        made = predict(shape, topology, Job(batch=8))
+        made = predict(shape, topology, TrainingJob(batch=8))
         given = {
             name: sum(math.prod(box.size) for box in each.boxes)
             for name, each in plan_shardings(model, topology).items()

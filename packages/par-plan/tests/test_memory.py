@@ -2,52 +2,52 @@
 
 import pytest
 
-from par_plan.inputs import NUMBERS, Job
-from par_plan.memory import (
-    Memory,
-    Replicas,
+from par_plan.costs.memory import (
+    MemoryUse,
+    ZeroSharding,
     added,
-    parameters_away,
-    replicas_of,
-    shared_apart,
+    parameters_offloaded,
+    share_buffers,
     state_memory,
-    with_away,
+    with_offload,
+    zero_sharding,
 )
-from par_plan.shape import Cut, Part, Shape, count
+from par_plan.inputs import NUMBER_WIDTHS, TrainingJob
+from par_plan.shape import ModelSlice, Shape, TensorSplit, count
 
 
 def replicas(zero, ranks, elements=1000, **changes):
-    return Replicas(
+    return ZeroSharding(
         zero=zero, ranks=ranks, elements=elements, chunk=100, chunks=10, gathered=300, stays=100, reduced=200, **changes
     )
 
 
 def test_the_zero_papers_figure_comes_out():
     for zero, gigabytes in enumerate((120, 31.4, 16.6, 1.88)):
-        state = state_memory(replicas(zero, 64, elements=7_500_000_000), NUMBERS["bf16"]).state
+        state = state_memory(replicas(zero, 64, elements=7_500_000_000), NUMBER_WIDTHS["bf16"]).state
         assert state / 1e9 == pytest.approx(gigabytes, rel=3e-3)
 
 
 def test_gradients_that_accumulate_are_whole():
-    at_once, later = (state_memory(replicas(3, 4, accumulates=one), NUMBERS["bf16"]) for one in (False, True))
+    at_once, later = (state_memory(replicas(3, 4, accumulates=one), NUMBER_WIDTHS["bf16"]) for one in (False, True))
     assert at_once.buffers == (2 * 100 / 4 + 2 * 100 + 300) * 2  # received, whole gradients, gathered parameters
     assert later.buffers == (2 * 100 / 4 + 1000 + 1000) * 2
 
 
 def test_fp32_gradients_take_room_when_activations_are_gone():
-    memory = state_memory(replicas(1, 4), NUMBERS["bf16"])
+    memory = state_memory(replicas(1, 4), NUMBER_WIDTHS["bf16"])
     assert memory.step == 4 * 1000 / 4
     assert memory.total == memory.state + memory.step
-    full = Memory(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
+    full = MemoryUse(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
     assert full.total == 3 + 7
 
 
 def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them():
     for dense, experts, received in ((4, 2, 200), (2, 1, 0), (4, 1, 200), (4, 4, 200), (2, 2, 0)):
-        apart = shared_apart([replicas(0, ranks, gloo=True) for ranks in (dense, experts)])
-        assert added([state_memory(each, NUMBERS["fp32"]) for each in apart]).buffers == 4 * received
-    on_device = shared_apart([replicas(1, ranks) for ranks in (4, 2)])
-    assert added([state_memory(each, NUMBERS["fp32"]) for each in on_device]).buffers == 4 * 200 / 2
+        apart = share_buffers([replicas(0, ranks, gloo=True) for ranks in (dense, experts)])
+        assert added([state_memory(each, NUMBER_WIDTHS["fp32"]) for each in apart]).buffers == 4 * received
+    on_device = share_buffers([replicas(1, ranks) for ranks in (4, 2)])
+    assert added([state_memory(each, NUMBER_WIDTHS["fp32"]) for each in on_device]).buffers == 4 * 200 / 2
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,28 @@ def test_of_experts_and_all_else_those_lend_buffers_whose_sums_receive_into_them
     ],
 )
 def test_what_lies_elsewhere_is_that_of_the_formulas(precision, gloo, parts, device, host, disk):
-    given, numbers = replicas(3, 4, gloo=gloo), NUMBERS[precision]
-    memory = with_away(state_memory(given, numbers), given, numbers, Job(batch=1, zero=3, precision=precision, **parts))
+    given, numbers = replicas(3, 4, gloo=gloo), NUMBER_WIDTHS[precision]
+    memory = with_offload(
+        state_memory(given, numbers), given, numbers, TrainingJob(batch=1, zero=3, precision=precision, **parts)
+    )
     assert (memory.state, memory.host, memory.disk) == (device, host, disk)
 
 
 def test_parameters_leave_at_stage_3_alone_and_not_while_they_stay_gathered():
-    assert parameters_away(replicas(2, 4), NUMBERS["fp32"]) is None
-    assert parameters_away(replicas(3, 4, accumulates=True), NUMBERS["fp32"]) is None
-    assert parameters_away(replicas(3, 4), NUMBERS["fp32"]).frees == 1000
+    assert parameters_offloaded(replicas(2, 4), NUMBER_WIDTHS["fp32"]) is None
+    assert parameters_offloaded(replicas(3, 4, accumulates=True), NUMBER_WIDTHS["fp32"]) is None
+    assert parameters_offloaded(replicas(3, 4), NUMBER_WIDTHS["fp32"]).frees == 1000
 
 
 def test_blocks_are_gathered_together_until_they_fill_a_bucket():
     small, large = (
-        replicas_of(
-            count(Shape(layers=6, width=width, heads=4, context=16), Cut(), Part(blocks=6, first=True, last=True)),
-            NUMBERS["fp32"],
+        zero_sharding(
+            count(
+                Shape(layers=6, width=width, heads=4, context=16),
+                TensorSplit(),
+                ModelSlice(blocks=6, first=True, last=True),
+            ),
+            NUMBER_WIDTHS["fp32"],
             zero=3,
             ranks=2,
         )

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from par_groups import Topology
-from par_plan.inputs import Job, Machine
+from par_plan.inputs import Machine, TrainingJob
+from par_plan.live import ModelSizes, plan_models
 from par_plan.prediction import MARGIN, predict
-from par_plan.shape import Part, Shape
-from par_plan.strategy_plan import Sizes, plan_of
+from par_plan.shape import ModelSlice, Shape
 
 SHAPE = Shape(layers=16, width=1024, heads=16, context=512)
-JOB = Job(batch=64, precision="bf16")
+JOB = TrainingJob(batch=64, precision="bf16")
 IN_1D = {"size": 4, "mode": "1d"}
 
 
@@ -95,17 +95,20 @@ def test_float8_takes_less_for_the_inputs_of_products():
 
 
 def test_parameters_alone():
-    job, sizes = Job(batch=1, zero=3, precision="bf16"), Sizes(trained=(100_000,) * 10, units=(100_000,) * 10)
-    plan = plan_of([sizes], topology(8), job, None, gloo=False)
+    job, sizes = (
+        TrainingJob(batch=1, zero=3, precision="bf16"),
+        ModelSizes(trained=(100_000,) * 10, units=(100_000,) * 10),
+    )
+    plan = plan_models([sizes], topology(8), job, None, gloo=False)
     assert plan.memory[0].state == 16 * 1_000_000 / 8
     # Two units that are whole; of chunks two that are reduced, what is received of them, and one that arrives.
     assert plan.memory[0].total == plan.memory[0].state + 2 * 100_000 * (2 + 2 + 2 / 8 + 1)
-    assert {move.what: move.bytes for move in plan.moves} == {
+    assert {move.what: move.bytes for move in plan.transfers} == {
         "gradients": 2 * 1_000_000 * 7 / 8,
         "parameters": 2 * 2 * 1_000_000 * 7 / 8,
         "flags": 2 * 6 * 4 * 7 / 8,
     }
-    assert plan_of([Sizes(trained=(10,), units=(10,))], topology(1), job, None, gloo=False).moves == ()
+    assert plan_models([ModelSizes(trained=(10,), units=(10,))], topology(1), job, None, gloo=False).transfers == ()
 
 
 @pytest.mark.parametrize(
@@ -131,9 +134,9 @@ def test_what_does_not_go_together_is_named(world, changes, parallel, message):
 
 def test_a_job_has_a_stage_and_a_precision_that_there_are():
     with pytest.raises(ValueError, match="zero is 4"):
-        Job(batch=1, zero=4)
+        TrainingJob(batch=1, zero=4)
     with pytest.raises(ValueError, match="'fp64'; it can be fp32"):
-        Job(batch=1, precision="fp64")
+        TrainingJob(batch=1, precision="fp64")
 
 
 def test_a_machine_has_numbers_above_0():
@@ -152,9 +155,9 @@ def over(mode, ranks=8, **options):
 
 
 def test_ranks_of_a_sequence_share_activations_and_the_arithmetic():
-    one = made(1, Job(batch=8), shape=LONG)
+    one = made(1, TrainingJob(batch=8), shape=LONG)
     for mode in ("gather", "ring", "ulysses"):
-        found = made(8, Job(batch=8), shape=LONG, sequence=over(mode))
+        found = made(8, TrainingJob(batch=8), shape=LONG, sequence=over(mode))
         extra = 1.1 if mode == "ulysses" else 1.001  # outputs by heads, beside those by tokens
         assert one.memory.activations / 8 < found.memory.activations < extra * one.memory.activations / 8
         assert found.memory.state == one.memory.state
@@ -163,19 +166,19 @@ def test_ranks_of_a_sequence_share_activations_and_the_arithmetic():
 
 def test_attention_lasts_as_long_as_on_the_rank_that_has_most_to_do():
     balanced, contiguous = (
-        made(8, Job(batch=8), shape=LONG, sequence=over("ring", cut=cut)).busiest.seconds["compute"]
+        made(8, TrainingJob(batch=8), shape=LONG, sequence=over("ring", cut=cut)).busiest.seconds["compute"]
         for cut in ("zigzag", "contiguous")
     )
-    attention = 8 * LONG.context * LONG.flops(Part(blocks=16, first=True, last=True))[1] / (989e12 / 2 * 8)
+    attention = 8 * LONG.context * LONG.flops(ModelSlice(blocks=16, first=True, last=True))[1] / (989e12 / 2 * 8)
     assert contiguous - balanced == pytest.approx(attention * (15 / 8 - 1), rel=1e-3)  # it sees 15/16 of all on average
 
 
 def test_documents_that_do_not_see_each_other_take_less_time_and_move_nothing():
-    job = Job(batch=8, documents=(8192,) * 8)
-    found, whole = (made(8, each, shape=LONG, sequence=over("gather")) for each in (job, Job(batch=8)))
-    assert not [move for move in found.busiest.moves if move.what == "keys and values"]
+    job = TrainingJob(batch=8, documents=(8192,) * 8)
+    found, whole = (made(8, each, shape=LONG, sequence=over("gather")) for each in (job, TrainingJob(batch=8)))
+    assert not [move for move in found.busiest.transfers if move.what == "keys and values"]
     assert found.seconds < whole.seconds
-    assert made(1, job, shape=LONG).seconds < made(1, Job(batch=8), shape=LONG).seconds
+    assert made(1, job, shape=LONG).seconds < made(1, TrainingJob(batch=8), shape=LONG).seconds
 
 
 def test_what_comes_over_a_sequence_is_by_the_formulas():
@@ -186,17 +189,19 @@ def test_what_comes_over_a_sequence_is_by_the_formulas():
         ("ulysses", "tokens for heads", 4 * 7 / 8**2 * 65_536 * 2 * 1024),
     ):
         found = made(
-            8, Job(batch=rows), shape=LONG, sequence=over(mode, **({"cut": "zigzag"} if what[0] == "k" else {}))
+            8, TrainingJob(batch=rows), shape=LONG, sequence=over(mode, **({"cut": "zigzag"} if what[0] == "k" else {}))
         )
-        moves = {move.what: move for move in found.busiest.moves}
-        assert moves[what].bytes == pytest.approx(16 * rows * 4 * expected), mode
-        assert moves["gradients"].bytes == 2 * 7 / 8 * 4 * LONG.parameters  # averaged over the ranks of the sequence
-        assert found.traffic["sequence"] == moves[what].bytes + moves["sums of losses"].bytes
+        transfers = {move.what: move for move in found.busiest.transfers}
+        assert transfers[what].bytes == pytest.approx(16 * rows * 4 * expected), mode
+        assert (
+            transfers["gradients"].bytes == 2 * 7 / 8 * 4 * LONG.parameters
+        )  # averaged over the ranks of the sequence
+        assert found.traffic["sequence"] == transfers[what].bytes + transfers["sums of losses"].bytes
 
 
 def test_exchanges_of_tokens_for_heads_are_fast_inside_a_node():
     near, far = (
-        made(16, Job(batch=8, precision="bf16"), shape=LONG, sequence=mode).busiest.seconds["sequence"]
+        made(16, TrainingJob(batch=8, precision="bf16"), shape=LONG, sequence=mode).busiest.seconds["sequence"]
         for mode in (over("2d", 16, ulysses=8), over("ulysses", 16))
     )
     assert near < far / 3
@@ -204,7 +209,7 @@ def test_exchanges_of_tokens_for_heads_are_fast_inside_a_node():
 
 def test_a_million_tokens_fit_where_they_are_cut():
     """The activations of one row would take 550 GB on each of eight tensor ranks."""
-    shape, job = Shape(layers=32, width=4096, heads=32, context=2**20), Job(batch=16, precision="bf16", zero=1)
+    shape, job = Shape(layers=32, width=4096, heads=32, context=2**20), TrainingJob(batch=16, precision="bf16", zero=1)
     machine, tensor = Machine(memory=80e9), {**IN_1D, "size": 8, "sequence_parallel": True}
     whole = made(128, job, machine, shape, tensor=tensor)
     cut = made(128, replace(job, microbatches=16), machine, shape, tensor=tensor, sequence=over("gather", 16))

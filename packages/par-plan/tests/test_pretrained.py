@@ -7,12 +7,12 @@ import torch
 
 from par_groups import Topology
 from par_layers import plan_shardings
-from par_plan import Job, Machine, PretrainedShape, predict
-from par_plan.pretrained import shares
-from par_plan.pretrained.structure import Structure
-from par_plan.report import Report
-from par_plan.search import configurations, rank
-from par_plan.shape import cut_of
+from par_plan import Machine, PretrainedShape, TrainingJob, predict
+from par_plan.models.pretrained import shares
+from par_plan.models.pretrained.structure import Structure
+from par_plan.report import PlanReport
+from par_plan.search import configurations, search_configurations
+from par_plan.shape import tensor_split
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -58,7 +58,7 @@ def topology(world, **parallel):
     return Topology.from_config(parallel, world)
 
 
-JOB = Job(batch=ROWS)
+JOB = TrainingJob(batch=ROWS)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Mixtral", "Qwen3Moe"])
@@ -78,7 +78,7 @@ def test_the_parameters_of_every_tensor_rank_are_those_that_cuts_gives(family, t
 def test_stages_add_up_to_the_model(tied):
     planned = shape("Qwen3Moe", tie_word_embeddings=tied)
     for schedule, ranks in (("1f1b", 3), ("interleaved", 2), ("zb_v", 2)):
-        job = Job(batch=8, schedule=schedule, microbatches=4)
+        job = TrainingJob(batch=8, schedule=schedule, microbatches=4)
         made = predict(planned, topology(ranks, pipeline=ranks), job)
         twice = tied and schedule != "zb_v"  # whose first rank has both ends
         assert sum(each.parameters for each in made.ranks) == planned.parameters + twice * 101 * 64, schedule
@@ -87,7 +87,7 @@ def test_stages_add_up_to_the_model(tied):
 @pytest.mark.parametrize("tensor", [{}, IN_1D, IN_SEQUENCE], ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "GPT2", "Qwen3Moe"])
 def test_layers_of_one_kind_are_looked_at_once_and_say_what_all_of_them_do(family, tensor, monkeypatch):
-    structure, cut = Structure(on_meta(family, num_hidden_layers=9)), cut_of(topology(2, tensor=tensor or 1))
+    structure, cut = Structure(on_meta(family, num_hidden_layers=9)), tensor_split(topology(2, tensor=tensor or 1))
     looked = []
     monkeypatch.setattr(
         shares, "plan_shardings", lambda model, *given: looked.append(model) or plan_shardings(model, *given)
@@ -165,9 +165,9 @@ def test_70_billion_parameters_on_512_devices_in_seconds():
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     planned = PretrainedShape(on_meta(**sizes, **heads, tie_word_embeddings=False), context=8192)
     assert planned.parameters == 70_553_706_496
-    machine, job = Machine(memory=80e9), Job(batch=512, precision="bf16")
-    found = rank(planned, 512, job, machine, top=3)
-    said = Report(shape=planned, world=512, job=job, machine=machine, configured=None, ranking=found).text()
+    machine, job = Machine(memory=80e9), TrainingJob(batch=512, precision="bf16")
+    found = search_configurations(planned, 512, job, machine, top=3)
+    said = PlanReport(shape=planned, world=512, job=job, machine=machine, configured=None, ranking=found).text()
     assert "7.055e+10 parameters: LlamaForCausalLM, 80 layers, width 8192, 64 heads, context 8192" in said
     assert {each.topology.modes.get("tensor", ("none",))[0] for each in found.best} <= {"1d", "none"}
     best = found.best[0].busiest.seconds["compute"]

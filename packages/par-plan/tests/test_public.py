@@ -14,7 +14,7 @@ def test_every_public_name_is_there_once():
     assert all(hasattr(par_plan, name) for name in par_plan.__all__)
 
 
-@pytest.mark.parametrize("name", ["predict", "Job", "Machine", "Shape"])
+@pytest.mark.parametrize("name", ["predict", "TrainingJob", "Machine", "Shape"])
 def test_help_lists_and_explains_every_keyword(name):
     public = getattr(par_plan, name)
     text = pydoc.plain(pydoc.render_doc(public))

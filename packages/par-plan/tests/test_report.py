@@ -7,17 +7,17 @@ from functools import cache
 import pytest
 
 from par_groups import Topology
-from par_plan.inputs import Job, Machine
+from par_plan.inputs import Machine, TrainingJob
 from par_plan.prediction import predict
-from par_plan.report import Report, as_dict, describe, table
-from par_plan.search import rank
+from par_plan.report import PlanReport, as_dict, describe, table
+from par_plan.search import search_configurations
 from par_plan.shape import Shape
 
 SHAPE = Shape(layers=8, width=512, heads=8, context=256)
-JOB = Job(batch=64, precision="bf16")
+JOB = TrainingJob(batch=64, precision="bf16")
 
 
-search = cache(rank)  # the same for several tests
+search = cache(search_configurations)  # the same for several tests
 
 
 def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE, **tiers):
@@ -27,7 +27,7 @@ def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE, **tiers
         parallel, changes = configured
         made = predict(shape, Topology.from_config(parallel, world), replace(job, **changes), machine)
     ranking = search(shape, world, job, machine)
-    return Report(shape=shape, world=world, job=job, machine=machine, configured=made, ranking=ranking)
+    return PlanReport(shape=shape, world=world, job=job, machine=machine, configured=made, ranking=ranking)
 
 
 def test_the_table_has_a_line_for_each_and_columns_that_align():
@@ -98,7 +98,7 @@ def test_one_device_sends_nothing():
 
 
 def test_if_nothing_divides_it_is_said():
-    said = report(world=7, shape=Shape(layers=3, width=96, heads=3, context=8), job=Job(batch=5))
+    said = report(world=7, shape=Shape(layers=3, width=96, heads=3, context=8), job=TrainingJob(batch=5))
     assert "No configuration of 7 devices divides this model" in said.text()
 
 

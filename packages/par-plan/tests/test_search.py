@@ -7,15 +7,16 @@ import pytest
 
 from par_groups import Topology
 from par_pipeline import simulate
-from par_plan import pipeline, prediction, search
-from par_plan.inputs import RECOMPUTES, Job, Machine
-from par_plan.prediction import Frame, predict
-from par_plan.search import configurations, rank, tensor_configs, variants
+from par_plan import prediction, search
+from par_plan.costs import pipeline
+from par_plan.fit import cheapest, offload_to_fit
+from par_plan.inputs import RECOMPUTES, Machine, TrainingJob
+from par_plan.prediction import Predictor, predict
+from par_plan.search import configurations, search_configurations, tensor_configs, variants
 from par_plan.shape import Shape
-from par_plan.tiers import away_of, cheapest
 
 SHAPE = Shape(layers=8, width=512, heads=8, context=256)
-JOB = Job(batch=64, precision="bf16")
+JOB = TrainingJob(batch=64, precision="bf16")
 
 
 @cache
@@ -63,25 +64,25 @@ def test_what_is_left_out_would_not_have_won(world, memory):
             if made.fits(machine):
                 key = topology.to_json()
                 best[key] = min(best.get(key, made.seconds), made.seconds)
-    found = rank(SHAPE, world, JOB, machine, top=5)
+    found = search_configurations(SHAPE, world, JOB, machine, top=5)
     assert [each.seconds for each in found.best] == sorted(best.values())[:5]
 
 
 def test_each_topology_is_seen_to_be_looked_at():
     seen = []
-    found = rank(SHAPE, 8, JOB, Machine(memory=80e9), top=1, watch=lambda: seen.append(1))
+    found = search_configurations(SHAPE, 8, JOB, Machine(memory=80e9), top=1, watch=lambda: seen.append(1))
     topologies = {topology.to_json() for topology, _ in configurations(SHAPE, 8, JOB)}
     assert len(topologies) < len(seen) <= 2 * len(topologies) < 2 * found.frames
 
 
 def test_no_topology_is_shown_twice():
-    found = rank(SHAPE, 16, JOB, Machine(memory=80e9), top=8).best
+    found = search_configurations(SHAPE, 16, JOB, Machine(memory=80e9), top=8).best
     assert len({each.topology.to_json() for each in found}) == 8
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
 
 
 def test_if_nothing_fits_the_smallest_is_given():
-    found = rank(SHAPE, 8, JOB, Machine(memory=1e7))
+    found = search_configurations(SHAPE, 8, JOB, Machine(memory=1e7))
     assert not found.best
     least = min(
         predict(SHAPE, each.topology, replace(each.job, recompute=recompute)).memory.total
@@ -94,7 +95,9 @@ def test_if_nothing_fits_the_smallest_is_given():
 
 
 def test_a_batch_that_no_world_divides():
-    found = rank(Shape(layers=3, width=96, heads=3, context=8), 7, Job(batch=5), Machine(memory=80e9))
+    found = search_configurations(
+        Shape(layers=3, width=96, heads=3, context=8), 7, TrainingJob(batch=5), Machine(memory=80e9)
+    )
     assert (found.best, found.nearest, found.frames) == ((), None, 0)
 
 
@@ -102,11 +105,11 @@ def test_a_batch_that_no_world_divides():
 def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     """1T parameters: most configurations are left out by a bound, and no long pipeline is simulated."""
     calls, simulated = [], [0]
-    once = Frame.predict
-    monkeypatch.setattr(Frame, "predict", lambda *given: calls.append(given) or once(*given))
+    once = Predictor.predict
+    monkeypatch.setattr(Predictor, "predict", lambda *given: calls.append(given) or once(*given))
     monkeypatch.setattr(pipeline, "simulate", lambda made: simulated.append(len(made.ranks)) or simulate(made))
     shape = Shape(layers=128, width=25600, heads=160, context=4096)
-    found = rank(shape, world, Job(batch=12_800, precision="bf16"), Machine(memory=80e9))
+    found = search_configurations(shape, world, TrainingJob(batch=12_800, precision="bf16"), Machine(memory=80e9))
     assert bool(found.best) == (world >= 1024)
     # One for the bound of each, and a few more, most where a model fits by what it computes again alone; with all
     # schedules, stages and modes there are 30 and more.
@@ -118,10 +121,10 @@ def test_each_part_of_a_model_is_worked_out_once_for_all_variants_of_a_frame(mon
     """What 60 predictions say is what each of them says alone."""
     shape = Shape(layers=16, width=64, heads=4, context=256, experts=8, dense_layers=1)
     topology = Topology.from_config({"pipeline": 4, "expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 32)
-    job, machine = Job(batch=64, microbatches=8, precision="bf16"), Machine()
+    job, machine = TrainingJob(batch=64, microbatches=8, precision="bf16"), Machine()
     counted, within = [], prediction.seconds_within
     monkeypatch.setattr(prediction, "seconds_within", lambda *a, **k: counted.append(k["part"]) or within(*a, **k))
-    frame = Frame(shape, topology, job, machine)
+    frame = Predictor(shape, topology, job, machine)
     every = [replace(each, recompute=again) for each in variants(topology, job) for again in RECOMPUTES]
     made = [frame.predict(each) for each in every]
     assert (len(made), sum(len(each.ranks) for each in made)) == (60, 180)
@@ -133,12 +136,12 @@ def test_each_part_of_a_model_is_worked_out_once_for_all_variants_of_a_frame(mon
 def test_a_topology_of_many_devices_is_predicted_without_them():
     topology = Topology.from_config({"pipeline": 64, "tensor": {"size": 8, "mode": "1d"}}, 102_400)
     shape = Shape(layers=128, width=25600, heads=160, context=4096)
-    made = predict(shape, topology, Job(batch=12_800, zero=1, precision="bf16", microbatches=64))
+    made = predict(shape, topology, TrainingJob(batch=12_800, zero=1, precision="bf16", microbatches=64))
     assert made.bubble == pytest.approx(63 / 127)
 
 
 LONG = Shape(layers=8, width=512, heads=8, context=32_768)
-FEW = Job(batch=2, precision="bf16")
+FEW = TrainingJob(batch=2, precision="bf16")
 
 
 def test_sequences_are_cut_as_far_as_ranks_have_tokens_enough():
@@ -160,7 +163,7 @@ def test_every_mode_of_a_sequence_is_looked_at_and_exchanges_of_heads_stay_in_a_
 def test_no_mode_that_is_left_out_would_have_won():
     job, machine = replace(FEW, microbatches=2), Machine(memory=3e9, devices_per_node=4)
     topology = Topology.from_config({"sequence": {"size": 8, "mode": "gather"}}, 8)
-    kept = [each.topology for each in search.best_modes(Frame(LONG, topology, job, machine), job)]
+    kept = [each.topology for each in search.best_modes(Predictor(LONG, topology, job, machine), job)]
     for variant in variants(topology, job):
         made = [(way, predict(LONG, way, variant, machine)) for way in search.sequence_modes(LONG, topology, machine)]
         for memory in (each.memory.total for _, each in made):  # devices that this one just fits
@@ -171,8 +174,8 @@ def test_no_mode_that_is_left_out_would_have_won():
 
 def test_long_sequences_fit_where_they_are_cut_and_few_rows_keep_many_devices_busy():
     machine = Machine(memory=0.33e9)
-    assert not rank(LONG, 16, FEW, machine, sequence=1).best
-    found = rank(LONG, 16, FEW, machine).best[0]
+    assert not search_configurations(LONG, 16, FEW, machine, sequence=1).best
+    found = search_configurations(LONG, 16, FEW, machine).best[0]
     assert found.topology.size("sequence") > 1
 
 
@@ -181,10 +184,10 @@ TIERS = {"host_memory": 64e9, "disk": 1e12, "devices_per_node": 1}
 
 def test_what_a_device_has_no_room_for_is_computed_again_or_lies_elsewhere_whichever_is_quicker():
     """The less memory there is, the more is done for it; each tier is filled before the next."""
-    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16")
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), TrainingJob(batch=8, precision="bf16")
     done = []
     for memory in (40e9, 16e9, 13e9, 9e9):
-        found = rank(shape, 1, job, Machine(memory=memory, **TIERS)).best[0]
+        found = search_configurations(shape, 1, job, Machine(memory=memory, **TIERS)).best[0]
         assert found.memory.total <= 0.9 * memory * (1 + 1e-6)
         done.append((found.seconds, found.job.host))
         for recompute in RECOMPUTES:  # no way by hand that is as frugal is quicker
@@ -192,36 +195,36 @@ def test_what_a_device_has_no_room_for_is_computed_again_or_lies_elsewhere_which
             assert by_hand.seconds >= found.seconds or by_hand.memory.total > found.memory.total
     assert done == sorted(done)
     assert done[0][1] == 0 < done[-1][1]
-    full = rank(shape, 1, job, Machine(memory=9e9, **{**TIERS, "host_memory": 4e9})).best[0]
+    full = search_configurations(shape, 1, job, Machine(memory=9e9, **{**TIERS, "host_memory": 4e9})).best[0]
     assert full.memory.host == pytest.approx(0.85 * 4e9)
     assert full.job.disk > 0
     assert full.binds(Machine(memory=9e9, host_memory=4e9, disk=1e12)) == "host"
 
 
 def test_a_model_that_fits_nowhere_names_the_tier_that_is_short():
-    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16")
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), TrainingJob(batch=8, precision="bf16")
     for tiers, short in (({}, "device"), ({"host_memory": 1e9}, "host"), ({"host_memory": 6e9, "disk": 1e9}, "disk")):
-        found = rank(shape, 1, job, Machine(memory=9e9, devices_per_node=1, **tiers))
+        found = search_configurations(shape, 1, job, Machine(memory=9e9, devices_per_node=1, **tiers))
         assert not found.best
         assert found.short.tier == short, found.short
         assert found.short.missing > 0
-    assert rank(shape, 1, job, Machine(memory=2e9, **TIERS)).best[0].job.parameters_host == 1
-    short = rank(shape, 1, job, Machine(memory=1e9, **TIERS)).short
+    assert search_configurations(shape, 1, job, Machine(memory=2e9, **TIERS)).best[0].job.parameters_host == 1
+    short = search_configurations(shape, 1, job, Machine(memory=1e9, **TIERS)).short
     assert short.tier == "device"
     assert "with all of the optimizer's state and the parameters elsewhere" in str(short)
 
 
 def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to_the_host():
     """208e9 bytes of state; the device has 149e9, of which a tenth stays free, the host 137e9, of which 0.15 do."""
-    shape, job = Shape(layers=41, width=5120, heads=40, context=2048), Job(batch=8, precision="bf16")
+    shape, job = Shape(layers=41, width=5120, heads=40, context=2048), TrainingJob(batch=8, precision="bf16")
     assert shape.parameters == pytest.approx(13e9, rel=0.01)
     both = Machine(memory=149e9, host_memory=137e9, devices_per_node=1)
-    assert not rank(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
-    found = rank(shape, 1, job, both).best[0]
+    assert not search_configurations(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
+    found = search_configurations(shape, 1, job, both).best[0]
     assert 0.4 < found.job.host < 0.64
     assert (found.job.parameters_host, found.job.disk, found.binds(both)) == (1, 0, "device")
     whole = replace(job, microbatches=8)  # at stage 0, where parameters stay
-    kept, problem = cheapest(Frame(shape, found.topology, whole, both), whole)
+    kept, problem = cheapest(Predictor(shape, found.topology, whole, both), whole)
     assert problem is None
     assert 0.47 < kept.job.host < 0.64
     assert (kept.job.recompute, kept.job.disk, kept.binds(both)) == ("", 0, "device")
@@ -232,25 +235,27 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
 
 def test_parameters_leave_before_the_state_or_after_it_whichever_is_quicker():
     """A quick link fetches parameters while others compute; where it is slow state goes first, which a host steps."""
-    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16", zero=3)
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), TrainingJob(batch=8, precision="bf16", zero=3)
     topology = Topology.from_config({}, 1)
     for link, host_step, first in ((50e9, 1e11, "parameters"), (5e9, 1e12, "optimizer")):
         machine = Machine(memory=13e9, link=link, host_step=host_step, host_memory=64e9, devices_per_node=1)
-        found, problem = cheapest(Frame(shape, topology, job, machine), job)
+        found, problem = cheapest(Predictor(shape, topology, job, machine), job)
         assert problem is None
-        parts = {"optimizer": found.job.optimizer_away, "parameters": found.job.parameters_away}
+        parts = {"optimizer": found.job.optimizer_offloaded, "parameters": found.job.parameters_offloaded}
         assert max(parts, key=lambda name: parts[name]) == first, (link, parts)
         assert found.memory.total == pytest.approx(0.9 * 13e9, rel=1e-6)
         for order in parts:
-            by_hand = predict(shape, topology, away_of(predict(shape, topology, job, machine), machine, order), machine)
+            by_hand = predict(
+                shape, topology, offload_to_fit(predict(shape, topology, job, machine), machine, order), machine
+            )
             assert by_hand.seconds >= found.seconds
 
 
 def test_parts_of_parameters_are_those_of_stage_3():
     with pytest.raises(ValueError, match="gathered before they run at stage 3 alone; this is stage 1"):
-        Job(batch=1, zero=1, parameters_host=0.5)
+        TrainingJob(batch=1, zero=1, parameters_host=0.5)
     with pytest.raises(ValueError, match=r"parameters_host is 0.7 and parameters_disk 0.7; give parts from 0 to 1"):
-        Job(batch=1, zero=3, parameters_host=0.7, parameters_disk=0.7)
+        TrainingJob(batch=1, zero=3, parameters_host=0.7, parameters_disk=0.7)
 
 
 def test_a_trillion_parameters_on_256_devices_take_both():
@@ -258,6 +263,6 @@ def test_a_trillion_parameters_on_256_devices_take_both():
     shape = Shape(layers=128, width=25600, heads=160, context=2048)
     assert shape.parameters == pytest.approx(1e12, rel=0.01)
     machine = Machine(memory=80e9, host_memory=1e12, disk=16e12)
-    found = rank(shape, 256, Job(batch=2048, precision="bf16"), machine, top=1).best[0]
+    found = search_configurations(shape, 256, TrainingJob(batch=2048, precision="bf16"), machine, top=1).best[0]
     assert (found.job.recompute, found.job.disk, found.binds(machine)) == ("cheap", 0, "device")
     assert 0 < found.job.host < 1

@@ -1,69 +1,69 @@
 """Memory, traffic and step time of a distributed training job, computed without a GPU and without processes.
 
-Modules are imported when a name is first used, so that `Job`, `Machine` and `Shape` are available without torch.
+Modules are imported when a name is first used: `TrainingJob`, `Machine` and `Shape` do not import torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .budget.budget import Budget, Spent, budget_of
-    from .budget.measured import Measured, spend_rest
+    from .budget.first_step import MeasuredStep, plan_measured
+    from .budget.plan import Budget, BudgetPlan, read_budget
     from .budget.tiers import TooSmallError
-    from .inputs import NUMBERS, PEAKS, RECOMPUTES, Job, Machine
-    from .model import PlannedModel
-    from .pipeline import pipe
+    from .costs.pipeline import pipeline_cost
+    from .inputs import NUMBER_WIDTHS, PEAKS, RECOMPUTES, Machine, TrainingJob
+    from .live import ModelSizes, StepPlan, model_sizes, plan_budget, plan_models, plan_unsharded_model
+    from .models.pretrained import PretrainedShape
+    from .models.protocol import PlannedModel
     from .prediction import Prediction, model_flops, predict
-    from .pretrained import PretrainedShape
-    from .report import Report
-    from .search import rank
+    from .report import PlanReport
+    from .search import search_configurations
     from .shape import Shape
-    from .strategy_plan import Sizes, StrategyPlan, plan_of, plan_of_whole, sizes_of, spent_on
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "NUMBERS",
+    "NUMBER_WIDTHS",
     "PEAKS",
     "RECOMPUTES",
     "Budget",
-    "Job",
+    "BudgetPlan",
     "Machine",
-    "Measured",
+    "MeasuredStep",
+    "ModelSizes",
+    "PlanReport",
     "PlannedModel",
     "Prediction",
     "PretrainedShape",
-    "Report",
     "Shape",
-    "Sizes",
-    "Spent",
-    "StrategyPlan",
+    "StepPlan",
     "TooSmallError",
-    "budget_of",
+    "TrainingJob",
     "model_flops",
-    "pipe",
-    "plan_of",
-    "plan_of_whole",
+    "model_sizes",
+    "pipeline_cost",
+    "plan_budget",
+    "plan_measured",
+    "plan_models",
+    "plan_unsharded_model",
     "predict",
-    "rank",
-    "sizes_of",
-    "spend_rest",
-    "spent_on",
+    "read_budget",
+    "search_configurations",
 ]
 
 _LATE = {
-    "budget.budget": ("Budget", "Spent", "budget_of"),
-    "budget.measured": ("Measured", "spend_rest"),
+    "budget.plan": ("Budget", "BudgetPlan", "read_budget"),
+    "budget.first_step": ("MeasuredStep", "plan_measured"),
     "budget.tiers": ("TooSmallError",),
-    "inputs": ("NUMBERS", "PEAKS", "RECOMPUTES", "Job", "Machine"),
-    "model": ("PlannedModel",),
-    "pipeline": ("pipe",),
+    "inputs": ("NUMBER_WIDTHS", "PEAKS", "RECOMPUTES", "TrainingJob", "Machine"),
+    "models.protocol": ("PlannedModel",),
+    "costs.pipeline": ("pipeline_cost",),
     "prediction": ("Prediction", "model_flops", "predict"),
-    "pretrained": ("PretrainedShape",),
-    "report": ("Report",),
-    "search": ("rank",),
+    "models.pretrained": ("PretrainedShape",),
+    "report": ("PlanReport",),
+    "search": ("search_configurations",),
     "shape": ("Shape",),
-    "strategy_plan": ("Sizes", "StrategyPlan", "plan_of", "plan_of_whole", "sizes_of", "spent_on"),
+    "live": ("ModelSizes", "StepPlan", "plan_models", "plan_unsharded_model", "model_sizes", "plan_budget"),
 }
 
 

@@ -14,7 +14,7 @@ HOST_MARGIN = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """A training job as the planner sees it: how much is trained at a time, and in which way.
 
     It starts nothing, and has nothing to do with the job id of torchrun or SLURM.
@@ -57,8 +57,8 @@ class Job:
     def __post_init__(self) -> None:
         if not 0 <= self.zero <= 3:
             raise ValueError(f"zero is {self.zero}; it can be 0, 1, 2 or 3")
-        if self.precision not in NUMBERS:
-            raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(NUMBERS)}")
+        if self.precision not in NUMBER_WIDTHS:
+            raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(NUMBER_WIDTHS)}")
         if self.recompute not in RECOMPUTES:
             raise ValueError(f"recompute is {self.recompute!r}; it can be {', '.join(map(repr, RECOMPUTES))}")
         check_load(self.imbalance)
@@ -68,19 +68,19 @@ class Job:
                 raise ValueError(
                     f"{before}host is {host} and {before}disk {disk}; give parts from 0 to 1, together 1 at most"
                 )
-        if self.parameters_away and self.zero < 3:
+        if self.parameters_offloaded and self.zero < 3:
             raise ValueError(
                 f"parameters_host is {self.parameters_host} and parameters_disk {self.parameters_disk}, but units are "
                 f"gathered before they run at stage 3 alone; this is stage {self.zero}"
             )
 
     @property
-    def optimizer_away(self) -> float:
+    def optimizer_offloaded(self) -> float:
         """Part of the optimizer's state that lies elsewhere than on the device."""
         return self.host + self.disk
 
     @property
-    def parameters_away(self) -> float:
+    def parameters_offloaded(self) -> float:
         """Part of the parameters that does."""
         return self.parameters_host + self.parameters_disk
 
@@ -93,9 +93,9 @@ class Job:
         }
 
     @property
-    def numbers(self) -> "Numbers":
+    def numbers(self) -> "NumberWidths":
         """The widths of numbers in this job's precision."""
-        return NUMBERS[self.precision]
+        return NUMBER_WIDTHS[self.precision]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Machine:
             if name != "gloo" and not (value >= 0 if may_be_0 else value > 0):
                 raise ValueError(f"{name} is {value}; it must be {'0 or above' if may_be_0 else 'above 0'}")
 
-    def sharers(self, world: int) -> int:
+    def ranks_per_host(self, world: int) -> int:
         """Number of devices that share a node's host and disk.
 
         Args:
@@ -154,13 +154,13 @@ class Machine:
         """
         return min(self.devices_per_node, world)
 
-    def rooms(self, world: int) -> dict[str, float]:
+    def offload_capacity(self, world: int) -> dict[str, float]:
         """Bytes that a rank may take of its host, of which a margin is left free, and of its disk.
 
         Args:
             world: Number of ranks.
         """
-        sharers = self.sharers(world)
+        sharers = self.ranks_per_host(world)
         return {"host": (1 - HOST_MARGIN) * self.host_memory / sharers, "disk": self.disk / sharers}
 
 
@@ -169,7 +169,7 @@ PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class NumberWidths:
     """Bytes of one number in a precision, by what the number is.
 
     Args:
@@ -193,17 +193,17 @@ class Numbers:
     cast: int = 0
 
 
-_HALF = Numbers(weight=2, gradient=2, copied=True, residual=2, product=2, saved=2)
-_AUTOCAST = Numbers(product=2, saved=2, cast=2)
+_HALF = NumberWidths(weight=2, gradient=2, copied=True, residual=2, product=2, saved=2)
+_AUTOCAST = NumberWidths(product=2, saved=2, cast=2)
 
-NUMBERS: Mapping[str, Numbers] = {
-    "fp32": Numbers(),
-    "tf32": Numbers(),
+NUMBER_WIDTHS: Mapping[str, NumberWidths] = {
+    "fp32": NumberWidths(),
+    "tf32": NumberWidths(),
     "bf16": _HALF,
     "fp16": _HALF,
     "bf16-amp": _AUTOCAST,
     "fp16-amp": _AUTOCAST,
-    "bf16-sr": Numbers(weight=2, gradient=2, master=2, residual=2, product=2, saved=2),
-    "fp8": Numbers(weight=2, gradient=2, copied=True, residual=2, product=2, saved=1),
+    "bf16-sr": NumberWidths(weight=2, gradient=2, master=2, residual=2, product=2, saved=2),
+    "fp8": NumberWidths(weight=2, gradient=2, copied=True, residual=2, product=2, saved=1),
 }
 """The widths of numbers by the name of a precision."""

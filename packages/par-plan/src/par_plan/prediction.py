@@ -14,18 +14,27 @@ from functools import cached_property, lru_cache, partial
 
 from par_groups import Topology
 
-from .budget.tiers import Source
-from .experts.costs import ExpertWork, work_of
-from .experts.spread import misfit_of_experts
-from .gpt import GPTPlan
-from .inputs import Job, Machine, Numbers
-from .memory import Memory, Replicas, added, replicas_of, shared_apart, sources_of, state_memory, with_away
-from .model import PlannedModel
-from .pipeline import Pipe, Place, pipe
-from .seconds import Away, seconds_of, seconds_within, wiring_of
-from .sequence import Attention, SequenceCut, local_tokens, reach, sequence_of, sequence_traffic
-from .shape import Cut, Part, Shape, averaged_ranks, cut_of
-from .traffic import Move, data_traffic, exchange_traffic, pipeline_traffic
+from .budget.tiers import Offloadable
+from .costs.memory import (
+    MemoryUse,
+    ZeroSharding,
+    added,
+    share_buffers,
+    sources_of,
+    state_memory,
+    with_offload,
+    zero_sharding,
+)
+from .costs.pipeline import PipelineCost, PipelineRank, pipeline_cost
+from .costs.sequence import RankAttention, SequenceSplit, local_tokens, reach, sequence_split, sequence_traffic
+from .costs.traffic import AxisTraffic, data_traffic, exchange_traffic, pipeline_traffic
+from .experts.costs import ExpertWork, expert_work
+from .experts.spread import why_not_placed
+from .inputs import Machine, NumberWidths, TrainingJob
+from .models.gpt import GPTPlan
+from .models.protocol import PlannedModel
+from .seconds import OffloadedState, interconnect, seconds_of, seconds_within
+from .shape import ModelSlice, Shape, TensorSplit, averaged_ranks, tensor_split
 
 MARGIN = 0.1
 """Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
@@ -39,7 +48,7 @@ class RankPrediction:
         place: "first", "middle" or "last".
         parameters: Number of elements in its parameters.
         memory: Bytes of its memory.
-        moves: What it receives over each axis.
+        transfers: What it receives over each axis.
         seconds: Seconds of a step by the names in `TERMS`.
         numbers: The ranks of the pipeline that it stands for.
         sources: What of its memory may lie elsewhere than on the device: the optimizer's state, and at stage 3
@@ -49,11 +58,11 @@ class RankPrediction:
 
     place: str
     parameters: int
-    memory: Memory
-    moves: tuple[Move, ...]
+    memory: MemoryUse
+    transfers: tuple[AxisTraffic, ...]
     seconds: Mapping[str, float]
     numbers: tuple[int, ...] = (0,)
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Offloadable, ...] = ()
     experts: ExpertWork | None = None
 
 
@@ -74,12 +83,12 @@ class Prediction:
     """
 
     topology: Topology
-    job: Job
+    job: TrainingJob
     bubble: float
     ranks: tuple[RankPrediction, ...]
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         """The memory of the rank that needs most."""
         return max((rank.memory for rank in self.ranks), key=lambda memory: memory.total)
 
@@ -91,9 +100,9 @@ class Prediction:
     @property
     def traffic(self) -> Mapping[str, float]:
         """Bytes that the busiest rank receives in a step, by axis; "data" are all ranks that average gradients."""
-        moves = self.busiest.moves
-        axes = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *(move.axis for move in moves)))
-        return {axis: sum(move.bytes for move in moves if move.axis == axis) for axis in axes}
+        transfers = self.busiest.transfers
+        axes = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *(transfer.axis for transfer in transfers)))
+        return {axis: sum(transfer.bytes for transfer in transfers if transfer.axis == axis) for axis in axes}
 
     @property
     def seconds(self) -> float:
@@ -108,7 +117,7 @@ class Prediction:
 
     def fits(self, machine: Machine) -> bool:
         """Whether the configuration leaves the margins of a device and of its host free, and the disk has room."""
-        rooms = machine.rooms(self.topology.world_size)
+        rooms = machine.offload_capacity(self.topology.world_size)
         return (
             all(rank.memory.total <= _rounded_up((1 - MARGIN) * machine.memory) for rank in self.ranks)
             and max(rank.memory.host for rank in self.ranks) <= _rounded_up(rooms["host"])
@@ -120,10 +129,12 @@ class Prediction:
         job = self.job
         if (job.disk or job.parameters_disk) and machine.host_memory:
             return "host"
-        return "device" if job.recompute or job.optimizer_away or job.parameters_away else ""
+        return "device" if job.recompute or job.optimizer_offloaded or job.parameters_offloaded else ""
 
 
-def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
+def predict(
+    shape: Shape | PlannedModel, topology: Topology, job: TrainingJob, machine: Machine | None = None
+) -> Prediction:
     """Predicts memory, traffic, bubble and time of a training step. Pure; no process and no device is asked.
 
     Args:
@@ -136,10 +147,10 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
     Raises:
         ValueError: Sizes that do not go together; the message names them.
     """
-    return Frame(shape, topology, job, machine).predict(job)
+    return Predictor(shape, topology, job, machine).predict(job)
 
 
-class Frame:
+class Predictor:
     """A topology and a number of microbatches, for which any schedule, ZeRO stage and way to fit is predicted.
 
     What ranks compute and receive within microbatches depends on which part of the model they have, and on little
@@ -157,24 +168,24 @@ class Frame:
     """
 
     def __init__(
-        self, shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None
+        self, shape: Shape | PlannedModel, topology: Topology, job: TrainingJob, machine: Machine | None = None
     ) -> None:
         self.model, self.topology, self.machine = planned(shape), topology, machine or Machine()
-        self.cut, self.sequence = cut_of(topology), sequence_of(topology)
-        self._data = topology.size("data") * self.cut.experts.own  # ranks that see other rows
+        self.split, self.sequence = tensor_split(topology), sequence_split(topology)
+        self._data = topology.size("data") * self.split.experts.own  # ranks that see other rows
         self._check(job)
         # Rows of microbatches differ by one at most; the larger ones come first.
         rows, larger = divmod(job.batch // self._data, job.microbatches)
         self._pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
         local = local_tokens(self.sequence, self.model.context, job.documents)
         self._microbatches = {size * local: times for size, times in self._pieces.items()}
-        self._wiring = wiring_of(topology, self.cut, self.sequence, self.machine)
-        self._averaged, self._copies = averaged_ranks(topology), topology.size("data") * self.cut.experts.copies
+        self._wiring = interconnect(topology, self.split, self.sequence, self.machine)
+        self._averaged, self._copies = averaged_ranks(topology), topology.size("data") * self.split.experts.copies
         self._models = {"": self.model}
-        self._states: dict[tuple[Part, int], _State] = {}
-        self._work: dict[tuple[Part, int, int, bool, str], _Work] = {}
+        self._states: dict[tuple[ModelSlice, int], _StageState] = {}
+        self._work: dict[tuple[ModelSlice, int, int, bool, str], _StageWork] = {}
 
-    def predict(self, job: Job) -> Prediction:
+    def predict(self, job: TrainingJob) -> Prediction:
         """Predicts a step.
 
         Args:
@@ -184,31 +195,31 @@ class Frame:
             ValueError: A schedule or a stage that does not go with these sizes.
         """
         if job.recompute not in self._models:
-            self._models[job.recompute] = self.model.again(job.recompute)
+            self._models[job.recompute] = self.model.with_recompute(job.recompute)
         model, pipeline = self._models[job.recompute], self._pipeline(job)
-        numbers, cut, sequence = job.numbers, self.cut, self.sequence
+        numbers, split, sequence = job.numbers, self.split, self.sequence
         ranks = []
         for place, part, numbers_of_ranks in _kinds_of_places(self.model, pipeline):
             state = self._state(part, job)
             work = self._work_of(model, place, part, state, job)
-            activations, logits = model.activations(cut, sequence, pipeline, place, job, max(self._pieces))
+            activations, logits = model.activations(split, sequence, pipeline, place, job, max(self._pieces))
             own, movable = state.own, state.sources
             rank = RankPrediction(
                 place=place.name,
                 parameters=state.parameters,
                 memory=replace(state.memory_of(job), activations=activations, logits=logits, attention=work.attention),
-                moves=(*state.moves, *work.moves),
+                transfers=(*state.transfers, *work.transfers),
                 seconds=seconds_of(
                     work.seconds,
                     self._wiring,
                     job,
                     self.machine,
                     pipeline,
-                    shared=state.moves,
-                    away=Away(
-                        elements=job.optimizer_away * own,
+                    shared=state.transfers,
+                    away=OffloadedState(
+                        elements=job.optimizer_offloaded * own,
                         disk=job.disk * movable[0].takes["disk"],
-                        parameters=job.parameters_away * own,
+                        parameters=job.parameters_offloaded * own,
                         parameters_disk=job.parameters_disk * own * numbers.weight,
                     ),
                 ),
@@ -220,68 +231,70 @@ class Frame:
         bubble = pipeline.bubble(job.microbatches)
         return Prediction(topology=self.topology, job=job, bubble=bubble, ranks=tuple(ranks))
 
-    def _state(self, part: Part, job: Job) -> "_State":
+    def _state(self, part: ModelSlice, job: TrainingJob) -> "_StageState":
         """What stays of a part of the model, at the job's stage."""
         if (part, job.zero) not in self._states:
-            cut, gloo = self.cut, self.machine.gloo
-            parameters, experts = self.model.count(cut, part), self.model.count_experts(cut, part)
+            split, gloo = self.split, self.machine.gloo
+            parameters, experts = self.model.count(split, part), self.model.count_experts(split, part)
             accumulates = job.microbatches > 1 or self.topology.size("pipeline") > 1
-            shared = partial(replicas_of, numbers=job.numbers, zero=job.zero, accumulates=accumulates, gloo=gloo)
+            shared = partial(zero_sharding, numbers=job.numbers, zero=job.zero, accumulates=accumulates, gloo=gloo)
             every = [shared(parameters, ranks=self._averaged)]
             if experts is not None:
                 every.append(shared(experts, ranks=self._copies))
-            replicas, *of_experts = shared_apart(every)
-            moves = data_traffic(replicas, job.numbers)
+            replicas, *of_experts = share_buffers(every)
+            transfers = data_traffic(replicas, job.numbers)
             for each in of_experts:
-                moves += data_traffic(each, job.numbers, "expert_data", flags=cut.experts.reaches)
-            self._states[part, job.zero] = _State(
+                transfers += data_traffic(each, job.numbers, "expert_data", flags=split.experts.reaches)
+            self._states[part, job.zero] = _StageState(
                 replicas=(replicas, *of_experts),
                 numbers=job.numbers,
                 parameters=parameters.total + (0 if experts is None else experts.total),
                 table=parameters.table * job.numbers.master / (self._averaged if job.zero else 1),
                 memory=added([state_memory(each, job.numbers) for each in (replicas, *of_experts)]),
-                moves=tuple(moves),
+                transfers=tuple(transfers),
                 sources=sources_of((replicas, *of_experts), job.numbers),
             )
         return self._states[part, job.zero]
 
-    def _work_of(self, model: PlannedModel, place: Place, part: Part, state: "_State", job: Job) -> "_Work":
+    def _work_of(
+        self, model: PlannedModel, place: PipelineRank, part: ModelSlice, state: "_StageState", job: TrainingJob
+    ) -> "_StageWork":
         """What a rank computes and receives within microbatches."""
         key = part, place.received, place.neighbours, job.zero > 0, job.recompute
         if key not in self._work:
-            cut, sequence, numbers, microbatches = self.cut, self.sequence, job.numbers, self._microbatches
-            attentions = model.attentions(cut, sequence, part)
-            moves = (
-                *pipeline_traffic(model, cut, place, part, microbatches, state.table),
+            split, sequence, numbers, microbatches = self.split, self.sequence, job.numbers, self._microbatches
+            attentions = model.attentions(split, sequence, part)
+            transfers = (
+                *pipeline_traffic(model, split, place, part, microbatches, state.table),
                 *sequence_traffic(
                     sequence,
                     attentions,
                     model.context,
                     job.documents,
-                    {size / cut.inner_tokens: times for size, times in self._pieces.items()},
+                    {size / split.inner_tokens: times for size, times in self._pieces.items()},
                     width=numbers.product,
                     again=model.checkpointing,
                     loss=part.last and model.sums_losses,
                 ),
-                *model.tensor_traffic(cut, numbers, part, microbatches, state.replicas[0]),
-                *exchange_traffic(model.mixture, cut, numbers, part.mixtures, microbatches, job.imbalance),
+                *model.tensor_traffic(split, numbers, part, microbatches, state.replicas[0]),
+                *exchange_traffic(model.mixture, split, numbers, part.mixtures, microbatches, job.imbalance),
             )
             held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
-            self._work[key] = _Work(
-                moves=moves,
+            self._work[key] = _StageWork(
+                transfers=transfers,
                 seconds=seconds_within(
-                    model, self._wiring, job, self.machine, part=part, moves=moves, attentions=attentions
+                    model, self._wiring, job, self.machine, part=part, transfers=transfers, attentions=attentions
                 ),
-                attention=held * max(self._pieces) / cut.inner_tokens * numbers.product,
-                experts=work_of(model.mixture, cut.experts, numbers, part.mixtures, microbatches, job.imbalance),
+                attention=held * max(self._pieces) / split.inner_tokens * numbers.product,
+                experts=expert_work(model.mixture, split.experts, numbers, part.mixtures, microbatches, job.imbalance),
             )
         return self._work[key]
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: TrainingJob) -> None:
         """Raises ValueError if topology, model and batch make no sense together."""
-        model, topology, cut, sequence = self.model, self.topology, self.cut, self.sequence
-        data, spread = self._data, cut.experts
-        ranks = data * topology.size("pipeline") * sequence.ranks * cut.ranks
+        model, topology, split, sequence = self.model, self.topology, self.split, self.sequence
+        data, spread = self._data, split.experts
+        ranks = data * topology.size("pipeline") * sequence.ranks * split.ranks
         if ranks != topology.world_size or (spread.own > 1 and not spread.is_dealt):
             raise ValueError(
                 f"{topology.axes} has ranks on other axes than data, pipeline, sequence, tensor and those of "
@@ -293,27 +306,27 @@ class Frame:
                 f"a batch of {job.batch} does not divide over {data} {ranks_of} into {job.microbatches} microbatches "
                 "each; change one of them"
             )
-        problem = misfit_of_experts(model.mixture, spread, job.imbalance)
+        problem = why_not_placed(model.mixture, spread, job.imbalance)
         for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
-            problem = problem or model.misfit(cut, rows)
-        problem = problem or misfit_of_sequence(model, cut, sequence)
+            problem = problem or model.why_not_sharded(split, rows)
+        problem = problem or why_not_sequenced(model, split, sequence)
         if problem is not None:
             raise ValueError(problem)
-        if job.precision == "fp8" and cut.mode not in (None, "1d"):
+        if job.precision == "fp8" and split.mode not in (None, "1d"):
             raise ValueError(
-                f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}; use 'bf16', or "
+                f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {split.mode}; use 'bf16', or "
                 "mode 1d"
             )
 
-    def _pipeline(self, job: Job) -> Pipe:
+    def _pipeline(self, job: TrainingJob) -> PipelineCost:
         """The pipeline of a job's schedule.
 
         Raises:
             ValueError: It does not go with the model, or with the job's stage.
         """
         ranks = self.topology.size("pipeline")
-        pipeline = pipe(job.schedule, ranks, job.microbatches)
-        if ranks > 1 and (problem := self.model.not_staged()) is not None:
+        pipeline = pipeline_cost(job.schedule, ranks, job.microbatches)
+        if ranks > 1 and (problem := self.model.why_no_stages()) is not None:
             raise ValueError(problem)
         if pipeline.stages > self.model.layers:
             raise ValueError(
@@ -326,7 +339,7 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _State:
+class _StageState:
     """What stays of a part of a model at a ZeRO stage, and what those receive who share it.
 
     Args:
@@ -335,43 +348,43 @@ class _State:
         parameters: Number of elements.
         table: Bytes of the gradient of the embedding's table.
         memory: Bytes with all of it on the device.
-        moves: Gradients and parameters that ranks receive which share them.
+        transfers: Gradients and parameters that ranks receive which share them.
         sources: What may lie elsewhere.
     """
 
-    replicas: tuple[Replicas, ...]
-    numbers: Numbers
+    replicas: tuple[ZeroSharding, ...]
+    numbers: NumberWidths
     parameters: int
     table: float
-    memory: Memory
-    moves: tuple[Move, ...]
-    sources: tuple[Source, ...]
+    memory: MemoryUse
+    transfers: tuple[AxisTraffic, ...]
+    sources: tuple[Offloadable, ...]
 
     @cached_property
     def own(self) -> float:
         """Number of elements whose optimizer's state a rank has."""
         return sum(each.elements / (each.ranks if each.zero else 1) for each in self.replicas)
 
-    def memory_of(self, job: Job) -> Memory:
+    def memory_of(self, job: TrainingJob) -> MemoryUse:
         """Bytes where parts of it lie elsewhere, as a job says."""
-        if not job.optimizer_away and not job.parameters_away:
+        if not job.optimizer_offloaded and not job.parameters_offloaded:
             return self.memory
         numbers = self.numbers
-        return added([with_away(state_memory(each, numbers), each, numbers, job) for each in self.replicas])
+        return added([with_offload(state_memory(each, numbers), each, numbers, job) for each in self.replicas])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _StageWork:
     """What a rank computes and receives within the microbatches of a step.
 
     Args:
-        moves: What it receives.
+        transfers: What it receives.
         seconds: How long it takes, by the terms of `seconds_within`.
         attention: Bytes that one attention over a sequence's ranks holds in backward.
         experts: What its layers of experts take, if it has any.
     """
 
-    moves: tuple[Move, ...]
+    transfers: tuple[AxisTraffic, ...]
     seconds: Mapping[str, float]
     attention: float
     experts: ExpertWork | None
@@ -387,12 +400,14 @@ def planned(shape: Shape | PlannedModel) -> PlannedModel:
 
 
 @lru_cache(maxsize=4096)
-def _kinds_of_places(model: PlannedModel, pipeline: Pipe) -> tuple[tuple[Place, Part, tuple[int, ...]], ...]:
+def _kinds_of_places(
+    model: PlannedModel, pipeline: PipelineCost
+) -> tuple[tuple[PipelineRank, ModelSlice, tuple[int, ...]], ...]:
     """The first rank, the last, and of those between that have as much of the model the one that keeps most.
 
     Each with what it has of the model, and the ranks that it stands for.
     """
-    kinds: dict[tuple[str, Part], list[int]] = {}
+    kinds: dict[tuple[str, ModelSlice], list[int]] = {}
     for number, place in enumerate(pipeline.places):
         kinds.setdefault((place.name, model.part(pipeline, place)), []).append(number)
     fullest = [max(numbers, key=lambda number: pipeline.places[number].kept) for numbers in kinds.values()]
@@ -402,20 +417,20 @@ def _kinds_of_places(model: PlannedModel, pipeline: Pipe) -> tuple[tuple[Place, 
     )
 
 
-def misfit_of_sequence(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> str | None:
+def why_not_sequenced(model: PlannedModel, split: TensorSplit, sequence: SequenceSplit) -> str | None:
     """Why a model cannot attend over the ranks of a sequence, and what to change; None if it can.
 
     Args:
         model: The model.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         sequence: The cut of a row's tokens.
     """
     if sequence.ranks == 1:
         return None
-    if (problem := model.not_sequenced()) is not None:
+    if (problem := model.why_no_sequence_ranks()) is not None:
         return problem
     try:
-        attentions = attentions_of(model, cut, sequence)
+        attentions = attentions_of(model, split, sequence)
     except ValueError as error:
         return str(error)
     for attention in attentions:
@@ -428,10 +443,10 @@ def misfit_of_sequence(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> 
     return None
 
 
-def attentions_of(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> Mapping[Attention, int]:
+def attentions_of(model: PlannedModel, split: TensorSplit, sequence: SequenceSplit) -> Mapping[RankAttention, int]:
     """The attentions of all layers of a model; see `PlannedModel.attentions`."""
-    alone = pipe("1f1b", 1, 1)
-    return model.attentions(cut, sequence, model.part(alone, alone.places[0]))
+    alone = pipeline_cost("1f1b", 1, 1)
+    return model.attentions(split, sequence, model.part(alone, alone.places[0]))
 
 
 def model_flops(model: Shape | PlannedModel) -> float:
@@ -446,5 +461,5 @@ def model_flops(model: Shape | PlannedModel) -> float:
     Example:
         Run(folder, strategy, flops=model_flops(PretrainedShape(model, context=4096)))
     """
-    alone, asked = pipe("1f1b", 1, 1), planned(model)
+    alone, asked = pipeline_cost("1f1b", 1, 1), planned(model)
     return sum(asked.flops(asked.part(alone, alone.places[0])))

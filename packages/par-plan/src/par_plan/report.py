@@ -6,16 +6,16 @@ from typing import Any
 
 from par_groups import format_bytes, format_seconds
 
-from .budget.tiers import AWAY, Shares
+from .budget.tiers import AWAY, TierFractions
+from .costs.sequence import sequence_split
+from .costs.traffic import over
 from .experts.spread import expert_config
-from .inputs import Job, Machine
-from .model import PlannedModel
+from .inputs import Machine, TrainingJob
+from .models.protocol import PlannedModel
 from .prediction import MARGIN, Prediction, planned
-from .search import LEAST_TOKENS, Ranking
+from .search import LEAST_TOKENS, SearchResult
 from .seconds import TERMS
-from .sequence import sequence_of
-from .shape import Shape, cut_of
-from .traffic import over
+from .shape import Shape, tensor_split
 
 _TITLES = (
     "data",
@@ -55,7 +55,7 @@ _RECOMPUTE_IN_WORDS = {"cheap": "norms and activations are computed again", "lay
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PlanReport:
     """Everything that `par-train plan` prints or writes.
 
     Args:
@@ -69,10 +69,10 @@ class Report:
 
     shape: Shape | PlannedModel
     world: int
-    job: Job
+    job: TrainingJob
     machine: Machine
     configured: Prediction | None
-    ranking: Ranking
+    ranking: SearchResult
 
     def text(self) -> str:
         """The report for people: what was given, tables, and sentences."""
@@ -87,22 +87,22 @@ class Report:
         ]
         model = planned(self.shape)
         for what, reason in (
-            ("tensor", model.not_cut()),
-            ("stages", model.not_staged()),
-            ("sequence", model.not_sequenced() if model.context >= 2 * LEAST_TOKENS else None),
+            ("tensor", model.why_no_tensor_ranks()),
+            ("stages", model.why_no_stages()),
+            ("sequence", model.why_no_sequence_ranks() if model.context >= 2 * LEAST_TOKENS else None),
         ):
             if reason is not None:
                 given.append(f"{what:8} none are planned: {reason}")
         parts = [given]
         if self.configured is not None:
-            parts.append(["Configured", *table([self.configured], machine), *moves(self.configured)])
+            parts.append(["Configured", *table([self.configured], machine), *transfers(self.configured)])
         if ranking.best:
             best = ranking.best
-            of_first = ["Of these the first", *sent] if (sent := moves(best[0])) else []
+            of_first = ["Of these the first", *sent] if (sent := transfers(best[0])) else []
             parts.append(["Best of each topology", *table(best, machine), *of_first])
         elif ranking.nearest is not None:
             nearest = ranking.nearest
-            parts.append(["Nothing fits; this takes the least memory", *table([nearest], machine), *moves(nearest)])
+            parts.append(["Nothing fits; this takes the least memory", *table([nearest], machine), *transfers(nearest)])
         return "\n\n".join("\n".join(lines) for lines in [*parts, self.reasons()])
 
     def reasons(self) -> list[str]:
@@ -150,15 +150,15 @@ class Report:
             return []
         room = format_bytes((1 - MARGIN) * machine.memory)
         share, param = (
-            f"{job.optimizer_away:.0%} of the optimizer's state",
-            f"{job.parameters_away:.0%} of the parameters",
+            f"{job.optimizer_offloaded:.0%} of the optimizer's state",
+            f"{job.parameters_offloaded:.0%} of the parameters",
         )
-        lies = " and ".join([share] * bool(job.optimizer_away) + [param] * bool(job.parameters_away))
+        lies = " and ".join([share] * bool(job.optimizer_offloaded) + [param] * bool(job.parameters_offloaded))
         words = [
             f"{_RECOMPUTE_IN_WORDS[job.recompute]}, for {format_seconds(made.busiest.seconds['again'])}"
             if job.recompute
             else "",
-            f"{lies} lie elsewhere ({away_in_words(job)}), for {format_seconds(made.busiest.seconds['away'])}"
+            f"{lies} lie elsewhere ({offload_in_words(job)}), for {format_seconds(made.busiest.seconds['away'])}"
             if lies
             else "",
         ]
@@ -201,12 +201,12 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
         predictions: The lines.
         machine: The machine whose tiers bind, for the columns of tiers; None: without that one.
     """
-    sequences = [sequence_of(prediction.topology) for prediction in predictions]
+    sequences = [sequence_split(prediction.topology) for prediction in predictions]
     is_cut = any(sequence.ranks > 1 for sequence in sequences)
     left_out = set() if is_cut else {"sequence"}
     again = any(prediction.job.recompute for prediction in predictions)
-    away = any(prediction.job.optimizer_away or prediction.job.parameters_away for prediction in predictions)
-    left_out |= set() if any(cut_of(each.topology).experts.is_dealt for each in predictions) else {"expert"}
+    away = any(prediction.job.optimizer_offloaded or prediction.job.parameters_offloaded for prediction in predictions)
+    left_out |= set() if any(tensor_split(each.topology).experts.is_dealt for each in predictions) else {"expert"}
     left_out |= (set() if again else {"recompute"}) | (set() if away else {"away", "host", "disk"})
     left_out |= set() if (again or away) and machine is not None else {"binds"}
     lines = [tuple(title for title in _TITLES if title not in left_out)]
@@ -216,14 +216,14 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
             str(topology.size("data")),
             str(topology.size("pipeline")),
             sequence.label,
-            cut_of(topology).experts.label,
-            cut_of(topology).label,
+            tensor_split(topology).experts.label,
+            tensor_split(topology).label,
             str(job.zero),
             job.schedule if topology.size("pipeline") > 1 else "-",
             str(job.microbatches),
             format_bytes(prediction.memory.total),
             job.recompute or "-",
-            away_in_words(job),
+            offload_in_words(job),
             format_bytes(prediction.memory.host),
             format_bytes(prediction.memory.disk),
             (prediction.binds(machine) if machine is not None else "") or "-",
@@ -237,12 +237,12 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def moves(prediction: Prediction) -> list[str]:
+def transfers(prediction: Prediction) -> list[str]:
     """A line for each kind of traffic of the busiest rank in a step, and one for its experts."""
     lines = [
-        f"  over {over(move, prediction.topology)}: {format_bytes(move.bytes)} of {move.what}, "
-        f"{move.operations:,.0f} operation{'' if move.operations == 1 else 's'}"
-        for move in prediction.busiest.moves
+        f"  over {over(transfer, prediction.topology)}: {format_bytes(transfer.bytes)} of {transfer.what}, "
+        f"{transfer.operations:,.0f} operation{'' if transfer.operations == 1 else 's'}"
+        for transfer in prediction.busiest.transfers
     ]
     return [*lines, *_experts_in_words(prediction)]
 
@@ -263,13 +263,13 @@ def describe(prediction: Prediction) -> str:
     """A configuration in words, such as "data 2 x pipeline 2, zero 1, zb_h1, 4 microbatches"."""
     topology, job = prediction.topology, prediction.job
     axes = [f"{name} {topology.size(name)}" for name in ("data", "pipeline") if topology.size(name) > 1]
-    sequence, cut = sequence_of(topology), cut_of(topology)
+    sequence, split = sequence_split(topology), tensor_split(topology)
     if sequence.ranks > 1:
         axes.append(f"sequence {sequence.label}")
-    if cut.experts.is_dealt:
-        axes.append(f"expert {cut.experts.label}")
-    if cut.ranks > 1:
-        axes.append(f"tensor {cut.label}")
+    if split.experts.is_dealt:
+        axes.append(f"expert {split.experts.label}")
+    if split.ranks > 1:
+        axes.append(f"tensor {split.label}")
     words = [" x ".join(axes) or "one device", f"zero {job.zero}"]
     if topology.size("pipeline") > 1:
         words.append(job.schedule)
@@ -277,8 +277,8 @@ def describe(prediction: Prediction) -> str:
         words.append(f"{job.microbatches} microbatches")
     if job.recompute:
         words.append(f"recompute {job.recompute}")
-    if job.optimizer_away or job.parameters_away:
-        words.append(away_in_words(job))
+    if job.optimizer_offloaded or job.parameters_offloaded:
+        words.append(offload_in_words(job))
     return ", ".join(words)
 
 
@@ -303,7 +303,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "recompute": job.recompute,
         **job.parts,
         "memory": {**vars(prediction.memory), "total": prediction.memory.total},
-        "traffic": [vars(move) for move in busiest.moves],
+        "traffic": [vars(transfer) for transfer in busiest.transfers],
         **({} if busiest.experts is None else {"experts": vars(busiest.experts)}),
         "bubble": prediction.bubble,
         "seconds": {**busiest.seconds, "total": prediction.seconds},
@@ -311,9 +311,9 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def away_in_words(job: Job) -> str:
+def offload_in_words(job: TrainingJob) -> str:
     """What lies elsewhere, such as "opt 60% host, param 20% host"; "-" if nothing does."""
-    return Shares(parts=job.parts).describe()
+    return TierFractions(parts=job.parts).describe()
 
 
 def _elsewhere_in_words(prediction: Prediction) -> str:
@@ -334,7 +334,7 @@ def _where_time_goes(prediction: Prediction) -> str:
 def _where_rows_go(prediction: Prediction, machine: Machine) -> list[str]:
     """Why experts lie as they do: over what rows travel, and for how long beside arithmetic."""
     topology, seconds = prediction.topology, prediction.busiest.seconds
-    spread = cut_of(topology).experts
+    spread = tensor_split(topology).experts
     if spread.parallel == 1 or prediction.busiest.experts is None:
         return []
     nodes = max(

@@ -16,14 +16,14 @@ from typing import Any
 from par_groups import Topology
 
 from .budget.tiers import TooSmallError
-from .experts.spread import expert_config, expert_configs, misfit_of_experts
-from .inputs import NUMBERS, Job, Machine
-from .model import PlannedModel
-from .pipeline import SCHEDULES, pipe
-from .prediction import Frame, Prediction, attentions_of, misfit_of_sequence, planned
-from .sequence import sequence_of
-from .shape import Shape, averaged_ranks, cut_of
-from .tiers import cheapest
+from .costs.pipeline import SCHEDULES, pipeline_cost
+from .costs.sequence import sequence_split
+from .experts.spread import expert_config, expert_configs, why_not_placed
+from .fit import cheapest
+from .inputs import NUMBER_WIDTHS, Machine, TrainingJob
+from .models.protocol import PlannedModel
+from .prediction import Prediction, Predictor, attentions_of, planned, why_not_sequenced
+from .shape import Shape, averaged_ranks, tensor_split
 
 LEAST_TOKENS = 2048
 """A rank of a sequence has as many tokens of a row at least: the attention of fewer is too little to cut."""
@@ -33,7 +33,7 @@ _LEAST_KEPT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranking:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -49,16 +49,16 @@ class Ranking:
     short: TooSmallError | None = None
 
 
-def rank(
+def search_configurations(
     shape: Shape | PlannedModel,
     world: int,
-    job: Job,
+    job: TrainingJob,
     machine: Machine,
     top: int = 10,
     *,
     sequence: int | None = None,
     watch: Callable[[], object] = lambda: None,
-) -> Ranking:
+) -> SearchResult:
     """Finds the fastest configurations that fit a machine, each with the cheapest of what it may do to fit.
 
     Args:
@@ -90,8 +90,8 @@ def rank(
         watch()
     frames = sum(len(bound.jobs) for bound in bounds)
     if search.best:
-        return Ranking(best=tuple(search.found), nearest=None, frames=frames)
-    return Ranking(best=(), nearest=search.nearest, frames=frames, short=search.short)
+        return SearchResult(best=tuple(search.found), nearest=None, frames=frames)
+    return SearchResult(best=(), nearest=search.nearest, frames=frames, short=search.short)
 
 
 class _Search:
@@ -130,12 +130,12 @@ class _Search:
     def look_at(self, bound: "_Bound", room: float) -> None:
         """Considers the frames of a topology that take no more than some bytes, and are of use."""
         for job in bound.jobs if bound.memory <= room else ():
-            frame = Frame(self._model, bound.topology, job, self._machine)
+            frame = Predictor(self._model, bound.topology, job, self._machine)
             least_seconds, least_memory = _least(frame, job)
             if least_memory <= room and least_seconds <= self.slowest:
                 self._consider(least_seconds, frame, job)
 
-    def _consider(self, least_seconds: float, frame: Frame, job: Job) -> None:
+    def _consider(self, least_seconds: float, frame: Predictor, job: TrainingJob) -> None:
         """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
         topology = frame.topology
         best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
@@ -145,7 +145,7 @@ class _Search:
         for variant, way in product(stages, best_modes(frame, job)):
             within = min(within, best[name].seconds) if name in best else within
             try:
-                idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
+                idle = pipeline_cost(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
                 if least_seconds * (1 + idle) > within:
                     continue
                 made, problem = cheapest(way, variant, within)
@@ -167,20 +167,22 @@ class _Bound:
     """A topology with the jobs of its frames, and seconds and bytes of the device below which none of them comes."""
 
     topology: Topology
-    jobs: tuple[Job, ...]
+    jobs: tuple[TrainingJob, ...]
     seconds: float
     memory: float
 
 
-def _bounds(model: PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> Iterator[_Bound]:
+def _bounds(
+    model: PlannedModel, world: int, job: TrainingJob, machine: Machine, sequence: int | None
+) -> Iterator[_Bound]:
     """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
     for topology, jobs in _frames(model, world, job, sequence):
         fewest = min(jobs, key=lambda frame: frame.microbatches)
-        seconds, memory = _least(Frame(model, topology, fewest, machine), fewest, activations=False)
+        seconds, memory = _least(Predictor(model, topology, fewest, machine), fewest, activations=False)
         yield _Bound(topology, jobs, seconds, memory)
 
 
-def _least(frame: Frame, job: Job, *, activations: bool = True) -> tuple[float, float]:
+def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> tuple[float, float]:
     """Seconds, and bytes of the device, below which no variant of a frame comes.
 
     The highest useful stage takes the least state, what computes most again the least activations, and the mode
@@ -211,8 +213,8 @@ def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float
 
 
 def configurations(
-    shape: Shape | PlannedModel, world: int, job: Job, sequence: int | None = None
-) -> Iterator[tuple[Topology, Job]]:
+    shape: Shape | PlannedModel, world: int, job: TrainingJob, sequence: int | None = None
+) -> Iterator[tuple[Topology, TrainingJob]]:
     """Every frame of a world that a model and its batch divide over, as a topology and a job.
 
     Args:
@@ -226,8 +228,8 @@ def configurations(
 
 
 def _frames(
-    model: PlannedModel, world: int, job: Job, sequence: int | None
-) -> Iterator[tuple[Topology, tuple[Job, ...]]]:
+    model: PlannedModel, world: int, job: TrainingJob, sequence: int | None
+) -> Iterator[tuple[Topology, tuple[TrainingJob, ...]]]:
     """Every topology, with a job for each number of microbatches; arguments as those of `configurations`."""
     for tensor in tensor_configs(model, world, job.precision):
         left = world // tensor.get("size", 1)
@@ -237,22 +239,23 @@ def _frames(
             data, rest = divmod(left, pipeline * ranks)
             if rest or pipeline > model.layers or job.batch % data:
                 continue
-            if pipeline > 1 and model.not_staged() is not None:
+            if pipeline > 1 and model.why_no_stages() is not None:
                 continue
             parallel: dict[str, Any] = {"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}
             if ranks > 1:
                 parallel["sequence"] = {"size": ranks, "mode": "gather"}
             for expert in expert_configs(model.mixture, tensor.get("size", 1), ranks, data):
                 topology = Topology.from_config({**parallel, **expert}, world)
-                cut, rows = cut_of(topology), job.batch // data
-                if misfit_of_experts(model.mixture, cut.experts, job.imbalance) is not None:
+                split, rows = tensor_split(topology), job.batch // data
+                if why_not_placed(model.mixture, split.experts, job.imbalance) is not None:
                     continue
-                if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
+                if why_not_sequenced(model, split, sequence_split(topology)) is not None:
                     break
                 jobs = tuple(
                     replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
                     for microbatches in _divisors(rows)
-                    if microbatches >= min(pipeline, rows) and model.misfit(cut, rows // microbatches) is None
+                    if microbatches >= min(pipeline, rows)
+                    and model.why_not_sharded(split, rows // microbatches) is None
                 )
                 if jobs:
                     yield topology, jobs
@@ -265,11 +268,11 @@ def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
         model: The model.
         world: Number of ranks, which they divide.
     """
-    most = model.context // LEAST_TOKENS if model.not_sequenced() is None else 1
+    most = model.context // LEAST_TOKENS if model.why_no_sequence_ranks() is None else 1
     return [size for size in _divisors(world) if size == 1 or (size <= most and model.context % size == 0)]
 
 
-def best_modes(frame: Frame, job: Job) -> list[Frame]:
+def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
     """A frame in those of `sequence_modes` that may be best: no other one waits less and takes less memory.
 
     That is so in whatever schedule.
@@ -281,10 +284,10 @@ def best_modes(frame: Frame, job: Job) -> list[Frame]:
     ways = sequence_modes(frame.model, frame.topology, frame.machine)
     if len(ways) == 1:
         return [frame]
-    costs: dict[tuple[float, float, float], Frame] = {}
+    costs: dict[tuple[float, float, float], Predictor] = {}
     for way in ways:
         try:
-            in_mode = frame if way == frame.topology else Frame(frame.model, way, job, frame.machine)
+            in_mode = frame if way == frame.topology else Predictor(frame.model, way, job, frame.machine)
             made = in_mode.predict(job)
         except ValueError:  # heads that this mode cannot share out
             continue
@@ -308,18 +311,18 @@ def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Mac
     model, ranks = planned(shape), topology.size("sequence")
     if ranks == 1:
         return [topology]
-    cut = cut_of(topology)
+    split = tensor_split(topology)
     ways: list[dict[str, Any]] = [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}]
-    heads = math.gcd(*(each.heads for each in attentions_of(model, cut, sequence_of(topology))))
+    heads = math.gcd(*(each.heads for each in attentions_of(model, split, sequence_split(topology))))
     inside = [
         size
         for size in _divisors(math.gcd(ranks, heads))
-        if 1 < size < ranks and machine.devices_per_node % (size * cut.ranks) == 0
+        if 1 < size < ranks and machine.devices_per_node % (size * split.ranks) == 0
     ]
     if inside:
         ways += [{"mode": "2d", "ulysses": inside[-1], "outer": outer} for outer in ("ring", "gather")]
     mode, options = topology.modes.get("tensor", (None, {}))
-    tensor = {"tensor": {"size": cut.ranks, "mode": mode, **options}} if mode else {}
+    tensor = {"tensor": {"size": split.ranks, "mode": mode, **options}} if mode else {}
     others = {"pipeline": topology.size("pipeline"), **tensor, **expert_config(topology)}
     return [Topology.from_config({**others, "sequence": {"size": ranks, **way}}, topology.world_size) for way in ways]
 
@@ -337,11 +340,11 @@ def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> I
     for size in _divisors(world):
         for options in model.tensor_configs(size, precision) if size > 1 else ():
             config = {"size": size, **options}
-            if model.misfit(cut_of(Topology.from_config({"tensor": config}, size))) is None:
+            if model.why_not_sharded(tensor_split(Topology.from_config({"tensor": config}, size))) is None:
                 yield config
 
 
-def variants(topology: Topology, job: Job, *, elsewhere: bool = False) -> Iterator[Job]:
+def variants(topology: Topology, job: TrainingJob, *, elsewhere: bool = False) -> Iterator[TrainingJob]:
     """The schedules and ZeRO stages of a frame.
 
     Stages 2 and 3 are left out where gradients of several microbatches are added up, as in every pipeline: they are
@@ -364,11 +367,11 @@ def _shares(topology: Topology) -> bool:
     return averaged_ranks(topology) > 1
 
 
-def _last_stage(topology: Topology, job: Job, *, elsewhere: bool) -> int:
+def _last_stage(topology: Topology, job: TrainingJob, *, elsewhere: bool) -> int:
     """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
     if job.microbatches > 1 or topology.size("pipeline") > 1:
         return 1 if _shares(topology) else 0
-    highest = 2 if NUMBERS[job.precision].cast else 3
+    highest = 2 if NUMBER_WIDTHS[job.precision].cast else 3
     return highest if _shares(topology) else 3 if elsewhere and highest == 3 else 0
 
 

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from par_groups import Topology
 
+from .costs.pipeline import PipelineCost
+from .costs.sequence import RankAttention, SequenceSplit, reach
+from .costs.traffic import AxisTraffic
 from .experts.mixture import imbalance_of
-from .inputs import Job, Machine
-from .model import PlannedModel
-from .pipeline import Pipe
-from .sequence import Attention, SequenceCut, reach
-from .shape import Cut, Part
-from .traffic import Move
+from .inputs import Machine, TrainingJob
+from .models.protocol import PlannedModel
+from .shape import ModelSlice, TensorSplit
 
 TERMS = ("compute", "again", "tensor", "sequence", "experts", "pipeline", "bubble", "data", "away")
 """The terms of a step's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Away:
+class OffloadedState:
     """What of a rank lies elsewhere than on its device.
 
     Args:
@@ -36,7 +36,7 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Link:
+class AxisLink:
     """What connects the ranks of a group.
 
     Args:
@@ -49,13 +49,13 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wiring:
+class Interconnect:
     """A topology as the time of a step depends on it; the same for all of its ranks.
 
     Args:
         world: Number of ranks.
         data: Number of ranks that see other rows: those of the axes "data" and "expert".
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         sequence: The cut of a row's tokens.
         links: What connects the ranks of the axes "data", which are all that average gradients, "pipeline", "tensor",
             and of a sequence that is cut those of "outer", between which keys and values travel, and "inner"; where
@@ -64,17 +64,17 @@ class Wiring:
 
     world: int
     data: int
-    cut: Cut
-    sequence: SequenceCut
-    links: Mapping[str, Link]
+    split: TensorSplit
+    sequence: SequenceSplit
+    links: Mapping[str, AxisLink]
 
 
-def wiring_of(topology: Topology, cut: Cut, sequence: SequenceCut, machine: Machine) -> Wiring:
+def interconnect(topology: Topology, split: TensorSplit, sequence: SequenceSplit, machine: Machine) -> Interconnect:
     """A topology as the time of a step depends on it.
 
     Args:
         topology: Sizes and modes of the axes.
-        cut: The cut of its tensor mode.
+        split: The cut of its tensor mode.
         sequence: The cut of its sequences.
         machine: What it runs on.
     """
@@ -82,30 +82,30 @@ def wiring_of(topology: Topology, cut: Cut, sequence: SequenceCut, machine: Mach
     if sequence.ranks > 1:
         outer, inner = ("ring", "ulysses") if sequence.mode == "2d" else ("sequence", "sequence")
         groups |= {"outer": outer, "inner": inner}
-    more = [name for name, ranks in (("sequence", sequence.ranks), ("expert", cut.experts.own)) if ranks > 1]
+    more = [name for name, ranks in (("sequence", sequence.ranks), ("expert", split.experts.own)) if ranks > 1]
     if more:
         groups["data"] = ("data", *more)
-    if cut.experts.is_dealt:
+    if split.experts.is_dealt:
         groups |= {"expert_data": ("data", "expert_data"), "expert_parallel": "expert_parallel"}
     links = {
-        name: Link(
+        name: AxisLink(
             _rate_of(topology, axes, machine), 1 if name == "pipeline" else math.log2(max(2, topology.size(axes)))
         )
         for name, axes in groups.items()
     }
-    data = topology.size("data") * cut.experts.own
-    return Wiring(world=topology.world_size, data=data, cut=cut, sequence=sequence, links=links)
+    data = topology.size("data") * split.experts.own
+    return Interconnect(world=topology.world_size, data=data, split=split, sequence=sequence, links=links)
 
 
 def seconds_within(
     model: PlannedModel,
-    wiring: Wiring,
-    job: Job,
+    wiring: Interconnect,
+    job: TrainingJob,
     machine: Machine,
     *,
-    part: Part,
-    moves: Sequence[Move],
-    attentions: Mapping[Attention, int],
+    part: ModelSlice,
+    transfers: Sequence[AxisTraffic],
+    attentions: Mapping[RankAttention, int],
 ) -> dict[str, float]:
     """Seconds of all microbatches of a step on one rank: what it computes and waits for, whatever the schedule.
 
@@ -115,15 +115,15 @@ def seconds_within(
         job: The job.
         machine: What it runs on.
         part: What the rank has of the model.
-        moves: What it receives within microbatches.
+        transfers: What it receives within microbatches.
         attentions: Its attentions, and how many are alike.
 
     Returns:
         By the names in `TERMS`, those from "compute" to "pipeline".
     """
-    cut, sequence, links = wiring.cut, wiring.sequence, wiring.links
+    split, sequence, links = wiring.split, wiring.sequence, wiring.links
     rows = job.batch // wiring.data
-    peak = machine.flops * machine.efficiency * cut.ranks * sequence.ranks
+    peak = machine.flops * machine.efficiency * split.ranks * sequence.ranks
     found = [
         (reach(sequence, one, model.context, job.documents, again=model.checkpointing), one, number)
         for one, number in attentions.items()
@@ -132,21 +132,23 @@ def seconds_within(
     sizes = [one.heads * one.width * number for _, one, number in found]
     attention *= sum(one.work * size for (one, _, _), size in zip(found, sizes, strict=True)) / sum(sizes)
     of_experts = over_experts = 0.0
-    if model.mixture is not None and cut.experts.parallel > 1:
+    if model.mixture is not None and split.experts.parallel > 1:
         tokens_a_second = rows * model.context / peak
-        imbalance = imbalance_of(job.imbalance, cut.experts.parallel)
+        imbalance = imbalance_of(job.imbalance, split.experts.parallel)
         a_layer = 6 * model.mixture.expert * part.mixtures * tokens_a_second
         of_experts = (imbalance - 1) * model.mixture.top_k * a_layer
         shared = model.mixture.shared * a_layer  # is computed while rows travel, forward and backward
-        there = _time_of(moves, "expert_parallel", wiring, machine, "dispatch") / 2
+        there = _time_of(transfers, "expert_parallel", wiring, machine, "dispatch") / 2
         over_experts = max(0.0, there - shared / 3) + max(0.0, there - shared * 2 / 3)
-        over_experts += sum(_time_of(moves, "expert_parallel", wiring, machine, what) for what in ("combine", "counts"))
+        over_experts += sum(
+            _time_of(transfers, "expert_parallel", wiring, machine, what) for what in ("combine", "counts")
+        )
     compute = matrices + attention + of_experts
-    again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.flops_again(part))
+    again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.recompute_flops(part))
     again = again_matrices + (attention / 3 if again_attention else 0.0)
     over_sequence = 0.0
     if sequence.ranks > 1:  # keys and values travel while others are computed, exchanges of tokens for heads do not
-        width = rows / cut.inner_tokens * job.numbers.product
+        width = rows / split.inner_tokens * job.numbers.product
         keys = sum(one.most_keys * number for one, _, number in found) * width / links["outer"].rate
         heads = sum(one.heads * number for one, _, number in found) * width / links["inner"].rate
         hops = {
@@ -154,9 +156,9 @@ def seconds_within(
             "tokens for heads": math.log2(max(2, sequence.inner)),
             "sums of losses": math.log2(sequence.ranks),
         }
-        starts = sum(hops[move.what] * move.operations for move in moves if move.axis == "sequence")
+        starts = sum(hops[transfer.what] * transfer.operations for transfer in transfers if transfer.axis == "sequence")
         over_sequence = max(0.0, keys - attention) + heads + starts * machine.latency
-    tensor = _time_of(moves, "tensor", wiring, machine)
+    tensor = _time_of(transfers, "tensor", wiring, machine)
     if model.checkpointing:  # ranks send each other in the forward that runs again what they sent in the first
         again += (tensor + over_experts) / 2
     return {
@@ -165,19 +167,19 @@ def seconds_within(
         "tensor": tensor,
         "sequence": over_sequence,
         "experts": over_experts,
-        "pipeline": _time_of(moves, "pipeline", wiring, machine),
+        "pipeline": _time_of(transfers, "pipeline", wiring, machine),
     }
 
 
 def seconds_of(
     within: Mapping[str, float],
-    wiring: Wiring,
-    job: Job,
+    wiring: Interconnect,
+    job: TrainingJob,
     machine: Machine,
-    pipeline: Pipe,
+    pipeline: PipelineCost,
     *,
-    shared: Sequence[Move],
-    away: Away | None = None,
+    shared: Sequence[AxisTraffic],
+    away: OffloadedState | None = None,
 ) -> dict[str, float]:
     """Seconds of a step on one rank, by the names in `TERMS`.
 
@@ -192,7 +194,7 @@ def seconds_of(
     """
     compute = within["compute"]
     one_microbatch = compute / job.microbatches  # two thirds of it backward
-    shared_over = ("data", "expert_data") if wiring.cut.experts.is_dealt else ("data",)
+    shared_over = ("data", "expert_data") if wiring.split.experts.is_dealt else ("data",)
     gradients, flags, parameters = (
         sum(_time_of(shared, axis, wiring, machine, what) for axis in shared_over)
         for what in ("gradients", "flags", "parameters")
@@ -209,14 +211,16 @@ def seconds_of(
     }
 
 
-def _time_of(moves: Sequence[Move], axis: str, wiring: Wiring, machine: Machine, what: str | None = None) -> float:
+def _time_of(
+    transfers: Sequence[AxisTraffic], axis: str, wiring: Interconnect, machine: Machine, what: str | None = None
+) -> float:
     """Seconds of what goes over an axis, one operation after the other."""
     link = wiring.links[axis]
-    chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
-    return sum(move.bytes / link.rate + move.operations * machine.latency * link.hops for move in chosen)
+    chosen = [transfer for transfer in transfers if transfer.axis == axis and what in (None, transfer.what)]
+    return sum(transfer.bytes / link.rate + transfer.operations * machine.latency * link.hops for transfer in chosen)
 
 
-def _seconds_away(away: Away, job: Job, machine: Machine, world: int, compute: float) -> float:
+def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, world: int, compute: float) -> float:
     """Seconds that a step waits for what lies elsewhere, those of what takes longest: disk, host or link.
 
     A disk is read and written one after the other. Adam's step reads gradient, parameter and two moments, and writes
@@ -224,7 +228,7 @@ def _seconds_away(away: Away, job: Job, machine: Machine, world: int, compute: f
     At stage 3 units are fetched for forward and for backward while others compute; and but on a CPU they wait for their
     step when the next forward comes to them, so that this hides behind that forward, too.
     """
-    sharers, numbers = machine.sharers(world), job.numbers
+    sharers, numbers = machine.ranks_per_host(world), job.numbers
     stepped = away.parameters_disk * (0 if numbers.copied else 1)  # else they are written alone
     written = away.disk + away.parameters_disk
     disk = sharers * ((away.disk + stepped) / machine.disk_read + written / machine.disk_write)

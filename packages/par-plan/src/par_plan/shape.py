@@ -8,7 +8,7 @@ from typing import Any
 from par_groups import Topology
 
 from .experts.mixture import Mixture
-from .experts.spread import ALONE, Spread, experts_of, own_ranks, spread_of
+from .experts.spread import ALONE, ExpertPlacement, expert_axis_size, expert_placement, expert_tensors
 
 MODES = ("1d", "2d", "2.5d", "3d")
 """The tensor modes that there are formulas for."""
@@ -113,10 +113,10 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Number of elements in all parameters of the model."""
-        whole = Part(blocks=self.layers, first=True, last=True, mixtures=self.mixtures(0, self.layers))
-        return count(self, Cut(), whole).total
+        whole = ModelSlice(blocks=self.layers, first=True, last=True, mixtures=self.mixtures(0, self.layers))
+        return count(self, TensorSplit(), whole).total
 
-    def flops(self, part: "Part") -> tuple[float, float]:
+    def flops(self, part: "ModelSlice") -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: of matrices, and of attention.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
@@ -131,7 +131,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ModelSlice:
     """What a rank of a pipeline has of a model.
 
     Args:
@@ -150,7 +150,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class TensorSplit:
     """Into how many parts a tensor mode cuts what a model consists of. The default is one device, which cuts nothing.
 
     Activations lie in two layouts: the residual layout, in which blocks add and norms work, and the inner layout,
@@ -178,10 +178,10 @@ class Cut:
     inner: int = 1
     matrix: int = 1
     axes: tuple[tuple[str, int], ...] = ()
-    experts: Spread = ALONE
+    experts: ExpertPlacement = ALONE
 
     @cached_property
-    def dense(self) -> "Cut":
+    def dense(self) -> "TensorSplit":
         """The same for layers without experts, which is alike wherever experts lie."""
         return replace(self, experts=ALONE)
 
@@ -206,10 +206,10 @@ def sequence_ranks(topology: Topology) -> int:
 
 def averaged_ranks(topology: Topology) -> int:
     """Number of ranks that average gradients of dense layers: they see other rows, or other tokens of them."""
-    return topology.size("data") * sequence_ranks(topology) * own_ranks(topology)
+    return topology.size("data") * sequence_ranks(topology) * expert_axis_size(topology)
 
 
-def cut_of(topology: Topology) -> Cut:
+def tensor_split(topology: Topology) -> TensorSplit:
     """The cut of a topology's tensor mode, and how experts lie.
 
     Raises:
@@ -217,11 +217,11 @@ def cut_of(topology: Topology) -> Cut:
     """
     ranks, (mode, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     axes = {name: topology.size(name) for name in topology.leaves("tensor")}
-    cut = make_cut(mode, ranks, axes, sequence=bool(options.get("sequence_parallel", False)))
-    return replace(cut, experts=spread_of(topology))
+    split = split_of_mode(mode, ranks, axes, sequence=bool(options.get("sequence_parallel", False)))
+    return replace(split, experts=expert_placement(topology))
 
 
-def make_cut(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bool = False) -> Cut:
+def split_of_mode(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bool = False) -> TensorSplit:
     """The cut of a tensor mode.
 
     Args:
@@ -234,50 +234,50 @@ def make_cut(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bo
         ValueError: There are no formulas for the mode.
     """
     if ranks == 1 or mode is None:
-        return Cut()
+        return TensorSplit()
     sizes: dict[str, Any] = {"mode": mode, "ranks": ranks, "axes": tuple(axes.items())}
     if mode == "1d":
-        return Cut(**sizes, sequence=sequence, tokens=ranks if sequence else 1, inner=ranks, matrix=ranks)
+        return TensorSplit(**sizes, sequence=sequence, tokens=ranks if sequence else 1, inner=ranks, matrix=ranks)
     if mode in ("2d", "2.5d"):
         q = axes["col"]
         tokens = q * axes.get("depth", 1)
-        return Cut(**sizes, tokens=tokens, features=q, inner_tokens=tokens, inner=q, matrix=q * q)
+        return TensorSplit(**sizes, tokens=tokens, features=q, inner_tokens=tokens, inner=q, matrix=q * q)
     if mode == "3d":
         d = axes["weight"]
-        return Cut(**sizes, tokens=d * d, features=d, inner_tokens=d * d, inner=d, matrix=d**3)
+        return TensorSplit(**sizes, tokens=d * d, features=d, inner_tokens=d * d, inner=d, matrix=d**3)
     raise ValueError(f"there are no formulas for tensor mode {mode!r}; there are for {', '.join(MODES)}")
 
 
-def misfit(shape: Shape, cut: Cut, rows: int = 0) -> str | None:
+def why_not_sharded(shape: Shape, split: TensorSplit, rows: int = 0) -> str | None:
     """Why a tensor mode cannot cut a model, in words; None if it can.
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         rows: Number of rows in a microbatch; 0: they are not looked at.
     """
-    columns = cut.matrix // cut.inner  # parts of a column weight's input features, and of a row weight's output
+    columns = split.matrix // split.inner  # parts of a column weight's input features, and of a row weight's output
     rules = [
-        ("model.heads", shape.heads, cut.inner),
-        ("the heads of keys", shape.keys, cut.inner),
-        ("model.width", shape.width, max(cut.features, columns, cut.inner)),
-        ("the MLP's width", shape.mlp, cut.matrix // cut.features),
-        ("model.context", shape.context, cut.tokens if cut.sequence else 1),
-        ("the rows of a microbatch", rows, cut.batch),
+        ("model.heads", shape.heads, split.inner),
+        ("the heads of keys", shape.keys, split.inner),
+        ("model.width", shape.width, max(split.features, columns, split.inner)),
+        ("the MLP's width", shape.mlp, split.matrix // split.features),
+        ("model.context", shape.context, split.tokens if split.sequence else 1),
+        ("the rows of a microbatch", rows, split.batch),
     ]
     if shape.mixture is not None:
-        if cut.mode not in (None, "1d"):
-            return f"experts need tensor mode '1d' or none, the config has {cut.mode!r}"
-        rules.append(("features of shared experts", shape.shared * shape.mixture.intermediate, cut.ranks))
-        rules.append(("features of an expert", shape.mixture.intermediate, cut.experts.tensor))
+        if split.mode not in (None, "1d"):
+            return f"experts need tensor mode '1d' or none, the config has {split.mode!r}"
+        rules.append(("features of shared experts", shape.shared * shape.mixture.intermediate, split.ranks))
+        rules.append(("features of an expert", shape.mixture.intermediate, split.experts.tensor))
     for what, length, parts in rules:
         if length % parts:
-            return f"{what} is {length}, which tensor mode {cut.label} cuts into {parts} parts"
+            return f"{what} is {length}, which tensor mode {split.label} cuts into {parts} parts"
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Count:
+class ParameterCount:
     """How many parameters a rank has; all but `blocks` and `tensors` are numbers of elements.
 
     Args:
@@ -299,28 +299,28 @@ class Count:
     tensors: int
 
 
-def count(shape: Shape, cut: Cut, part: Part) -> Count:
+def count(shape: Shape, split: TensorSplit, part: ModelSlice) -> ParameterCount:
     """The number of parameters of one rank, with vocabularies padded where they are cut.
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         part: What the rank's pipeline stages have of the model.
     """
     h = shape.width
-    table = padded(shape.vocabulary, cut.matrix // cut.features) * h // cut.matrix
-    head = table if shape.tied else padded(shape.vocabulary, cut.inner) * h // cut.matrix
+    table = padded(shape.vocabulary, split.matrix // split.features) * h // split.matrix
+    head = table if shape.tied else padded(shape.vocabulary, split.inner) * h // split.matrix
     own_head = part.last and not (shape.tied and part.first)  # a tied head beside its table is the same parameter
     ends = {
         "table": table if part.first else 0,
-        "positions": shape.context * h // cut.features if part.first else 0,
-        "norm": 2 * h // cut.features if part.last else 0,
+        "positions": shape.context * h // split.features if part.first else 0,
+        "norm": 2 * h // split.features if part.last else 0,
         "head": head if own_head else 0,
     }
-    blocks = [_block(shape, cut.dense)] * (part.blocks - part.mixtures)
+    blocks = [_block(shape, split.dense)] * (part.blocks - part.mixtures)
     if shape.mixture is not None:
-        blocks += [_block_with_experts(shape, shape.mixture, cut)] * part.mixtures
-    return Count(
+        blocks += [_block_with_experts(shape, shape.mixture, split)] * part.mixtures
+    return ParameterCount(
         total=sum(block.elements for block in blocks) + sum(ends.values()),
         block=blocks[-1].elements if blocks else 0,
         blocks=part.blocks,
@@ -332,7 +332,7 @@ def count(shape: Shape, cut: Cut, part: Part) -> Count:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockCount:
     """Elements of a rank's part of a block, those of the largest tensor, and the number of tensors."""
 
     elements: int
@@ -341,26 +341,28 @@ class _Block:
 
 
 @lru_cache(maxsize=4096)
-def _block(shape: Shape, cut: Cut) -> _Block:
+def _block(shape: Shape, split: TensorSplit) -> _BlockCount:
     """A block with an MLP."""
-    h, matrices = shape.width, shape.block_matrices // cut.matrix
-    biases_and_norms = (shape.attended + shape.mlp) // cut.inner + 6 * h // cut.features
-    return _Block(matrices + biases_and_norms, h * max(shape.mlp, shape.attended) // cut.matrix, 12)
+    h, matrices = shape.width, shape.block_matrices // split.matrix
+    biases_and_norms = (shape.attended + shape.mlp) // split.inner + 6 * h // split.features
+    return _BlockCount(matrices + biases_and_norms, h * max(shape.mlp, shape.attended) // split.matrix, 12)
 
 
 @lru_cache(maxsize=4096)
-def _block_with_experts(shape: Shape, mixture: Mixture, cut: Cut) -> _Block:
+def _block_with_experts(shape: Shape, mixture: Mixture, split: TensorSplit) -> _BlockCount:
     """A block with a mixture; experts that are dealt out are not among it."""
     h = shape.width
-    matrices = [h * shape.attended // cut.matrix, h**2 // cut.matrix, mixture.router]
+    matrices = [h * shape.attended // split.matrix, h**2 // split.matrix, mixture.router]
     if mixture.shared:
-        matrices += [mixture.shared * mixture.intermediate * h // cut.ranks] * (3 if mixture.gated else 2)
-    if not cut.experts.is_dealt:
-        matrices += experts_of(mixture, cut.experts)
-    return _Block(sum(matrices) + shape.attended // cut.inner + 5 * h // cut.features, max(matrices), 6 + len(matrices))
+        matrices += [mixture.shared * mixture.intermediate * h // split.ranks] * (3 if mixture.gated else 2)
+    if not split.experts.is_dealt:
+        matrices += expert_tensors(mixture, split.experts)
+    return _BlockCount(
+        sum(matrices) + shape.attended // split.inner + 5 * h // split.features, max(matrices), 6 + len(matrices)
+    )
 
 
-def count_experts(mixture: Mixture, spread: Spread, layers: int) -> Count:
+def count_experts(mixture: Mixture, spread: ExpertPlacement, layers: int) -> ParameterCount:
     """The number of parameters of one rank in experts that are dealt out.
 
     Args:
@@ -368,8 +370,8 @@ def count_experts(mixture: Mixture, spread: Spread, layers: int) -> Count:
         spread: How they lie.
         layers: Number of layers with experts that the rank has.
     """
-    tensors = experts_of(mixture, spread)
-    return Count(
+    tensors = expert_tensors(mixture, spread)
+    return ParameterCount(
         total=layers * sum(tensors),
         block=sum(tensors),
         blocks=layers,

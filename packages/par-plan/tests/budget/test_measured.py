@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from par_plan.budget.budget import Budget, Spent
-from par_plan.budget.measured import Measured, spend_rest
-from par_plan.budget.tiers import Shares, TooSmallError
+from par_plan.budget.first_step import MeasuredStep, plan_measured
+from par_plan.budget.plan import Budget, BudgetPlan
+from par_plan.budget.tiers import TierFractions, TooSmallError
 from par_recompute import Choice, Choices, knapsack
 from par_zero import OnDisk
 
@@ -21,16 +21,18 @@ KINDS = {"parameters": 20.0, "gradients": 20.0, "optimizer": 0.0}
 
 
 def rest(room, *, rate=2.0, calls=1, held=1.0, pieces=PIECES, step=0.0):
-    spent = Spent(
+    spent = BudgetPlan(
         budget=Budget(device=40.0 + room),
-        shares=Shares(),
+        shares=TierFractions(),
         kinds=KINDS,
         reasons=("device", "activations"),
         step=step,
         is_open=True,
     )
     model = Choices(layers=("0", "1", "2"), frontiers=FRONTIERS, forwards=calls)
-    return spend_rest(spent, Measured(models=(model,), held=held, disk=OnDisk(pieces=pieces, read=rate, write=rate)))
+    return plan_measured(
+        spent, MeasuredStep(models=(model,), held=held, disk=OnDisk(pieces=pieces, read=rate, write=rate))
+    )
 
 
 def lost(found, rate, calls, held):

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_plan.budget.spend import EXACT, Item, spend
+from par_plan.budget.savings import EXACT, Saving, spend
 
 SIZES = st.integers(0, 40)
 ITEMS = st.lists(st.tuples(SIZES, SIZES), max_size=12)
 
 
 def items_of(pairs):
-    return [Item(str(number), size, seconds) for number, (size, seconds) in enumerate(pairs)]
+    return [Saving(str(number), size, seconds) for number, (size, seconds) in enumerate(pairs)]
 
 
 def best(items, budget):
@@ -55,10 +55,10 @@ def test_of_many_items_it_is_within_one_item_of_the_best(pairs, budget):
 
 
 def test_thousands_of_items_take_no_time():
-    assert len(spend([Item(str(n), 1e6 + n, 1e-3 + n) for n in range(20_000)], 5e9)) > 4000
+    assert len(spend([Saving(str(n), 1e6 + n, 1e-3 + n) for n in range(20_000)], 5e9)) > 4000
 
 
-@pytest.mark.parametrize("wrong", [lambda: spend([], -1), lambda: Item("a", -1, 0), lambda: Item("a", 0, -1)])
+@pytest.mark.parametrize("wrong", [lambda: spend([], -1), lambda: Saving("a", -1, 0), lambda: Saving("a", 0, -1)])
 def test_what_is_below_0_is_refused(wrong):
     with pytest.raises(ValueError, match="give 0 or more"):
         wrong()

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_plan.budget.tiers import Source, TooSmallError, share_out
+from par_plan.budget.tiers import Offloadable, TooSmallError, offload_missing
 
-OPTIMIZER = Source(name="optimizer", frees=100.0, takes={"host": 120.0, "disk": 120.0}, beside=20.0)
-PARAMETERS = Source(name="parameters", frees=50.0, takes={"host": 50.0, "disk": 50.0})
+OPTIMIZER = Offloadable(name="optimizer", frees=100.0, takes={"host": 120.0, "disk": 120.0}, beside=20.0)
+PARAMETERS = Offloadable(name="parameters", frees=50.0, takes={"host": 50.0, "disk": 50.0})
 
 
 def test_nothing_leaves_where_nothing_is_missing():
-    shares = share_out(-5.0, [OPTIMIZER], {})
+    shares = offload_missing(-5.0, [OPTIMIZER], {})
     assert shares.part("optimizer") == 0
     assert shares.describe() == "-"
 
@@ -21,7 +21,7 @@ def test_what_leaves_frees_what_is_missing_and_no_tier_holds_more_than_it_has(mi
     rooms = {"host": host, "disk": disk}
     shares, problem = None, None
     try:
-        shares = share_out(missing, [OPTIMIZER, PARAMETERS], rooms)
+        shares = offload_missing(missing, [OPTIMIZER, PARAMETERS], rooms)
     except TooSmallError as error:
         problem = error
     if shares is None:
@@ -39,15 +39,15 @@ def test_what_leaves_frees_what_is_missing_and_no_tier_holds_more_than_it_has(mi
 
 def test_the_tier_that_is_short_is_named():
     with pytest.raises(TooSmallError, match="the device is short of 10 B") as caught:
-        share_out(160.0, [OPTIMIZER, PARAMETERS], {"host": 1e6})
+        offload_missing(160.0, [OPTIMIZER, PARAMETERS], {"host": 1e6})
     assert caught.value.tier == "device"
     with pytest.raises(TooSmallError, match="the host is short") as caught:
-        share_out(90.0, [OPTIMIZER], {"host": 60.0})
+        offload_missing(90.0, [OPTIMIZER], {"host": 60.0})
     assert caught.value.tier == "host"
     with pytest.raises(TooSmallError, match="the disk is short"):
-        share_out(90.0, [OPTIMIZER], {"host": 60.0, "disk": 10.0})
+        offload_missing(90.0, [OPTIMIZER], {"host": 60.0, "disk": 10.0})
 
 
 def test_parts_in_words():
-    shares = share_out(120.0, [OPTIMIZER, PARAMETERS], {"host": 80.0, "disk": 1e3})
+    shares = offload_missing(120.0, [OPTIMIZER, PARAMETERS], {"host": 80.0, "disk": 1e3})
     assert shares.describe() == "opt 50% host, 50% disk, param 40% disk"

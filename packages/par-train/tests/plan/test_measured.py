@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.wire.lanes import Lane
-from par_plan.inputs import NUMBERS
-from par_plan.memory import replicas_of
-from par_plan.shape import Cut, Part, Shape, count
-from par_plan.traffic import data_traffic
+from par_plan.costs.memory import zero_sharding
+from par_plan.costs.traffic import data_traffic
+from par_plan.inputs import NUMBER_WIDTHS
+from par_plan.shape import ModelSlice, Shape, TensorSplit, count
 from par_testing import count_collectives, for_each, storm
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
@@ -48,9 +48,9 @@ def received_of(event):
     return {"all_reduce": 2 * part, "send": 0, "recv": 1}.get(event.op, part) * event.elements * event.dtype.itemsize
 
 
-def predicted(moves, axis):
+def predicted(transfers, axis):
     sums, calls = Counter(), Counter()
-    for move in moves:
+    for move in transfers:
         assert move.axis == axis
         kind = "flags" if move.what == "flags" else "values"
         sums[kind] += Fraction(move.bytes)
@@ -64,7 +64,7 @@ def assert_state(run, more=0, apart=0, kept=0, fewer=0):
     Of two chunks, or of one (`fewer`), if each reduction had arrived before the next began.
     """
     job, memory = run.trainer.options, run.predicted.memory
-    whole = run.predicted.parameters * NUMBERS[job.precision].weight
+    whole = run.predicted.parameters * NUMBER_WIDTHS[job.precision].weight
     gathered = whole - apart if job.zero == 3 else 0  # all of one unit; of several, all but what is `apart`
     expected = memory.state + memory.buffers - gathered + kept
     low, high = expected - SLACK - fewer, expected + SLACK + more
@@ -84,7 +84,7 @@ def assert_all(axis, parallel, **options):
         assert_state(run)
         events, peak = step(run)
         case = (parallel, options)
-        assert received(events) == predicted(run.predicted.moves, axis), case
+        assert received(events) == predicted(run.predicted.transfers, axis), case
         assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), case
 
 
@@ -101,7 +101,7 @@ def test_replicas_in_every_stage(cases):
             block = sum(each.nbytes for each in GPT(run.trainer.options.model).blocks["0"].parameters())
             assert_state(run, fewer=2 * block if zero == 3 else 0)
             sums, _ = received(step(run)[0])
-            assert sums == predicted(run.predicted.moves, "data")[0], (precision, zero)
+            assert sums == predicted(run.predicted.transfers, "data")[0], (precision, zero)
 
 
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
@@ -109,10 +109,10 @@ def test_replicas_that_add_up_microbatches_reduce_once_and_keep_the_activations_
     for zero in (0, 1, 3):
         with running({"data": 2}, zero=zero, precision="bf16", microbatches=4) as run:
             named = GPT(run.trainer.options.model).named_parameters()
-            ends = sum(NUMBERS["bf16"].gradient * each.numel() for name, each in named if "blocks." not in name)
+            ends = sum(NUMBER_WIDTHS["bf16"].gradient * each.numel() for name, each in named if "blocks." not in name)
             assert_state(run, fewer=ends)  # the second chunk, which is reduced in what the first has left if that came
             events, peak = step(run)
-            assert received(events)[0] == predicted(run.predicted.moves, "data")[0], zero
+            assert received(events)[0] == predicted(run.predicted.transfers, "data")[0], zero
             if zero < 3:  # whose gathered parameters autograd is seen to keep
                 assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE)
 
@@ -129,9 +129,11 @@ def test_shared_parameters_of_several_units_are_gathered_twice_but_for_the_last_
             gpt.loss(gpt(tokens), tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-    whole = count(Shape(layers=3, width=512, heads=4, context=16), Cut(), Part(blocks=3, first=True, last=True))
-    moves = data_traffic(replicas_of(whole, NUMBERS["fp32"], zero=3, ranks=2), NUMBERS["fp32"])
-    assert received(counted.events)[0] == predicted(moves, "data")[0]
+    whole = count(
+        Shape(layers=3, width=512, heads=4, context=16), TensorSplit(), ModelSlice(blocks=3, first=True, last=True)
+    )
+    transfers = data_traffic(zero_sharding(whole, NUMBER_WIDTHS["fp32"], zero=3, ranks=2), NUMBER_WIDTHS["fp32"])
+    assert received(counted.events)[0] == predicted(transfers, "data")[0]
 
 
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
@@ -139,7 +141,7 @@ def test_shared_parameters_of_several_units_in_the_main_job():
     with running({"data": 2}, zero=3, model=ModelOptions(width=512, layers=3, heads=4, context=16)) as run:
         block = sum(each.nbytes for each in GPT(run.trainer.options.model).blocks["0"].parameters())
         assert_state(run, apart=block, fewer=2 * block)  # two of three blocks are there at a time
-        assert received(step(run)[0])[0] == predicted(run.predicted.moves, "data")[0]
+        assert received(step(run)[0])[0] == predicted(run.predicted.transfers, "data")[0]
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -189,7 +191,7 @@ def test_a_table_that_is_tied_in_2d_is_swapped_with_the_transposed_rank():
     with running({"tensor": {"size": 4, "mode": "2d"}}, model=model) as run:
         sums, _ = received(step(run)[0])
         swaps = 2 * 4 * 256 * 64 // 4 if dist.get_rank() in (0, 3) else 0  # on the diagonal there is nobody to ask
-        assert sums["values"] + swaps == predicted(run.predicted.moves, "tensor")[0]["values"]
+        assert sums["values"] + swaps == predicted(run.predicted.transfers, "tensor")[0]["values"]
 
 
 STAGES = [
@@ -216,14 +218,14 @@ def test_stages_of_a_pipeline(cases):
         model = ModelOptions(width=64, layers=4, heads=4, context=16, tied=tied)
         options = {"schedule": schedule, "precision": precision, "model": model, "microbatches": 4}
         with running({"pipeline": 2}, **options) as run:
-            moves = {move.what: move.bytes for move in run.predicted.moves}
+            transfers = {move.what: move.bytes for move in run.predicted.transfers}
             # messages that wait for the next step, and the buffers that it will receive as many bytes in
-            assert_state(run, more=moves["activations"], kept=moves["activations"])
+            assert_state(run, more=transfers["activations"], kept=transfers["activations"])
             sent.clear()
             events, peak = step(run)
             case = schedule, tied
-            assert sum(sent) == moves["activations"], case
-            assert received(events)[0]["values"] == moves.get("tied table", 0), case
+            assert sum(sent) == transfers["activations"], case
+            assert received(events)[0]["values"] == transfers.get("tied table", 0), case
             if schedule != "zb_h1":
                 assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), case
             else:  # inputs and gradients of linear layers, which do not wait in autograd, are counted as its are
@@ -240,5 +242,5 @@ def test_axes_do_not_disturb_each_other():
             mine = float(sum(received_of(each) for each in events if each.ranks == groups.ranks(axis)))
             total = torch.tensor(mine, dtype=torch.float64)
             dist.all_reduce(total)
-            expected = sum(move.bytes for move in run.predicted.moves if move.axis == axis)
+            expected = sum(move.bytes for move in run.predicted.transfers if move.axis == axis)
             assert total.item() / 4 == pytest.approx(expected, rel=1e-9), axis

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from par_groups import ProcessGroups, Topology
 from par_layers import ExpertSplit, MoEShape, PartialGradientReducer, initialize, layer_set, moe_cost
 from par_plan.experts.costs import BESIDE
-from par_plan.inputs import Job, Machine
+from par_plan.inputs import Machine, TrainingJob
 from par_plan.prediction import predict
 from par_plan.shape import Shape
 from par_testing import count_collectives, live_bytes, live_storages
@@ -94,7 +94,7 @@ def mean(*numbers):
 def assert_as_predicted(parallel, zero, choices=EVENLY):
     topology, case = Topology.from_config(parallel, dist.get_world_size()), (parallel, zero, choices)
     counts = tuple(float(choices.count(expert)) for expert in range(SHAPE.experts))
-    job = Job(batch=BATCH, zero=zero, microbatches=2, imbalance=counts)
+    job = TrainingJob(batch=BATCH, zero=zero, microbatches=2, imbalance=counts)
     made = predict(SHAPE, topology, job, Machine(gloo=True)).ranks[0]
     with ProcessGroups(topology, declare=[("data", "sequence", "expert")]) as groups:
         before = live_storages()
@@ -115,15 +115,17 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
                 handler.handle_gradient()
                 optimizer.step()
             optimizer.zero_grad()
-        exchanged = [each for each in first.events if each.op == "all_to_all"]
+        routed_traffic = [each for each in first.events if each.op == "all_to_all"]
         others = [each for each in first.events if each.op != "all_to_all" and each.ranks == groups.ranks("tensor")]
-        said = {axis: [move for move in made.moves if move.axis == axis] for axis in ("expert_parallel", "tensor")}
+        said = {axis: [move for move in made.transfers if move.axis == axis] for axis in ("expert_parallel", "tensor")}
         activations = [move for move in said["tensor"] if move.what == "activations"]
-        beside = [move for move in made.moves if move.axis != "expert_parallel"]
-        without = received([*first.events, *second.events]) - 2 * received(exchanged)  # gloo exchanges gradients, too
+        beside = [move for move in made.transfers if move.axis != "expert_parallel"]
+        without = received([*first.events, *second.events]) - 2 * received(
+            routed_traffic
+        )  # gloo exchanges gradients, too
         expected = [sum(move.bytes for move in each) for each in (activations, beside)]
         assert mean(2 * received(others), without) == pytest.approx(expected, rel=1e-12), case
-        assert 2 * len(exchanged) == sum(move.operations for move in said["expert_parallel"]), case
+        assert 2 * len(routed_traffic) == sum(move.operations for move in said["expert_parallel"]), case
         assert 2 * len(others) == sum(move.operations for move in activations), case
         ranks, rank = groups.size("expert_parallel"), groups.rank("expert_parallel")
         own = SHAPE.experts // ranks
@@ -134,7 +136,7 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
         if said["expert_parallel"]:
             tokens = rows.numel() // (groups.size("tensor") if topology.size("expert_tensor") == 1 else 1)
             layers = SHAPE.layers - SHAPE.dense_layers
-            found = 2 * (exchanged_bytes(exchanged) - layers * stays(tokens * SHAPE.top_k * share, ranks))
+            found = 2 * (exchanged_bytes(routed_traffic) - layers * stays(tokens * SHAPE.top_k * share, ranks))
             expected = sum(move.bytes for move in said["expert_parallel"])
             assert found == pytest.approx(expected, rel=1e-12) or not is_busiest, case
         if zero < 3 and is_busiest:  # of stage 3 autograd is seen to keep the gathered parameters, too
@@ -182,11 +184,11 @@ def assert_rows_as_routed(parallel):
         assert all(each.imbalance > 1 for each in said)
         home = [sum(each[rank][rank * 8 // ranks : (rank + 1) * 8 // ranks]) for each in routings]
         # What is exchanged in backward before the gradients of the last parameters are is of experts.
-        exchanged = [each for each in (*found.events, *backward.events) if each.op == "all_to_all"]
-        exchanged = exchanged[: sum(each.collectives for each in said)]
-        counted = exchanged_bytes(exchanged) - sum(stays(each, ranks) for each in home)
+        routed_traffic = [each for each in (*found.events, *backward.events) if each.op == "all_to_all"]
+        routed_traffic = routed_traffic[: sum(each.collectives for each in said)]
+        counted = exchanged_bytes(routed_traffic) - sum(stays(each, ranks) for each in home)
         assert counted == sum(each.send for each in said) == sum(each.receive for each in said)
-        topology, job = groups.topology, Job(batch=2 * groups.size(("data", "sequence", "expert")), zero=1)
+        topology, job = groups.topology, TrainingJob(batch=2 * groups.size(("data", "sequence", "expert")), zero=1)
         even = predict(SHAPE, topology, job, Machine(gloo=True)).ranks[0].memory.activations
         uneven = even + float(sum(each.saved - moe_cost(shape, split).saved for each in said))
         assert saved.peak == pytest.approx(uneven, rel=0.01)
@@ -229,7 +231,7 @@ def test_a_budget_counts_the_state_that_a_plan_predicts():
         with Strategy(parallel={"expert": 2}, zero=zero, memory={"device": "1GB"}) as strategy:
             model = with_experts(strategy.layers)
             strategy.initialize(model, torch.optim.AdamW(model.parameters()))
-            job = Job(batch=BATCH, zero=zero)
+            job = TrainingJob(batch=BATCH, zero=zero)
             memory = predict(SHAPE, strategy.groups.topology, job, Machine(gloo=True)).ranks[0].memory
             for kind in ("parameters", "gradients", "optimizer"):
                 assert strategy.spent.kinds[kind] == pytest.approx(getattr(memory, kind), rel=0.01), (zero, kind)

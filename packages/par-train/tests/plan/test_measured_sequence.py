@@ -76,19 +76,19 @@ def found_in(events, messages, groups):
     return found
 
 
-def predicted(moves):
+def predicted(transfers):
     """Those that are predicted, but for what pipeline stages send each other."""
     said = torch.zeros(2, len(KINDS), dtype=torch.float64)
-    for move in moves:
+    for move in transfers:
         if move.axis != "pipeline":
             kind = move.what if move.what in KINDS else move.axis
             said[:, KINDS.index(kind)] += torch.tensor([move.bytes, move.operations])
     return said
 
 
-def assert_bytes(events, messages, groups, moves, case):
+def assert_bytes(events, messages, groups, transfers, case):
     """The mean over all ranks of bytes by kind, and of operations over the sequence's ranks."""
-    both = torch.stack([found_in(events, messages, groups), predicted(moves)])
+    both = torch.stack([found_in(events, messages, groups), predicted(transfers)])
     dist.all_reduce(both)
     both[:, 1, 3:] = 0  # how often replicas and tensor ranks meet is other tests' matter
     assert both[0].tolist() == both[1].tolist(), (case, KINDS)
@@ -117,7 +117,7 @@ def assert_as_predicted(parallel, **options):
             Messages(groups) as moved,
         ):
             run.trainer.advance(0)
-        assert_bytes(counted.events, moved, groups, run.predicted.moves, case)
+        assert_bytes(counted.events, moved, groups, run.predicted.transfers, case)
         if options.get("zero", 0) < 3:  # whose gathered parameters autograd is seen to keep
             peak = torch.tensor(saved.peak)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=groups["sequence"])  # of the rank that keeps most

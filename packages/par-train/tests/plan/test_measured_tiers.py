@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from par_plan.inputs import NUMBERS
-from par_plan.memory import saved_block, saved_ends
-from par_plan.shape import Cut, Shape
+from par_plan.costs.memory import saved_block, saved_ends
+from par_plan.inputs import NUMBER_WIDTHS
+from par_plan.shape import Shape, TensorSplit
 from par_train.jobs.options import ModelOptions
 
 from .measured_runs import SavedPeak, running
@@ -36,8 +36,8 @@ def assert_activations(run, recompute, case):
     activations = run.predicted.memory.activations
     if recompute == "layers":
         tokens = 4 * MODEL.context  # of a rank's rows
-        whole = saved_block(SHAPE, Cut(), NUMBERS["fp32"], tokens) - tokens * MODEL.width * 4
-        last = saved_ends(SHAPE, Cut(), NUMBERS["fp32"], tokens, last=True)
+        whole = saved_block(SHAPE, TensorSplit(), NUMBER_WIDTHS["fp32"], tokens) - tokens * MODEL.width * 4
+        last = saved_ends(SHAPE, TensorSplit(), NUMBER_WIDTHS["fp32"], tokens, last=True)
         activations -= max(0, whole - last)
     with SavedPeak(run.trainer.model.parameters()) as saved:
         run.trainer.advance(0)

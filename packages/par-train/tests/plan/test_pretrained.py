@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from par_groups import Topology
 from par_pipeline.wire.lanes import Lane
-from par_plan import Job, Machine, PretrainedShape, predict
+from par_plan import Machine, PretrainedShape, TrainingJob, predict
 from par_testing import count_collectives
 from par_train import Strategy
 
@@ -62,7 +62,7 @@ def topology(world, **parallel):
     return Topology.from_config(parallel, world)
 
 
-JOB = Job(batch=ROWS)
+JOB = TrainingJob(batch=ROWS)
 
 
 @pytest.mark.ranks(4)
@@ -80,7 +80,7 @@ def test_each_rank_has_as_many_bytes_as_predicted(tmp_path):
             assert mine.memory.parameters == sum(each.nbytes for each in model.parameters())
             mine = strategy.plan(on_meta(tie_word_embeddings=tied), batch=ROWS)  # the same question, of the strategy
             assert mine.memory[0].parameters == sum(each.nbytes for each in model.parameters())
-            assert {move.axis for move in mine.moves} == {"pipeline", "tensor"}
+            assert {move.axis for move in mine.transfers} == {"pipeline", "tensor"}
             assert ("logits" in str(mine)) == (strategy.groups.rank("pipeline") == 1)
             assert ("bubble" in str(mine)) == (mine.bubble == pytest.approx(1 / 3))
 
@@ -135,8 +135,10 @@ def test_a_step_receives_and_keeps_what_was_predicted():
     found = []
     for tensor, family, options in CUT:
         events, peak, made = steps({"tensor": tensor}, family, **options)
-        moves = [move for move in made.moves if move.axis == "tensor"]
-        assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), family
+        transfers = [move for move in made.transfers if move.axis == "tensor"]
+        assert received(events) == (sum(Fraction(m.bytes) for m in transfers), sum(m.operations for m in transfers)), (
+            family
+        )
         saved = made.memory.activations + 4 * ROWS * CONTEXT * 51  # logits, of which a rank has 51 for each token
         assert saved == pytest.approx(peak, rel=CLOSE), (tensor, family)
         found.append((made.memory.activations, peak))
@@ -182,9 +184,9 @@ def test_stages_send_and_keep_what_was_predicted():
                     strategy.execute_pipeline(iter([batch()]), model, None, optimizer)
                     optimizer.step()
                 optimizer.zero_grad()
-            moves = {move.what: move.bytes for move in mine.moves}
-            assert sum(sent) == moves["activations"], precision
-            assert received(counted.events)[0] == moves["tied table"], precision
+            transfers = {move.what: move.bytes for move in mine.transfers}
+            assert sum(sent) == transfers["activations"], precision
+            assert received(counted.events)[0] == transfers["tied table"], precision
             logits = 4 * ROWS // 2 * CONTEXT * 101 if strategy.groups.rank("pipeline") else 0
             assert mine.memory.activations + logits == pytest.approx(saved.peak, rel=CLOSE), precision
 
@@ -231,6 +233,8 @@ def test_steps_in_16_bits():
     """Under autocast, tensor ranks also keep casts that no operator of the model makes: a tenth is left for them."""
     for tensor, precision, close in ((IN_1D, "bf16-amp", 0.1), (IN_SEQUENCE, "bf16", 0.03)):
         events, peak, made = steps({"tensor": tensor}, precision=precision)
-        moves = [move for move in made.moves if move.axis == "tensor"]
-        assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), precision
+        transfers = [move for move in made.transfers if move.axis == "tensor"]
+        assert received(events) == (sum(Fraction(m.bytes) for m in transfers), sum(m.operations for m in transfers)), (
+            precision
+        )
         assert made.memory.activations + 2 * ROWS * CONTEXT * 51 == pytest.approx(peak, rel=close), precision

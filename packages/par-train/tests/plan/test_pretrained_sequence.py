@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_plan import Job, PretrainedShape, predict
+from par_plan import PretrainedShape, TrainingJob, predict
 from par_testing import count_collectives
 from par_train import Strategy
 
@@ -18,7 +18,7 @@ pytest.importorskip("transformers", minversion="5.4")
 from .test_pretrained import CONTEXT, GLOO, IN_1D, IN_SEQUENCE, ROWS, batch, make, on_meta
 
 CLOSE = 0.02  # masks of labels and numbers of rows, which no formula counts
-JOB = Job(batch=ROWS)
+JOB = TrainingJob(batch=ROWS)
 
 
 def assert_as_predicted(parallel, family="Llama", precision="fp32", documents=None, checkpointing=False, **options):
@@ -32,7 +32,7 @@ def assert_as_predicted(parallel, family="Llama", precision="fp32", documents=No
         made = predict(planned, strategy.groups.topology, job, GLOO).ranks[0]
         if documents is None and not checkpointing:  # the same question, of the strategy
             planned = strategy.plan(on_meta(family, **options), batch=ROWS, context=CONTEXT)
-            assert (planned.moves, planned.memory) == (made.moves, (made.memory,))
+            assert (planned.transfers, planned.memory) == (made.transfers, (made.memory,))
             assert "data x sequence: gradients" in str(planned)
             assert "attention" in str(planned)
         model = make(family, **options)
@@ -49,7 +49,7 @@ def assert_as_predicted(parallel, family="Llama", precision="fp32", documents=No
                 strategy.execute_pipeline(iter([mine]), model, None, optimizer)
                 optimizer.step()
             optimizer.zero_grad()
-        assert_bytes(counted.events, messages, strategy.groups, made.moves, case)
+        assert_bytes(counted.events, messages, strategy.groups, made.transfers, case)
         logits = 4 * rows * CONTEXT // ranks * (51 if "tensor" in parallel else 101)
         if not checkpointing:  # whose saved tensors belong to torch
             peak = torch.tensor(saved.peak)

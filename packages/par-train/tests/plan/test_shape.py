@@ -6,7 +6,7 @@ import torch.distributed as dist
 from par_groups import ProcessGroups, Topology
 from par_layers import layer_set
 from par_plan import Shape
-from par_plan.shape import Part, count, cut_of
+from par_plan.shape import ModelSlice, count, tensor_split
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions
 
@@ -36,7 +36,7 @@ def assert_counted(world, tensor, tied):
     dist.init_process_group("fake", rank=0, world_size=world)
     topology = Topology.from_config({"tensor": {"size": world, **tensor}}, world)
     model = GPT(ModelOptions(**SIZES, tied=tied), layer_set("auto", ProcessGroups(topology)), seed=None)
-    counted = count(Shape(**SIZES, tied=tied), cut_of(topology), Part(blocks=3, first=True, last=True))
+    counted = count(Shape(**SIZES, tied=tied), tensor_split(topology), ModelSlice(blocks=3, first=True, last=True))
     parameters = list(model.parameters())
     dist.destroy_process_group()
     assert counted.total == sum(each.numel() for each in parameters), (tensor, tied)

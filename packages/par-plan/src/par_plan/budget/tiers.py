@@ -19,7 +19,7 @@ _NOTHING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Offloadable:
     """Something that may leave the device, whole or a part of it.
 
     Args:
@@ -54,7 +54,7 @@ def called(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class TierFractions:
     """Which part of each source lies away from the device.
 
     Args:
@@ -95,7 +95,7 @@ class TooSmallError(ValueError):
         self.tier, self.missing, self.parts = tier, missing, dict(parts or {})
 
 
-def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, float]) -> Shares:
+def offload_missing(missing: float, sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> TierFractions:
     """Moves as much of the sources as is missing on the device, the first source first, to the quickest tier with room.
 
     Args:
@@ -133,11 +133,11 @@ def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, flo
         if part > _NOTHING or left["host"] < -_NOTHING * source.frees:
             there = {each.name: parts[each.name] for each in sources if each.name in parts}
             raise _no_room(sources, there, part, left, rooms)
-    return Shares(parts=parts, bytes=taken)
+    return TierFractions(parts=parts, bytes=taken)
 
 
 def _no_room(
-    sources: Sequence[Source],
+    sources: Sequence[Offloadable],
     parts: Mapping[str, Mapping[str, float]],
     part: float,
     left: Mapping[str, float],
@@ -161,7 +161,7 @@ def _no_room(
     return TooSmallError(tier, missing, text, there)
 
 
-def most_away(sources: Sequence[Source], rooms: Mapping[str, float]) -> float:
+def most_away(sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> float:
     """Bytes that the device has more of when as much of the sources is away as has room there, the first source first.
 
     Of a part p the host takes what lies beside, and both tiers together what p takes.
@@ -185,6 +185,6 @@ def most_away(sources: Sequence[Source], rooms: Mapping[str, float]) -> float:
         freed += part * source.frees
         if part < 1:
             break
-        taken = share_out(source.frees, [source], left).bytes
+        taken = offload_missing(source.frees, [source], left).bytes
         left = {tier: room - taken[tier] for tier, room in left.items()}
     return freed

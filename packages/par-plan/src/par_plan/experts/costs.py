@@ -9,11 +9,11 @@ from typing import Protocol
 from par_layers import ExpertSplit, MoECost, MoEShape, moe_cost
 
 from .mixture import Load, Mixture, imbalance_of
-from .spread import Spread
+from .spread import ExpertPlacement
 
 
-class Widths(Protocol):
-    """Bytes of a number, as `Numbers` has them."""
+class ExpertWidths(Protocol):
+    """Bytes of a number, as `NumberWidths` has them."""
 
     @property
     def residual(self) -> int:
@@ -49,7 +49,7 @@ class ExpertWork:
 
 @lru_cache(maxsize=4096)
 def layer_cost(
-    mixture: Mixture, spread: Spread, tokens: int, element: int, load: Load = 1.0, *, joins: bool = True
+    mixture: Mixture, spread: ExpertPlacement, tokens: int, element: int, load: Load = 1.0, *, joins: bool = True
 ) -> MoECost:
     """What one layer costs a rank for one microbatch.
 
@@ -76,12 +76,12 @@ def layer_cost(
     return moe_cost(shape, split, imbalance=imbalance_of(load, spread.parallel))
 
 
-def routed_tokens(spread: Spread, tokens: int) -> int:
+def routed_tokens(spread: ExpertPlacement, tokens: int) -> int:
     """Number of tokens that a rank routes: where experts are whole, its share of those of its tensor group."""
     return math.ceil(tokens / spread.group) if spread.tensor == 1 else tokens
 
 
-def saved_mixture(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int, load: Load) -> float:
+def saved_mixture(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int, load: Load) -> float:
     """Bytes that autograd keeps of a `LayerSet.MoE` for one microbatch.
 
     Args:
@@ -100,7 +100,7 @@ def saved_mixture(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int
     return router + shared + float(layer_cost(mixture, spread, tokens, numbers.product, load).saved)
 
 
-def tensor_bytes(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int) -> float:
+def tensor_bytes(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int) -> float:
     """Bytes over the tensor axis for forward and backward of a `LayerSet.MoE` and one microbatch."""
     if spread.group == 1:
         return 0.0
@@ -110,20 +110,20 @@ def tensor_bytes(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int)
     return received
 
 
-def tensor_operations(mixture: Mixture, spread: Spread) -> int:
+def tensor_operations(mixture: Mixture, spread: ExpertPlacement) -> int:
     """Number of collectives of these."""
     if spread.tensor > 1:
         return 5 if spread.sequence else 3
     return (4 if spread.sequence else 2) * (mixture.shared > 0) + (0 if spread.sequence else 2)
 
 
-def partial_elements(mixture: Mixture, spread: Spread) -> float:
+def partial_elements(mixture: Mixture, spread: ExpertPlacement) -> float:
     """Elements that are received once a step to sum gradients of a router that sees a part of the tokens."""
     return all_reduced(spread.group, mixture.router) if spread.tensor == 1 and spread.group > 1 else 0.0
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class RoutedTraffic:
     """Bytes that a rank receives of the ranks that experts are dealt out over, in forward and backward of one layer.
 
     Args:
@@ -137,7 +137,9 @@ class Exchanged:
     counts: float
 
 
-def exchanged(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int, load: Load) -> Exchanged:
+def routed_traffic(
+    mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int, load: Load
+) -> RoutedTraffic:
     """What the rank with most rows receives for one microbatch.
 
     Args:
@@ -149,7 +151,7 @@ def exchanged(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int, lo
     """
     cost, row = layer_cost(mixture, spread, tokens, numbers.residual, load), mixture.hidden * numbers.residual
     rows = float(cost.dispatch) / (row + BESIDE) + float(cost.combine) / row  # in backward what left comes again
-    return Exchanged(rows * (row + BESIDE), rows * row, float(cost.receive) - rows * (2 * row + BESIDE))
+    return RoutedTraffic(rows * (row + BESIDE), rows * row, float(cost.receive) - rows * (2 * row + BESIDE))
 
 
 def all_reduced(ranks: int, elements: float) -> float:
@@ -157,8 +159,13 @@ def all_reduced(ranks: int, elements: float) -> float:
     return 2 * (ranks - 1) / ranks * elements
 
 
-def work_of(
-    mixture: Mixture | None, spread: Spread, numbers: Widths, layers: int, microbatches: Mapping[int, int], load: Load
+def expert_work(
+    mixture: Mixture | None,
+    spread: ExpertPlacement,
+    numbers: ExpertWidths,
+    layers: int,
+    microbatches: Mapping[int, int],
+    load: Load,
 ) -> ExpertWork | None:
     """What layers of experts take of the rank with most rows; None without any.
 

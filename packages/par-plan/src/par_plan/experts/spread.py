@@ -14,7 +14,7 @@ VIEW = "experts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class ExpertPlacement:
     """How experts lie on ranks. The default is one rank for all.
 
     Args:
@@ -48,35 +48,35 @@ class Spread:
         return f"{self.parallel}x{self.tensor}" if self.tensor > 1 else str(self.parallel)
 
 
-ALONE = Spread()
+ALONE = ExpertPlacement()
 """All experts are on one rank."""
 
 
-def spread_of(topology: Topology) -> Spread:
+def expert_placement(topology: Topology) -> ExpertPlacement:
     """How a topology spreads experts; without a view of them, each is cut over the tensor group."""
     group, (_, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     sequence = group > 1 and bool(options.get("sequence_parallel", False))
     if VIEW not in topology.views:
-        return Spread(tensor=group, group=group, sequence=sequence)
-    return Spread(
+        return ExpertPlacement(tensor=group, group=group, sequence=sequence)
+    return ExpertPlacement(
         group=group,
         sequence=sequence,
         parallel=topology.size("expert_parallel"),
         tensor=topology.size("expert_tensor"),
-        own=own_ranks(topology),
+        own=expert_axis_size(topology),
         copies=topology.size("expert_data"),
         is_dealt=True,
     )
 
 
-def own_ranks(topology: Topology) -> int:
+def expert_axis_size(topology: Topology) -> int:
     """Number of ranks on the axis "expert"; 1 where a topology has no such axis."""
     return topology.size("expert") if "expert" in (*topology.axes, *topology.products) else 1
 
 
 def expert_config(topology: Topology) -> dict[str, Any]:
     """What `parallel` has to say of experts for such a topology; nothing where they are not dealt out."""
-    spread = spread_of(topology)
+    spread = expert_placement(topology)
     if not spread.is_dealt:
         return {}
     if spread.own == spread.parallel and spread.tensor == topology.size("tensor"):
@@ -99,14 +99,14 @@ def expert_configs(mixture: Mixture | None, tensor: int, sequence: int, ranks: i
     if mixture is None:
         return
     for parallel in range(1, mixture.experts + 1):
-        for cut in sorted({1, tensor}):
-            own = parallel * cut // math.gcd(parallel * cut, sequence * tensor)
-            fits = mixture.experts % parallel == 0 and mixture.intermediate % cut == 0 and ranks % own == 0
-            if fits and (parallel > 1 or cut < tensor):
-                yield {"expert": {"size": parallel, "tensor": cut}}
+        for split in sorted({1, tensor}):
+            own = parallel * split // math.gcd(parallel * split, sequence * tensor)
+            fits = mixture.experts % parallel == 0 and mixture.intermediate % split == 0 and ranks % own == 0
+            if fits and (parallel > 1 or split < tensor):
+                yield {"expert": {"size": parallel, "tensor": split}}
 
 
-def misfit_of_experts(mixture: Mixture | None, spread: Spread, load: Load = 1.0) -> str | None:
+def why_not_placed(mixture: Mixture | None, spread: ExpertPlacement, load: Load = 1.0) -> str | None:
     """Why a model's experts cannot lie so, and what to change; None if they can.
 
     Args:
@@ -136,7 +136,7 @@ def misfit_of_experts(mixture: Mixture | None, spread: Spread, load: Load = 1.0)
     return None
 
 
-def experts_of(mixture: Mixture, spread: Spread) -> tuple[int, int]:
+def expert_tensors(mixture: Mixture, spread: ExpertPlacement) -> tuple[int, int]:
     """Elements of a rank's two packed tensors of a layer of experts: those into them, and those out of them.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from par_groups import Topology
-from par_plan import PEAKS, RECOMPUTES, Job, Machine, PlannedModel, Report, predict, rank
+from par_plan import PEAKS, RECOMPUTES, Machine, PlannedModel, PlanReport, TrainingJob, predict, search_configurations
 
 from .._errors import UserError
 from ..jobs.checks import check_config, check_kind
@@ -64,16 +64,16 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
             configured = predict(shape, topology, asked, machine)
         except ValueError as error:
             raise UserError(str(error)) from None
-    job = Job(batch=options.train.batch_size, precision=options.precision, imbalance=plan_options.imbalance)
+    job = TrainingJob(batch=options.train.batch_size, precision=options.precision, imbalance=plan_options.imbalance)
     try:
         sequence = None if plan_options.sequence == "auto" else plan_options.sequence
         with _bar() as bar:
-            ranking = rank(
+            ranking = search_configurations(
                 shape, plan_options.world, job, machine, plan_options.top, sequence=sequence, watch=bar.update
             )
     except ValueError as error:  # of a model whose forward cannot be followed
         raise UserError(str(error)) from None
-    report = Report(
+    report = PlanReport(
         shape=shape, world=plan_options.world, job=job, machine=machine, configured=configured, ranking=ranking
     )
     if plan_options.json:
@@ -137,9 +137,9 @@ def _check_recompute(options: Options) -> None:
         )
 
 
-def configured_job(options: Options, topology: Topology) -> Job:
+def configured_job(options: Options, topology: Topology) -> TrainingJob:
     """What these options say of batch, ZeRO stage, precision and schedule, as the planner takes it."""
-    return Job(
+    return TrainingJob(
         batch=options.train.batch_size,
         zero=options.zero,
         precision=options.precision,

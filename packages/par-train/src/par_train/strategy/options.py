@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from par_groups import ProcessGroups
-from par_plan import budget_of
+from par_plan import read_budget
 from par_precision import precision_of
 from par_recompute import Keep, Layers
 
@@ -44,7 +44,7 @@ class StrategyOptions:
                 raise TypeError(f"{name}={given!r}: it must be a list; pass {name}=[{given!r}]")
         precision_of(self.precision)
         policy_of(self.recompute)
-        budget_of(self.memory)
+        read_budget(self.memory)
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
         if self.readers not in ("one", "every"):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import has_stepped
-from par_plan import Sizes
+from par_plan import ModelSizes
 
 from .mixture.factor import LossFactor
 
@@ -28,7 +28,7 @@ class Pair:
     models: list[nn.Module]
     optimizer: Optimizer | None = None
     schedulers: list[Any] = field(default_factory=list)
-    sizes: Sizes | None = None
+    sizes: ModelSizes | None = None
     factor: LossFactor | None = None
 
     @property

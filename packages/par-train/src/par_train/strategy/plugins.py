@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, attributes, together
 from par_layers import initialize, parallelize
-from par_plan import Budget, Job, Measured, Spent, budget_of, pipe, spend_rest, spent_on
+from par_plan import (
+    Budget,
+    BudgetPlan,
+    MeasuredStep,
+    TrainingJob,
+    pipeline_cost,
+    plan_budget,
+    plan_measured,
+    read_budget,
+)
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import Offload, OnDisk, count_bytes_of_steps, make_alike_, on_disk, recall, shard, slots_of_steps
@@ -125,7 +134,7 @@ class Recompute(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Modules, parameters and names stay what they are. Collective where there is a budget."""
         policy = policy_of(strategy.options.recompute)
-        budget = budget_of(strategy.options.memory)
+        budget = read_budget(strategy.options.memory)
         if optimizer is not None and budget is not None:
             parts = model.children() if isinstance(model, nn.ModuleList) else [model]
             has_layers = agree(None, any(_layers_of(part) for part in parts), None)
@@ -146,7 +155,7 @@ class Recompute(Plugin):
         return model
 
 
-def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget, *, measures: bool) -> Spent:
+def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget, *, measures: bool) -> BudgetPlan:
     """What a budget is spent on for this rank's part of a model; the same for all that share it.
 
     Raises:
@@ -169,12 +178,12 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     tensors = (number for part in sizes.parts for number in part.tensors)
     counts = sum(count_bytes_of_steps(*groups[number], torch.float32) for number in tensors)
     most = 1 + bool(budget.host) + bool(budget.disk)  # tensors that one is cut into, of a tier each
-    return spent_on(
+    return plan_budget(
         replace(sizes, beside=sizes.beside + counts * most),
         budget,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
         ranks=[strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]],
-        job=Job(
+        job=TrainingJob(
             batch=1,
             zero=options.stage,
             precision=options.precision,
@@ -200,7 +209,7 @@ def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
     with together("memory", None):
         disk = on_disk(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else OnDisk(pieces=())
         found = choices(both) if any(_layers_of(model) for model in models) else ()
-        rest = spend_rest(spent, Measured(models=found, held=_at_a_time(strategy), disk=disk))
+        rest = plan_measured(spent, MeasuredStep(models=found, held=_at_a_time(strategy), disk=disk))
         recalled = recall(models[0], rest.recall) if rest.recall else 0
         if found:
             set_budget(both, *rest.budgets)
@@ -213,7 +222,7 @@ def _at_a_time(strategy: Setup) -> float:
     if schedule is None:
         return 1.0
     name = strategy.options.pipeline.get("schedule", "1f1b")
-    place = pipe(name, len(schedule.ranks), schedule.microbatches).places[strategy.groups.rank("pipeline")]
+    place = pipeline_cost(name, len(schedule.ranks), schedule.microbatches).places[strategy.groups.rank("pipeline")]
     return max(1.0, place.kept / len(place.stages))
 
 

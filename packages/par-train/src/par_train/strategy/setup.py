@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
-from par_plan import NUMBERS, Sizes, Spent, sizes_of
+from par_plan import NUMBER_WIDTHS, BudgetPlan, ModelSizes, model_sizes
 from par_zero import ShardOptions, Share
 
 from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes
@@ -58,7 +58,7 @@ class Setup:
     _owns_groups: bool
     _private_groups: dict[Axes, int]
     plans: Mapping[nn.Module, Any]
-    spent: Spent | None
+    spent: BudgetPlan | None
 
     @cached_property
     def layers(self) -> LayerSet:
@@ -119,7 +119,7 @@ class Setup:
         bounds = self.options.memory is not None and (self.options.stage == 3 or not others)
         return 2 if given is None and bounds else given
 
-    def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> Sizes:
+    def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSizes:
         """The sizes of what this rank has of a model, as its data ranks will share it.
 
         Args:
@@ -128,7 +128,7 @@ class Setup:
         """
         given, ranks = self.options.zero_keywords, self.groups.size(self.averaged_over)
         options = ShardOptions(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
-        parameters, numbers = list(model.parameters()), NUMBERS[self.options.precision]
+        parameters, numbers = list(model.parameters()), NUMBER_WIDTHS[self.options.precision]
         if parameters:  # what will be cast before it is packed has more elements in as many bytes
             trained = optimizer is not None and all(each.requires_grad for each in parameters)
             more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
@@ -136,7 +136,7 @@ class Setup:
         shares = share_of_experts(model, self.groups)
         options = replace(options, inflight=self.inflight_of(shares))
         experts = [(share.parameters or (), dist.get_world_size(share.group)) for share in shares]
-        return sizes_of(
+        return model_sizes(
             model,
             optimizer,
             stage=self.options.stage,

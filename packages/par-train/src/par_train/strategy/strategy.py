@@ -27,7 +27,7 @@ from par_data import (
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
 from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
-from par_plan import Job, PretrainedShape, StrategyPlan, plan_of, plan_of_whole
+from par_plan import PretrainedShape, StepPlan, TrainingJob, plan_models, plan_unsharded_model
 from par_precision import MixedOptimizer
 
 from .alike import BatchComparison
@@ -257,9 +257,7 @@ class Strategy(Setup):
         """
         return make_part(self, path, plan=plan, dtype=dtype, adapter=adapter, attention=attention, weights=weights)
 
-    def plan(
-        self, model: nn.Module | None = None, *, batch: int | None = None, context: int | None = None
-    ) -> StrategyPlan:
+    def plan(self, model: nn.Module | None = None, *, batch: int | None = None, context: int | None = None) -> StepPlan:
         """Predicts what a step takes on this rank: memory, traffic, the bubble of the pipeline.
 
         Of what was initialized, that is state and traffic over data ranks; of a model of transformers that is still
@@ -276,7 +274,7 @@ class Strategy(Setup):
         """
         options, schedule, replicas = self.options, self.schedule, self.groups.size(self.data_axes)
         gloo = self.device.type == "cpu"
-        job = Job(
+        job = TrainingJob(
             batch=1,
             zero=options.stage,
             precision=options.precision,
@@ -291,9 +289,9 @@ class Strategy(Setup):
                 microbatches=pieces,
             )
             shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
-            return plan_of_whole(shape, self.groups.topology, job, rank=rank, gloo=gloo)
+            return plan_unsharded_model(shape, self.groups.topology, job, rank=rank, gloo=gloo)
         sizes = [pair.sizes for pair in self._pairs if pair.sizes is not None]
-        return plan_of(sizes, self.groups.topology, job, schedule, gloo=gloo)
+        return plan_models(sizes, self.groups.topology, job, schedule, gloo=gloo)
 
     # What is done once
 

@@ -12,9 +12,9 @@ from par_groups import Sharding, Topology, attributes
 from par_layers import plan_shardings
 from par_pipeline import build_stage, schedule
 
-from ..experts.mixture import Mixture
-from ..experts.spread import Spread
-from .kept import Roles
+from ...experts.mixture import Mixture
+from ...experts.spread import ExpertPlacement
+from .kept import TensorRoles
 
 SMALL = (2, 3, 5, 7, 11, 13)
 """Numbers of ranks by which a plan is looked at: what it cuts is the same for all that divide."""
@@ -155,7 +155,7 @@ class Structure:
         return {"first": found[0], "middle": middle, "last": found[-1]}
 
     @cached_property
-    def roles(self) -> Roles:
+    def roles(self) -> TensorRoles:
         """What the plan makes of the modules; nothing without a plan."""
         records: Mapping[str, Sharding] = {}
         for ranks in SMALL:
@@ -177,10 +177,10 @@ class Structure:
                 turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
                 (columns if is_cut[0] != turned else rows).add(module)
         blocks = frozenset(name.rpartition(".")[0] for name in experts)
-        return Roles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
+        return TensorRoles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
 
 
-def alone(tensor: Mapping[str, Any], ranks: int, spread: Spread | None = None) -> Topology:
+def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None = None) -> Topology:
     """A world of one tensor group.
 
     Args:

@@ -10,16 +10,16 @@ import numpy as np
 from par_groups import Topology
 from par_layers import AttentionShape, Mask, attention_memory, attention_pairs, layer_cost, num_gather_parts
 
-from .experts.costs import all_reduced
-from .shape import cut_of, sequence_ranks
-from .traffic import Move
+from ..experts.costs import all_reduced
+from ..shape import sequence_ranks, tensor_split
+from .traffic import AxisTraffic
 
 CAUSAL = Mask(causal=True)
 """A token sees those before it, and itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceCut:
+class SequenceSplit:
     """How the tokens of a row lie on ranks, and how attention reaches those of other ranks. The default is one rank.
 
     Args:
@@ -56,7 +56,7 @@ class SequenceCut:
         return f"{self.mode} {sizes}{' gather' if self.mode == '2d' and self.outer == 'gather' else ''}"
 
 
-def sequence_of(topology: Topology) -> SequenceCut:
+def sequence_split(topology: Topology) -> SequenceSplit:
     """How a topology cuts a sequence.
 
     Raises:
@@ -64,29 +64,29 @@ def sequence_of(topology: Topology) -> SequenceCut:
     """
     ranks = sequence_ranks(topology)
     if ranks == 1:
-        return SequenceCut()
-    cut, (mode, options) = cut_of(topology), topology.modes.get("sequence", ("gather", {}))
+        return SequenceSplit()
+    split, (mode, options) = tensor_split(topology), topology.modes.get("sequence", ("gather", {}))
     common: dict[str, Any] = {
         "mode": mode,
         "ranks": ranks,
         "how": options.get("cut", "auto"),
         "parts": options.get("parts"),
         "keep": options.get("keep", False),
-        "multiple": cut.ranks if cut.sequence else 1,
+        "multiple": split.ranks if split.sequence else 1,
     }
     if mode == "gather":
-        return SequenceCut(**common)
+        return SequenceSplit(**common)
     if mode == "ring":
-        return SequenceCut(**common, outer="ring")
+        return SequenceSplit(**common, outer="ring")
     if mode == "ulysses":
-        return SequenceCut(**common, inner=ranks)
+        return SequenceSplit(**common, inner=ranks)
     if mode == "2d":
-        return SequenceCut(**common, inner=topology.axes["ulysses"], outer=options.get("outer", "ring"))
+        return SequenceSplit(**common, inner=topology.axes["ulysses"], outer=options.get("outer", "ring"))
     raise ValueError(f"there are no formulas for sequence mode {mode!r}; there are for gather, ring, ulysses, 2d")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class RankAttention:
     """One attention of a model, as one tensor rank computes it.
 
     Args:
@@ -105,7 +105,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class AttentionTraffic:
     """What one attention takes to reach the tokens of other ranks, in elements for one row of a microbatch.
 
     Forward and backward; the mean over ranks, unless it says the most.
@@ -132,7 +132,7 @@ class Reach:
 
 
 @lru_cache(maxsize=4096)
-def local_tokens(sequence: SequenceCut, length: int, documents: tuple[int, ...] | None = None) -> int:
+def local_tokens(sequence: SequenceSplit, length: int, documents: tuple[int, ...] | None = None) -> int:
     """Number of tokens of a row that each rank has; rows that do not divide are filled up.
 
     Args:
@@ -142,19 +142,19 @@ def local_tokens(sequence: SequenceCut, length: int, documents: tuple[int, ...] 
     """
     if sequence.ranks == 1:
         return length
-    alone = Attention(heads=sequence.inner, key_heads=sequence.inner, width=1, key_width=1)
+    alone = RankAttention(heads=sequence.inner, key_heads=sequence.inner, width=1, key_width=1)
     return _shape(sequence, alone, length, documents).over(sequence.groups, sequence.inner).local // sequence.inner
 
 
 @lru_cache(maxsize=4096)
 def reach(
-    sequence: SequenceCut,
-    attention: Attention,
+    sequence: SequenceSplit,
+    attention: RankAttention,
     length: int,
     documents: tuple[int, ...] | None = None,
     *,
     again: bool = False,
-) -> Reach:
+) -> AttentionTraffic:
     """What one attention takes.
 
     Args:
@@ -170,7 +170,7 @@ def reach(
     shape = _shape(sequence, attention, length, documents)
     busiest = _work(shape, sequence)
     if sequence.ranks == 1:
-        return Reach(work=busiest)
+        return AttentionTraffic(work=busiest)
     groups, inner = sequence.groups, sequence.inner
     exchanged = to_heads = 0.0  # held after an exchange of tokens for heads, and received in all of them
     if inner > 1:
@@ -194,7 +194,7 @@ def reach(
     if inner > 1:  # queries, keys, values and outputs by heads; outputs by tokens are what the next layer keeps
         own = (attention.heads * attention.width + 2 * attention.key_heads * attention.key_width) * length
         kept += exchanged - own / sequence.ranks
-    return Reach(
+    return AttentionTraffic(
         keys=keys,
         most_keys=most,
         key_messages=messages,
@@ -207,8 +207,8 @@ def reach(
 
 
 def sequence_traffic(
-    sequence: SequenceCut,
-    attentions: Mapping[Attention, int],
+    sequence: SequenceSplit,
+    attentions: Mapping[RankAttention, int],
     length: int,
     documents: tuple[int, ...] | None,
     microbatches: Mapping[float, int],
@@ -216,7 +216,7 @@ def sequence_traffic(
     width: int,
     again: bool,
     loss: bool,
-) -> list[Move]:
+) -> list[AxisTraffic]:
     """What comes over the sequence axis: keys and values of other ranks, tokens for heads, and the sums of losses.
 
     Args:
@@ -233,26 +233,28 @@ def sequence_traffic(
         return []
     rows, times = sum(size * number for size, number in microbatches.items()), sum(microbatches.values())
     found = [(reach(sequence, one, length, documents, again=again), number) for one, number in attentions.items()]
-    moves = []
+    transfers = []
     for what, operations, elements in (
         ("keys and values", _sum_of(found, "key_messages"), _sum_of(found, "keys")),
         ("tokens for heads", _sum_of(found, "head_messages"), _sum_of(found, "heads")),
     ):
         if operations:
-            moves.append(Move(axis="sequence", what=what, operations=operations * times, bytes=elements * rows * width))
+            transfers.append(
+                AxisTraffic(axis="sequence", what=what, operations=operations * times, bytes=elements * rows * width)
+            )
     if loss:  # its sum and the number of targets, in fp64
         received = all_reduced(sequence.ranks, 2 * 8)
-        moves.append(Move(axis="sequence", what="sums of losses", operations=times, bytes=received * times))
-    return moves
+        transfers.append(AxisTraffic(axis="sequence", what="sums of losses", operations=times, bytes=received * times))
+    return transfers
 
 
-def _sum_of(found: list[tuple[Reach, int]], name: str) -> float:
+def _sum_of(found: list[tuple[AttentionTraffic, int]], name: str) -> float:
     total: float = sum(getattr(one, name) * number for one, number in found)
     return total
 
 
-def _work(shape: AttentionShape, sequence: SequenceCut) -> float:
-    """The work of the busiest group of ranks by its part of a row of one document; see `Reach`."""
+def _work(shape: AttentionShape, sequence: SequenceSplit) -> float:
+    """The work of the busiest group of ranks by its part of a row of one document; see `AttentionTraffic`."""
     alone = replace(shape, documents=None)
     if sequence.ranks == 1 and shape.documents == alone.documents:
         return 1.0
@@ -264,7 +266,7 @@ def _work(shape: AttentionShape, sequence: SequenceCut) -> float:
 
 
 def _shape(
-    sequence: SequenceCut, attention: Attention, length: int, documents: tuple[int, ...] | None
+    sequence: SequenceSplit, attention: RankAttention, length: int, documents: tuple[int, ...] | None
 ) -> AttentionShape:
     """An attention over one row, which is cut as jobs cut it: by a causal mask, whatever its layers see."""
     return AttentionShape(

@@ -12,18 +12,18 @@ from par_groups import Topology, format_bytes
 from par_pipeline import Schedule, simulate
 from par_zero import ChunkSize, ShardOptions, chunk_sizes, elements_lent
 
-from .budget.budget import Budget, Spent, choose
-from .experts.spread import spread_of
-from .inputs import Job, Machine
-from .memory import Memory, Replicas, added, sources_of, state_memory
-from .model import PlannedModel
+from .budget.plan import Budget, BudgetPlan, place_within
+from .costs.memory import MemoryUse, ZeroSharding, added, sources_of, state_memory
+from .costs.traffic import AxisTraffic, data_traffic, over
+from .experts.spread import expert_placement
+from .inputs import Machine, TrainingJob
+from .models.protocol import PlannedModel
 from .prediction import predict
 from .shape import averaged_ranks
-from .traffic import Move, data_traffic, over
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """What a rank has of a model, before data ranks share it, in numbers of elements with the padding of its chunks.
 
     Args:
@@ -51,11 +51,11 @@ class Sizes:
     waiting: int = 0
     tensors: tuple[int, ...] = ()
     beside: int = 0
-    experts: "Sizes | None" = None
+    experts: "ModelSizes | None" = None
     chunks: tuple[ChunkSize, ...] = ()
 
     @property
-    def parts(self) -> tuple["Sizes", ...]:
+    def parts(self) -> tuple["ModelSizes", ...]:
         """What is shared by all data ranks, and what is not."""
         return (self,) if self.experts is None else (self, self.experts)
 
@@ -81,21 +81,22 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPlan:
+class StepPlan:
     """What a step takes; printed, a table.
 
     Activations depend on the batch: of models that were initialized they are not in it, of a whole model they are.
 
     Args:
         memory: Bytes on this rank, for each model in the order of `initialize`.
-        moves: What this rank receives in a step: for initialized models over the data axis, for a whole one over all.
+        transfers: Traffic that this rank receives in a step: over the data axis for models that were initialized, over
+            all axes for an unsharded model.
         bubble: The part of a step in which a pipeline rank waits, if forward, input gradient and weight gradient take
             the same time; None without a pipeline.
         topology: The strategy's axes.
     """
 
-    memory: tuple[Memory, ...]
-    moves: tuple[Move, ...]
+    memory: tuple[MemoryUse, ...]
+    transfers: tuple[AxisTraffic, ...]
     bubble: float | None
     topology: Topology
 
@@ -108,15 +109,15 @@ class StrategyPlan:
         for number, memory in enumerate(self.memory):
             rows.append((number, *(format_bytes(getattr(memory, kind)) for kind in kinds)))
         lines = ["".join(f"{cell:>12}" for cell in row) for row in rows]
-        for move in self.moves:
-            axes, received = over(move, self.topology), format_bytes(move.bytes)
-            lines.append(f"{axes}: {move.what}, {move.operations:g} operations, {received} a step")
+        for transfer in self.transfers:
+            axes, received = over(transfer, self.topology), format_bytes(transfer.bytes)
+            lines.append(f"{axes}: {transfer.what}, {transfer.operations:g} operations, {received} a step")
         if self.bubble is not None:
             lines.append(f"bubble of the pipeline: {self.bubble:.1%}")
         return "\n".join(lines)
 
 
-def sizes_of(
+def model_sizes(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
@@ -124,7 +125,7 @@ def sizes_of(
     ranks: int,
     options: ShardOptions | None = None,
     experts: tuple[Sequence[nn.Parameter], int] = ((), 1),
-) -> Sizes:
+) -> ModelSizes:
     """The sizes of a model whose parameters have been made, by the chunks that par-zero will make of it.
 
     Args:
@@ -158,14 +159,14 @@ def sizes_of(
     return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()))
 
 
-def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Sizes:
+def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> ModelSizes:
     """The sizes of some chunks."""
     trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
     frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
     units: dict[int, int] = {0: 0}
     for chunk in chunks if stage == 3 else ():
         units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
-    return Sizes(
+    return ModelSizes(
         trained=trained,
         frozen=frozen,
         root=units.pop(0),
@@ -179,7 +180,9 @@ def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Si
     )
 
 
-def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo: bool = False) -> Replicas:
+def sharding_of_sizes(
+    sizes: ModelSizes, elements: int, *, ranks: int, job: TrainingJob, gloo: bool = False
+) -> ZeroSharding:
     """The replicas of a module of which its parameters alone are known.
 
     Args:
@@ -190,7 +193,7 @@ def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
     reduced = elements_lent(sizes.trained, sizes.inflight)
-    return Replicas(
+    return ZeroSharding(
         zero=job.zero,
         ranks=ranks,
         accumulates=job.microbatches > 1,
@@ -205,9 +208,9 @@ def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo
     )
 
 
-def plan_of(
-    models: Sequence[Sizes], topology: Topology, job: Job, schedule: Schedule | None, *, gloo: bool
-) -> StrategyPlan:
+def plan_models(
+    models: Sequence[ModelSizes], topology: Topology, job: TrainingJob, schedule: Schedule | None, *, gloo: bool
+) -> StepPlan:
     """The plan of models that are trained alike.
 
     Args:
@@ -217,9 +220,9 @@ def plan_of(
         schedule: The pipeline's schedule, if there is a pipeline.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    spread, made = spread_of(topology), partial(replicas_of_sizes, job=job, gloo=gloo)
-    memory: list[Memory] = []
-    moves: list[Move] = []
+    spread, made = expert_placement(topology), partial(sharding_of_sizes, job=job, gloo=gloo)
+    memory: list[MemoryUse] = []
+    transfers: list[AxisTraffic] = []
     for sizes in models:
         each = [made(sizes, sizes.parameters, ranks=averaged_ranks(topology))]
         if sizes.experts is not None:
@@ -228,21 +231,23 @@ def plan_of(
             each = _reduced_in_turn(sizes, each)
         all_else, *experts = each
         memory.append(added([state_memory(one, job.numbers) for one in (all_else, *experts)]))
-        moves += data_traffic(all_else, job.numbers)
-        moves += [
-            move for one in experts for move in data_traffic(one, job.numbers, "expert_data", flags=spread.reaches)
+        transfers += data_traffic(all_else, job.numbers)
+        transfers += [
+            transfer
+            for one in experts
+            for transfer in data_traffic(one, job.numbers, "expert_data", flags=spread.reaches)
         ]
-    return StrategyPlan(
+    return StepPlan(
         memory=tuple(memory),
-        moves=tuple(moves),
+        transfers=tuple(transfers),
         bubble=None if schedule is None else simulate(schedule).bubble,
         topology=topology,
     )
 
 
-def spent_on(
-    sizes: Sizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: Job, gloo: bool, measures: bool
-) -> Spent:
+def plan_budget(
+    sizes: ModelSizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: TrainingJob, gloo: bool, measures: bool
+) -> BudgetPlan:
     """What a budget is spent on, of a model of which its parameters alone are known.
 
     Args:
@@ -259,7 +264,7 @@ def spent_on(
     """
     weight, parts, sharded = job.numbers.weight, sizes.parts, job.zero == 3
     each = [
-        replicas_of_sizes(part, sum(part.trained), ranks=count, job=job, gloo=gloo)
+        sharding_of_sizes(part, sum(part.trained), ranks=count, job=job, gloo=gloo)
         for part, count in zip(parts, ranks, strict=True)
     ]
     if sizes.experts is not None:
@@ -285,10 +290,10 @@ def spent_on(
     grain = (largest or sizes.largest / each[0].ranks) * weight
     sources = [state]  # and parameters, with those that are frozen
     sources += [replace(one, frees=shares, takes=dict.fromkeys(one.takes, shares), grain=grain) for one in units]
-    return choose(kinds, sources, budget, measures=measures, step=step)
+    return place_within(kinds, sources, budget, measures=measures, step=step)
 
 
-def _reduced_in_turn(sizes: Sizes, replicas: Sequence[Replicas]) -> list[Replicas]:
+def _reduced_in_turn(sizes: ModelSizes, replicas: Sequence[ZeroSharding]) -> list[ZeroSharding]:
     """The replicas of all else and of experts, whose chunks are reduced in one order, in the same buffers.
 
     At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. At stage 2 any may
@@ -313,7 +318,9 @@ def _reduced_in_turn(sizes: Sizes, replicas: Sequence[Replicas]) -> list[Replica
     ]
 
 
-def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:
+def plan_unsharded_model(
+    shape: PlannedModel, topology: Topology, job: TrainingJob, *, rank: int, gloo: bool
+) -> StepPlan:
     """The plan of one model that is still whole, as it will be cut.
 
     Args:
@@ -330,4 +337,4 @@ def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: in
     mine = next(each for each in made.ranks if rank in each.numbers)
     has_stages = topology.size("pipeline") > 1
     bubble = made.bubble if has_stages else None
-    return StrategyPlan(memory=(mine.memory,), moves=mine.moves, bubble=bubble, topology=topology)
+    return StepPlan(memory=(mine.memory,), transfers=mine.transfers, bubble=bubble, topology=topology)

@@ -11,13 +11,13 @@ from par_groups import Topology
 from par_layers import EmbeddingShape, LayerCost, LinearShape, NormShape, layer_cost
 from par_zero import traffic
 
-from .experts.costs import all_reduced, exchanged, partial_elements, tensor_bytes, tensor_operations
-from .experts.mixture import Load, Mixture
-from .experts.spread import own_ranks
-from .inputs import Numbers
-from .memory import Replicas
-from .pipeline import Place
-from .shape import Cut, Part, Shape, padded, sequence_ranks
+from ..experts.costs import all_reduced, partial_elements, routed_traffic, tensor_bytes, tensor_operations
+from ..experts.mixture import Load, Mixture
+from ..experts.spread import expert_axis_size
+from ..inputs import NumberWidths
+from ..shape import ModelSlice, Shape, TensorSplit, padded, sequence_ranks
+from .memory import ZeroSharding
+from .pipeline import PipelineRank
 
 HEADER = 512
 """Bytes in front of each message between pipeline stages."""
@@ -27,7 +27,7 @@ MESSAGE_NUMBER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class AxisTraffic:
     """One kind of traffic over one axis in a step.
 
     Args:
@@ -44,17 +44,19 @@ class Move:
     bytes: float
 
 
-def over(move: Move, topology: Topology) -> str:
+def over(transfer: AxisTraffic, topology: Topology) -> str:
     """The axes that something goes over, in words: those of gradients are data x sequence where a sequence is cut."""
-    if move.axis == "expert_data":
+    if transfer.axis == "expert_data":
         return "data x expert_data"
-    if move.axis != "data":
-        return move.axis
-    more = {"sequence": sequence_ranks(topology), "expert": own_ranks(topology)}
+    if transfer.axis != "data":
+        return transfer.axis
+    more = {"sequence": sequence_ranks(topology), "expert": expert_axis_size(topology)}
     return " x ".join(["data", *(name for name, ranks in more.items() if ranks > 1)])
 
 
-def data_traffic(replicas: Replicas, numbers: Numbers, axis: str = "data", *, flags: bool = True) -> list[Move]:
+def data_traffic(
+    replicas: ZeroSharding, numbers: NumberWidths, axis: str = "data", *, flags: bool = True
+) -> list[AxisTraffic]:
     """Gradients and parameters over the ranks that share them, and at the end of each reduction some flags.
 
     They say that a rank had all gradients and that the order of reductions stands; at stage 3 also how the pass ends.
@@ -62,7 +64,7 @@ def data_traffic(replicas: Replicas, numbers: Numbers, axis: str = "data", *, fl
     Args:
         replicas: The replicas.
         numbers: Widths of numbers.
-        axis: What their ranks are called, as in `Move`.
+        axis: What their ranks are called, as in `AxisTraffic`.
         flags: Whether there are flags: copies of experts need no more than those of all ranks they are among.
     """
     zero, ranks, accumulates = replicas.zero, replicas.ranks, replicas.accumulates
@@ -72,74 +74,90 @@ def data_traffic(replicas: Replicas, numbers: Numbers, axis: str = "data", *, fl
     both = traffic(zero, replicas.elements, ranks, microbatches=1 + accumulates, no_sync=accumulates)
     others = (ranks - 1) / ranks
     gradients = (2 if zero == 0 else 1) * replicas.elements * others
-    moves = [
-        Move(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
+    transfers = [
+        AxisTraffic(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
     ]
     if flags:
-        moves.append(Move(axis=axis, what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2)))
+        transfers.append(
+            AxisTraffic(axis=axis, what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2))
+        )
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
         parameters = both - gradients - (replicas.stays * others if again else 0)
         operations = replicas.chunks * (2 if again else 1)
-        moves.append(Move(axis=axis, what="parameters", operations=operations, bytes=parameters * numbers.weight))
-    return moves
+        transfers.append(
+            AxisTraffic(axis=axis, what="parameters", operations=operations, bytes=parameters * numbers.weight)
+        )
+    return transfers
 
 
 def tensor_traffic(
-    shape: Shape, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
-) -> list[Move]:
+    shape: Shape,
+    split: TensorSplit,
+    numbers: NumberWidths,
+    part: ModelSlice,
+    microbatches: Mapping[int, int],
+    replicas: ZeroSharding,
+) -> list[AxisTraffic]:
     """Activations, weights and partial gradients over the tensor axis.
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         numbers: Widths of numbers.
         part: What this rank has of the model.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
         replicas: The data-parallel replicas; each sums its share of the partial gradients.
     """
-    if cut.ranks == 1:
+    if split.ranks == 1:
         return []
     received = sum(
-        times * _microbatch_bytes(shape, cut, numbers, part, tokens) for tokens, times in microbatches.items()
+        times * _microbatch_bytes(shape, split, numbers, part, tokens) for tokens, times in microbatches.items()
     )
-    moves = [
-        Move(
+    transfers = [
+        AxisTraffic(
             axis="tensor",
-            what="activations" if cut.mode == "1d" else "activations and weights",
-            operations=sum(microbatches.values()) * _microbatch_operations(shape, cut, numbers, part),
+            what="activations" if split.mode == "1d" else "activations and weights",
+            operations=sum(microbatches.values()) * _microbatch_operations(shape, split, numbers, part),
             bytes=received,
         )
     ]
-    partial = _partial_gradients(shape, cut, part) / (replicas.ranks if replicas.zero else 1)
+    partial = _partial_gradients(shape, split, part) / (replicas.ranks if replicas.zero else 1)
     if partial:
-        groups = 2 if cut.mode == "3d" or dict(cut.axes).get("depth") else 1  # two kinds of groups that sum
-        moves.append(Move(axis="tensor", what="partial gradients", operations=groups, bytes=partial * numbers.master))
-    return moves
+        groups = 2 if split.mode == "3d" or dict(split.axes).get("depth") else 1  # two kinds of groups that sum
+        transfers.append(
+            AxisTraffic(axis="tensor", what="partial gradients", operations=groups, bytes=partial * numbers.master)
+        )
+    return transfers
 
 
 def exchange_traffic(
-    mixture: Mixture | None, cut: Cut, numbers: Numbers, layers: int, microbatches: Mapping[int, int], load: Load
-) -> list[Move]:
+    mixture: Mixture | None,
+    split: TensorSplit,
+    numbers: NumberWidths,
+    layers: int,
+    microbatches: Mapping[int, int],
+    load: Load,
+) -> list[AxisTraffic]:
     """What comes over the ranks that experts are dealt out over: rows to their experts, outputs back, and counts.
 
     Args:
         mixture: A layer of experts; None: the model has none.
-        cut: The cut of the tensor mode, and how experts lie.
+        split: The cut of the tensor mode, and how experts lie.
         numbers: Widths of numbers.
         layers: Number of layers with experts that the rank has.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
         load: How busy experts are; counted is the rank with most rows.
     """
-    if mixture is None or cut.experts.parallel == 1 or not layers:
+    if mixture is None or split.experts.parallel == 1 or not layers:
         return []
     each = [
-        (exchanged(mixture, cut.experts, numbers, tokens, load), layers * times)
+        (routed_traffic(mixture, split.experts, numbers, tokens, load), layers * times)
         for tokens, times in microbatches.items()
     ]
     passes = sum(times for _, times in each)
     return [
-        Move(
+        AxisTraffic(
             axis="expert_parallel",
             what=what,
             operations=passes * (1 if what == "counts" else 2),
@@ -162,13 +180,18 @@ class Residual(Protocol):
 
 
 def pipeline_traffic(
-    shape: Residual, cut: Cut, place: Place, part: Part, microbatches: Mapping[int, int], table: float
-) -> list[Move]:
+    shape: Residual,
+    split: TensorSplit,
+    place: PipelineRank,
+    part: ModelSlice,
+    microbatches: Mapping[int, int],
+    table: float,
+) -> list[AxisTraffic]:
     """Activations and their gradients from neighbouring stages; at the end each neighbour says that it is done.
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         place: The rank's place in the pipeline.
         part: What this rank has of the model.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
@@ -176,95 +199,95 @@ def pipeline_traffic(
     """
     if not place.neighbours:
         return []
-    token = shape.width * MESSAGE_NUMBER / cut.tokens / cut.features
+    token = shape.width * MESSAGE_NUMBER / split.tokens / split.features
     bodies = sum(times * math.ceil(tokens * token / 64) * 64 for tokens, times in microbatches.items())
     messages = place.received * sum(microbatches.values()) + place.neighbours
     received = place.received * bodies + messages * HEADER
-    moves = [Move(axis="pipeline", what="activations", operations=messages, bytes=received)]
+    transfers = [AxisTraffic(axis="pipeline", what="activations", operations=messages, bytes=received)]
     if shape.tied and part.first != part.last:
-        moves.append(Move(axis="pipeline", what="tied table", operations=1, bytes=table))
-    return moves
+        transfers.append(AxisTraffic(axis="pipeline", what="tied table", operations=1, bytes=table))
+    return transfers
 
 
 @lru_cache(maxsize=4096)
-def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:
+def _microbatch_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, part: ModelSlice, tokens: int) -> float:
     """Bytes over the tensor axis for forward and backward of one microbatch."""
-    total = (part.blocks - part.mixtures) * _block_bytes(shape, cut.dense, numbers, tokens)
+    total = (part.blocks - part.mixtures) * _block_bytes(shape, split.dense, numbers, tokens)
     if shape.mixture is not None:
-        attention = _block_bytes(shape, cut.dense, numbers, tokens, halves=1)
-        total += part.mixtures * (attention + tensor_bytes(shape.mixture, cut.experts, numbers, tokens))
+        attention = _block_bytes(shape, split.dense, numbers, tokens, halves=1)
+        total += part.mixtures * (attention + tensor_bytes(shape.mixture, split.experts, numbers, tokens))
     if part.first:
-        table = EmbeddingShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, cut))
-        total += float(_cost(cut, table).each) * numbers.residual
+        table = EmbeddingShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, split))
+        total += float(_cost(split, table).each) * numbers.residual
     if part.last:
-        total += float(_cost(cut, NormShape(tokens=tokens, features=shape.width)).each) * 4
-        total += float(_cost(cut, _classifier(shape, cut, tokens)).each) * numbers.product
+        total += float(_cost(split, NormShape(tokens=tokens, features=shape.width)).each) * 4
+        total += float(_cost(split, _classifier(shape, split, tokens)).each) * numbers.product
         # The loss: three fp32 numbers a token over those who share logits, and a mean over those who share tokens.
-        total += 4 * (all_reduced(cut.inner, 3 * tokens / cut.inner_tokens) + all_reduced(cut.inner_tokens, 1))
+        total += 4 * (all_reduced(split.inner, 3 * tokens / split.inner_tokens) + all_reduced(split.inner_tokens, 1))
     return total
 
 
 @lru_cache(maxsize=4096)
-def _block_bytes(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, halves: int = 2) -> float:
+def _block_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens: int, halves: int = 2) -> float:
     """Bytes over the tensor axis for forward and backward of one block and microbatch; of one half, attention's."""
-    linears = sum((_cost(cut, linear) for linear in _linears(shape, tokens)[: 2 * halves]), LayerCost())
+    linears = sum((_cost(split, linear) for linear in _linears(shape, tokens)[: 2 * halves]), LayerCost())
     products = linears.each
-    if _keeps_gathered_input(cut, numbers):
-        products -= halves * Fraction(cut.ranks - 1, cut.ranks) * tokens * shape.width
-    norms = halves * _cost(cut, NormShape(tokens=tokens, features=shape.width))  # their sums are fp32
+    if _keeps_gathered_input(split, numbers):
+        products -= halves * Fraction(split.ranks - 1, split.ranks) * tokens * shape.width
+    norms = halves * _cost(split, NormShape(tokens=tokens, features=shape.width))  # their sums are fp32
     return float(products) * numbers.product + float(norms.each) * 4
 
 
-def _keeps_gathered_input(cut: Cut, numbers: Numbers) -> bool:
+def _keeps_gathered_input(split: TensorSplit, numbers: NumberWidths) -> bool:
     """Whether column layers keep their gathered input, in float8, and so need not gather it again for backward."""
-    return cut.sequence and numbers.saved < numbers.product
+    return split.sequence and numbers.saved < numbers.product
 
 
 @lru_cache(maxsize=4096)
-def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
+def _partial_gradients(shape: Shape, split: TensorSplit, part: ModelSlice) -> float:
     """Elements that are received once a step to sum partial gradients.
 
     Those of weights are summed over the depth, those of biases, norms and positions over the tokens.
     """
-    h, linears = shape.width, _once_of_linears(shape, cut.dense)
-    column_biases = all_reduced(cut.inner_tokens, (shape.attended + shape.mlp) / cut.inner)
-    row_biases = all_reduced(cut.tokens, 2 * h / cut.features)
-    norm = float(_cost(cut, NormShape(tokens=1, features=h)).once)
+    h, linears = shape.width, _once_of_linears(shape, split.dense)
+    column_biases = all_reduced(split.inner_tokens, (shape.attended + shape.mlp) / split.inner)
+    row_biases = all_reduced(split.tokens, 2 * h / split.features)
+    norm = float(_cost(split, NormShape(tokens=1, features=h)).once)
     total = part.blocks * (linears + column_biases + row_biases + 2 * norm)
     if shape.mixture is not None:  # in mode 1d, where of these the biases of rows alone are partial, one of them less
-        total += part.mixtures * (partial_elements(shape.mixture, cut.experts) - row_biases / 2)
+        total += part.mixtures * (partial_elements(shape.mixture, split.experts) - row_biases / 2)
     if part.first:
-        table = EmbeddingShape(tokens=1, features=h, vocabulary=_table_rows(shape, cut))
-        total += float(_cost(cut, table).once) + all_reduced(cut.tokens, shape.context * h / cut.features)
+        table = EmbeddingShape(tokens=1, features=h, vocabulary=_table_rows(shape, split))
+        total += float(_cost(split, table).once) + all_reduced(split.tokens, shape.context * h / split.features)
     if part.last:
         total += norm
         if not (shape.tied and part.first):  # else it is the table, which is summed once
-            total += float(_cost(cut, _classifier(shape, cut, 1)).once)
+            total += float(_cost(split, _classifier(shape, split, 1)).once)
     return total
 
 
 @lru_cache(maxsize=4096)
-def _once_of_linears(shape: Shape, cut: Cut) -> float:
+def _once_of_linears(shape: Shape, split: TensorSplit) -> float:
     """Elements that are received once a step to sum partial gradients of the weights of a block's linear layers."""
-    return float(sum((_cost(cut, linear).once for linear in _linears(shape, 1)), Fraction(0)))
+    return float(sum((_cost(split, linear).once for linear in _linears(shape, 1)), Fraction(0)))
 
 
-def _microbatch_operations(shape: Shape, cut: Cut, numbers: Numbers, part: Part) -> int:
+def _microbatch_operations(shape: Shape, split: TensorSplit, numbers: NumberWidths, part: ModelSlice) -> int:
     """Number of collectives over the tensor axis for forward and backward of one microbatch."""
-    q = cut.inner
+    q = split.inner
     column, row, embedding = {
-        "1d": (3, 2, 2) if cut.sequence else (1, 1, 1),
+        "1d": (3, 2, 2) if split.sequence else (1, 1, 1),
         "2d": (6 * q, 6 * q, 2),
         "2.5d": (6 * q, 6 * q, 2),
         "3d": (8, 8, 4),
-    }[cut.mode or "1d"]
-    norm = 3 if cut.features > 1 else 0
-    classifier = column + (2 if shape.tied and cut.mode in ("2d", "2.5d") else 0)
-    loss = 2 + (cut.inner_tokens > 1)
-    half = column - _keeps_gathered_input(cut, numbers) + row + norm
+    }[split.mode or "1d"]
+    norm = 3 if split.features > 1 else 0
+    classifier = column + (2 if shape.tied and split.mode in ("2d", "2.5d") else 0)
+    loss = 2 + (split.inner_tokens > 1)
+    half = column - _keeps_gathered_input(split, numbers) + row + norm
     blocks = (2 * part.blocks - part.mixtures) * half
     if shape.mixture is not None:
-        blocks += part.mixtures * tensor_operations(shape.mixture, cut.experts)
+        blocks += part.mixtures * tensor_operations(shape.mixture, split.experts)
     return blocks + part.first * embedding + part.last * (norm + classifier + loss)
 
 
@@ -279,19 +302,19 @@ def _linears(shape: Shape, tokens: int) -> list[LinearShape]:
     ]
 
 
-def _classifier(shape: Shape, cut: Cut, tokens: int) -> LinearShape | EmbeddingShape:
+def _classifier(shape: Shape, split: TensorSplit, tokens: int) -> LinearShape | EmbeddingShape:
     if shape.tied:
-        rows = _table_rows(shape, cut)
+        rows = _table_rows(shape, split)
         return EmbeddingShape(tokens=tokens, features=shape.width, vocabulary=rows, role="tied classifier")
-    return LinearShape(tokens=tokens, k=shape.width, n=padded(shape.vocabulary, cut.inner))
+    return LinearShape(tokens=tokens, k=shape.width, n=padded(shape.vocabulary, split.inner))
 
 
-def _table_rows(shape: Shape, cut: Cut) -> int:
+def _table_rows(shape: Shape, split: TensorSplit) -> int:
     """Rows of the embedding's table with their padding."""
-    return padded(shape.vocabulary, cut.matrix // cut.features)
+    return padded(shape.vocabulary, split.matrix // split.features)
 
 
-def _cost(cut: Cut, shape: LinearShape | NormShape | EmbeddingShape) -> LayerCost:
+def _cost(split: TensorSplit, shape: LinearShape | NormShape | EmbeddingShape) -> LayerCost:
     """What par-layers says that a layer of these sizes costs."""
-    sizes = {"tensor": cut.ranks} if cut.mode == "1d" else dict(cut.axes)
-    return layer_cost(cut.mode, sizes, shape, sequence_parallel=cut.sequence)
+    sizes = {"tensor": split.ranks} if split.mode == "1d" else dict(split.axes)
+    return layer_cost(split.mode, sizes, shape, sequence_parallel=split.sequence)

@@ -15,7 +15,7 @@ EXACT = 24
 
 
 @dataclass(frozen=True)
-class Item:
+class Saving:
     """One thing that may lie on a device.
 
     Args:
@@ -36,7 +36,7 @@ class Item:
             raise ValueError(f"item {self.name!r} has {self.bytes} bytes and {self.seconds} seconds; give 0 or more")
 
 
-def spend(items: Sequence[Item], budget: float) -> list[Item]:
+def spend(items: Sequence[Saving], budget: float) -> list[Saving]:
     """The items that save most seconds together within a budget. Pure, and the same on every rank.
 
     Up to `EXACT` items the choice is the best there is; of more, it saves less than the best by no more than one item.
@@ -72,11 +72,11 @@ def spend(items: Sequence[Item], budget: float) -> list[Item]:
     return [items[number] for number in sorted(taken)]
 
 
-def _rate(item: Item) -> float:
+def _rate(item: Saving) -> float:
     return item.seconds / item.bytes if item.bytes else float("inf")
 
 
-def _best(items: Sequence[Item], numbers: Sequence[int], budget: float) -> list[int]:
+def _best(items: Sequence[Saving], numbers: Sequence[int], budget: float) -> list[int]:
     """Of a few items those that save most seconds: of all sets those that none beats in both are kept."""
     sets: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
     for number in numbers:

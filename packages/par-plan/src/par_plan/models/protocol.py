@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from .experts.mixture import Mixture
-from .inputs import Job, Numbers
-from .memory import Replicas
-from .pipeline import Pipe, Place
-from .sequence import Attention, SequenceCut
-from .shape import Count, Cut, Part
-from .traffic import Move
+from ..costs.memory import ZeroSharding
+from ..costs.pipeline import PipelineCost, PipelineRank
+from ..costs.sequence import RankAttention, SequenceSplit
+from ..costs.traffic import AxisTraffic
+from ..experts.mixture import Mixture
+from ..inputs import NumberWidths, TrainingJob
+from ..shape import ModelSlice, ParameterCount, TensorSplit
 
 
 class PlannedModel(Protocol):
@@ -40,19 +40,19 @@ class PlannedModel(Protocol):
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """What there are formulas for of `Job.recompute`; "" among them."""
+        """What there are formulas for of `TrainingJob.recompute`; "" among them."""
 
-    def again(self, recompute: str) -> "PlannedModel":
+    def with_recompute(self, recompute: str) -> "PlannedModel":
         """The model as it is when it computes something again in backward.
 
         Args:
-            recompute: As in `Job`.
+            recompute: As in `TrainingJob`.
 
         Raises:
             ValueError: There are no formulas for it.
         """
 
-    def flops_again(self, part: Part) -> tuple[float, float]:
+    def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token that backward does again: of matrices, and of attention."""
 
     @property
@@ -69,21 +69,21 @@ class PlannedModel(Protocol):
     def as_dict(self) -> dict[str, Any]:
         """The sizes as plain values."""
 
-    def part(self, pipeline: Pipe, place: Place) -> Part:
+    def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
         """What a rank of a pipeline has."""
 
-    def misfit(self, cut: Cut, rows: int = 0) -> str | None:
+    def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
         """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change; None if it can.
 
         Args:
-            cut: The cut of the tensor mode.
+            split: The cut of the tensor mode.
             rows: Number of rows in a microbatch; 0: they are not looked at.
         """
 
-    def not_staged(self) -> str | None:
+    def why_no_stages(self) -> str | None:
         """Why the model cannot be cut into pipeline stages, and what to do; None if it can."""
 
-    def not_cut(self) -> str | None:
+    def why_no_tensor_ranks(self) -> str | None:
         """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
@@ -93,19 +93,25 @@ class PlannedModel(Protocol):
     def mixture(self) -> Mixture | None:
         """The model's layers of experts, which are alike; None if it has none."""
 
-    def count(self, cut: Cut, part: Part) -> Count:
+    def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
         """The parameters of a rank, without those of experts that are dealt out."""
 
-    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+    def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
         """The parameters of a rank in experts that are dealt out; None if it has none."""
 
     def activations(
-        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+        self,
+        split: TensorSplit,
+        sequence: SequenceSplit,
+        pipeline: PipelineCost,
+        place: PipelineRank,
+        job: TrainingJob,
+        rows: int,
     ) -> tuple[float, float]:
         """Bytes that wait for backward of all microbatches that wait at a time, and of those the bytes of logits.
 
         Args:
-            cut: The cut of the tensor mode.
+            split: The cut of the tensor mode.
             sequence: The cut of a row's tokens.
             pipeline: The pipeline.
             place: The rank's place in it.
@@ -113,11 +119,11 @@ class PlannedModel(Protocol):
             rows: Number of rows in a microbatch.
         """
 
-    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> Mapping[Attention, int]:
+    def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> Mapping[RankAttention, int]:
         """The attentions of a rank, and how many of them are alike.
 
         Args:
-            cut: The cut of the tensor mode.
+            split: The cut of the tensor mode.
             sequence: The cut of a row's tokens.
             part: What the rank has of the model.
 
@@ -125,15 +131,20 @@ class PlannedModel(Protocol):
             ValueError: The model's sequence cannot be cut.
         """
 
-    def not_sequenced(self) -> str | None:
+    def why_no_sequence_ranks(self) -> str | None:
         """Why the model's sequence cannot be cut over ranks, and what to do; None if it can."""
 
     def tensor_traffic(
-        self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
-    ) -> list[Move]:
+        self,
+        split: TensorSplit,
+        numbers: NumberWidths,
+        part: ModelSlice,
+        microbatches: Mapping[int, int],
+        replicas: ZeroSharding,
+    ) -> list[AxisTraffic]:
         """What comes over the tensor axis; arguments as those of `par_plan.traffic.tensor_traffic`."""
 
-    def flops(self, part: Part) -> tuple[float, float]:
+    def flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: all but attention's, and attention's.
 
         The latter are those of a causal mask over a row of one document.

@@ -11,13 +11,13 @@ from par_groups import format_bytes, format_seconds
 from par_recompute import Choice, Choices
 from par_zero import OnDisk
 
-from .budget import Spent, least_in_words
-from .spend import Item, spend
+from .plan import BudgetPlan, least_in_words
+from .savings import Saving, spend
 from .tiers import TooSmallError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredStep:
     """What the first step has shown on a rank.
 
     Args:
@@ -32,7 +32,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
+class MeasuredPlan:
     """What the rest of a budget is spent on.
 
     Args:
@@ -43,10 +43,10 @@ class Rest:
 
     budgets: tuple[int, ...]
     recall: int
-    spent: Spent
+    spent: BudgetPlan
 
 
-def spend_rest(spent: Spent, measured: Measured) -> Rest:
+def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     """Spends what state leaves free on what saves most seconds. Pure.
 
     A layer that does not keep everything runs again, as a whole or in parts; for that the largest one has room.
@@ -74,9 +74,9 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
         words = least_in_words("device", spent.budget.device, parts)
         raise TooSmallError("device", inputs - room, f"{words}; raise it, or train fewer rows at a time")
     per_byte = 1 / measured.disk.read + 1 / measured.disk.write
-    state = [Item("state", size, size * per_byte) for size in measured.disk.pieces]
+    state = [Saving("state", size, size * per_byte) for size in measured.disk.pieces]
     kept = [
-        Item(f"layers {number}", held * size, model.forwards * seconds)
+        Saving(f"layers {number}", held * size, model.forwards * seconds)
         for number, (model, of_model) in enumerate(zip(measured.models, frontiers, strict=True))
         for one in of_model
         for size, seconds in _increments(one)
@@ -101,7 +101,7 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
             _about_disk(on_disk, recall, on_disk * per_byte, measured.disk, full=keeps >= most and not displaced)
         )
     reasons.append(_about_layers(keeps, most, again) if every else spent.reasons[-1])
-    return Rest(
+    return MeasuredPlan(
         budgets=tuple(budgets),
         recall=recall,
         spent=replace(spent, reasons=tuple(reasons), is_open=False, recalled=float(recall)),

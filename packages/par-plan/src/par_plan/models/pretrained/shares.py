@@ -10,12 +10,12 @@ from torch import nn
 from par_groups import Sharding, Topology
 from par_layers import CommunicationVolume, communication_volumes, plan_shardings
 
-from ..shape import Cut, Part
+from ...shape import ModelSlice, TensorSplit
 from .structure import Structure, alone
 
 
 @dataclass(frozen=True)
-class Share:
+class LayerShard:
     """What one tensor rank has of some modules.
 
     Args:
@@ -42,7 +42,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankShard:
     """What one tensor rank has of a model.
 
     Args:
@@ -52,26 +52,26 @@ class RankShare:
         loss: What the loss over cut logits receives for one token, in fp32.
     """
 
-    kinds: tuple[Share, ...]
-    ends: Mapping[tuple[bool, bool], Share]
+    kinds: tuple[LayerShard, ...]
+    ends: Mapping[tuple[bool, bool], LayerShard]
     table: int
     loss: CommunicationVolume
 
 
-def look(structure: Structure, cut: Cut) -> RankShare | str:
+def look(structure: Structure, split: TensorSplit) -> RankShard | str:
     """What a tensor rank has of a model under a cut, or why it cannot be cut so.
 
     Args:
         structure: The model.
-        cut: The cut of the tensor mode, and how experts lie.
+        split: The cut of the tensor mode, and how experts lie.
     """
-    dealt = structure.experts if cut.experts.is_dealt else frozenset()
+    dealt = structure.experts if split.experts.is_dealt else frozenset()
     records: Mapping[str, Sharding] = {}
     traffic: Mapping[str, CommunicationVolume] = {}
     topology = Topology({})
-    if cut.ranks > 1:
-        keys = {"kv_heads": dict(cut.axes)["kv_head"]} if "kv_head" in dict(cut.axes) else {}
-        topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks, cut.experts)
+    if split.ranks > 1:
+        keys = {"kv_heads": dict(split.axes)["kv_head"]} if "kv_head" in dict(split.axes) else {}
+        topology = alone({"mode": "1d", "sequence_parallel": split.sequence, **keys}, split.ranks, split.experts)
         try:
             records, traffic = (
                 plan_shardings(structure.sampled, topology),
@@ -85,7 +85,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
     kinds = (nn.Linear, import_module("transformers.pytorch_utils").Conv1D)
     linears = {name for name, module in structure.sampled.named_modules() if isinstance(module, kinds)}
 
-    def share(names: Collection[str], modules: tuple[str, ...]) -> Share:
+    def share(names: Collection[str], modules: tuple[str, ...]) -> LayerShard:
         every = {name: sum(map(math.prod, shapes[name])) for name in names}
         sizes = {name: size for name, size in every.items() if name not in dealt}
         own = [name for name in traffic if _is_inside(name, modules)]
@@ -96,7 +96,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
             for box in records[name].boxes
             if box.sum_over
         ]
-        return Share(
+        return LayerShard(
             elements=sum(sizes.values()),
             matrices=sum(size for name, size in sizes.items() if structure.parameters[name].dim() > 1),
             largest=max(sizes.values(), default=0),
@@ -113,7 +113,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
         structure.ends if isinstance(structure.ends, dict) else dict.fromkeys(("first", "middle", "last"), outside)
     )
     embedding, head = structure.table.rpartition(".")[0], (() if structure.head is None else (structure.head,))
-    return RankShare(
+    return RankShard(
         kinds=tuple(
             share(names, (f"{structure.layers}.{number}",))
             for number, names in zip(structure.samples, structure.of_samples, strict=True)
@@ -129,7 +129,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
     )
 
 
-def in_runs(part: Part, shares: tuple[Share, ...]) -> list[tuple[Share, int]]:
+def in_runs(part: ModelSlice, shares: tuple[LayerShard, ...]) -> list[tuple[LayerShard, int]]:
     """The shares of all layers of a rank, and how many layers are of each."""
     return [(shares[kind], times) for run in part.runs for kind, times in run]
 

@@ -16,16 +16,16 @@ from torch import nn
 
 from par_layers import CommunicationVolume, plan_shardings
 
-from ..experts.costs import layer_cost
-from ..experts.mixture import Mixture
-from ..inputs import Job, Numbers
-from ..memory import Replicas
-from ..pipeline import Pipe, Place, stage_run
-from ..sequence import Attention, SequenceCut, local_tokens, reach
-from ..shape import Count, Cut, Part
-from ..traffic import Move
-from .kept import Kept, kept_of
-from .shares import RankShare, in_runs, look
+from ...costs.memory import ZeroSharding
+from ...costs.pipeline import PipelineCost, PipelineRank, stage_run
+from ...costs.sequence import RankAttention, SequenceSplit, local_tokens, reach
+from ...costs.traffic import AxisTraffic
+from ...experts.costs import layer_cost
+from ...experts.mixture import Mixture
+from ...inputs import NumberWidths, TrainingJob
+from ...shape import ModelSlice, ParameterCount, TensorSplit
+from .kept import SavedActivations, trace_saved
+from .shares import RankShard, in_runs, look
 from .structure import SMALL, Structure, alone
 
 
@@ -70,15 +70,15 @@ class PretrainedShape:
         self.packed = packed
         self._again: PretrainedShape | None = None
         self._masked = packed and self.model.config._attn_implementation == "sdpa"
-        self._ranks: dict[Cut, RankShare | str] = {}
-        self._kept: dict[tuple[Numbers, bool], Mapping[int, Kept]] = {}
+        self._ranks: dict[TensorSplit, RankShard | str] = {}
+        self._kept: dict[tuple[NumberWidths, bool], Mapping[int, SavedActivations]] = {}
 
     @property
     def recomputes(self) -> tuple[str, ...]:
         """Nothing or layers; what modules of foreign code make is not looked at one by one."""
         return ("",) if self.checkpointing else ("", "layers")
 
-    def again(self, recompute: str) -> "PretrainedShape":
+    def with_recompute(self, recompute: str) -> "PretrainedShape":
         """The same model, and all that is known of it, with layers that are computed again."""
         if recompute == "" or (recompute == "layers" and self.checkpointing):
             return self
@@ -128,7 +128,7 @@ class PretrainedShape:
 
     # What a topology leaves of it
 
-    def part(self, pipeline: Pipe, place: Place) -> Part:
+    def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
         """What a rank of a pipeline has; layers that differ are told apart by their kinds."""
         runs = []
         for stage in place.stages:
@@ -136,7 +136,7 @@ class PretrainedShape:
             kinds = self._structure.kinds[start:stop]
             runs.append(tuple(sorted(Counter(kinds).items())))
         has = self._structure.have_experts
-        return Part(
+        return ModelSlice(
             blocks=sum(times for run in runs for _, times in run),
             mixtures=sum(times for run in runs for kind, times in run if has[kind]),
             first=0 in place.stages,
@@ -144,24 +144,24 @@ class PretrainedShape:
             runs=tuple(runs),
         )
 
-    def misfit(self, cut: Cut, rows: int = 0) -> str | None:
+    def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
         """Why a tensor mode cannot cut the model, and what to change; None if it can. Rows are never cut."""
         del rows
-        if cut.mode not in (None, "1d"):
-            return f"tensor mode {cut.label} cuts activations that this model's code takes whole; use mode 1d"
-        if cut.sequence and self.context % cut.ranks:
+        if split.mode not in (None, "1d"):
+            return f"tensor mode {split.label} cuts activations that this model's code takes whole; use mode 1d"
+        if split.sequence and self.context % split.ranks:
             return (
-                f"the context is {self.context} tokens, which sequence parallelism cuts into {cut.ranks} parts; change "
-                "one of the two"
+                f"the context is {self.context} tokens, which sequence parallelism cuts into {split.ranks} parts; "
+                "change one of the two"
             )
-        found = self._rank(cut)
+        found = self._rank(split)
         return found if isinstance(found, str) else None
 
-    def not_staged(self) -> str | None:
+    def why_no_stages(self) -> str | None:
         """Why the model cannot be cut into pipeline stages, and what to do; None if it can."""
         return self._structure.ends if isinstance(self._structure.ends, str) else None
 
-    def not_cut(self) -> str | None:
+    def why_no_tensor_ranks(self) -> str | None:
         """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
         try:
             plan_shardings(self._structure.sampled, alone({"mode": "1d"}, SMALL[0]))
@@ -184,13 +184,13 @@ class PretrainedShape:
         """The model's layers of experts; shared ones are not among them."""
         return self._structure.mixture
 
-    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+    def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
         """The parameters of a rank in experts that are dealt out; None if it has none."""
-        dealt = [(share.experts, times) for share, times in in_runs(part, self._known(cut).kinds) if share.experts]
+        dealt = [(share.experts, times) for share, times in in_runs(part, self._known(split).kinds) if share.experts]
         if not dealt:
             return None
-        ranks = cut.experts.parallel
-        return Count(
+        ranks = split.experts.parallel
+        return ParameterCount(
             total=sum(sum(tensors) * times for tensors, times in dealt) // ranks,
             block=max(sum(tensors) for tensors, _ in dealt) // ranks,
             blocks=sum(times for _, times in dealt),
@@ -200,11 +200,11 @@ class PretrainedShape:
             tensors=sum(len(tensors) * times for tensors, times in dealt),
         )
 
-    def count(self, cut: Cut, part: Part) -> Count:
-        """The parameters of a rank: what `par_layers.plan_shardings` gives it of the layers and ends that it has."""
-        rank = self._known(cut)
+    def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
+        """The parameters of a rank: what `par_layers.cuts` gives it of the layers and ends that it has."""
+        rank = self._known(split)
         ends, shares = rank.ends[part.first, part.last], in_runs(part, rank.kinds)
-        return Count(
+        return ParameterCount(
             total=ends.elements + sum(share.elements * times for share, times in shares),
             block=max(share.elements for share, _ in shares),
             blocks=part.blocks,
@@ -215,58 +215,64 @@ class PretrainedShape:
         )
 
     def activations(
-        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+        self,
+        split: TensorSplit,
+        sequence: SequenceSplit,
+        pipeline: PipelineCost,
+        place: PipelineRank,
+        job: TrainingJob,
+        rows: int,
     ) -> tuple[float, float]:
         """Bytes that wait for backward, without logits, and the bytes of these."""
         is_cut, numbers = sequence.ranks > 1, job.numbers
-        rank, part, kept = self._known(cut), self.part(pipeline, place), self._kept_in(numbers, over_ranks=is_cut)
+        rank, part, kept = self._known(split), self.part(pipeline, place), self._kept_in(numbers, over_ranks=is_cut)
         tokens = rows * local_tokens(sequence, self.context, job.documents)
         share = tokens / self.context
         layers = []
         structure = self._structure
         for sample, own, has in zip(structure.samples, rank.kinds, structure.have_experts, strict=True):
-            dealt = cut.experts.is_dealt and has
-            layer = share * kept[sample].on_rank(cut.ranks, sequence=cut.sequence, experts=not dealt)
-            layer += numbers.cast * (own.matrices + sum(own.experts) / cut.experts.parallel)
+            dealt = split.experts.is_dealt and has
+            layer = share * kept[sample].on_rank(split.ranks, sequence=split.sequence, experts=not dealt)
+            layer += numbers.cast * (own.matrices + sum(own.experts) / split.experts.parallel)
             if dealt and self.mixture is not None:
-                layer += float(layer_cost(self.mixture, cut.experts, tokens, numbers.product, job.imbalance).saved)
-            for attention in kept[sample].attentions(cut.ranks) if is_cut else ():
+                layer += float(layer_cost(self.mixture, split.experts, tokens, numbers.product, job.imbalance).saved)
+            for attention in kept[sample].attentions(split.ranks) if is_cut else ():
                 taken = reach(sequence, attention, self.context, job.documents)
                 layer += taken.kept * rows * numbers.product
             layers.append(layer)
-        logits = self._logits(cut, numbers, place, tokens) if part.last else 0.0
+        logits = self._logits(split, numbers, place, tokens) if part.last else 0.0
         once = 0.0
         if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
             once = max(0.0, max(layers) - logits)
-            layers = [tokens / cut.tokens * self.width * numbers.residual] * len(layers)
+            layers = [tokens / split.tokens * self.width * numbers.residual] * len(layers)
             if self._masked and not is_cut:  # the mask itself, a byte each, which all layers are given
                 once += place.kept * rows * self.context**2
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
-            of_ids = tokens if cut.ranks > 1 else 0  # which of them are a cut table's own
+            of_ids = tokens if split.ranks > 1 else 0  # which of them are a cut table's own
             total += place.kept * (share * kept[-1].whole + of_ids)
         if part.last:
-            head = numbers.cast * self.width * math.ceil(self.vocabulary / cut.ranks)
+            head = numbers.cast * self.width * math.ceil(self.vocabulary / split.ranks)
             total += place.kept_last * (share * kept[self.layers].whole + head)
         return total + kept[-1].fixed, logits
 
-    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> Mapping[Attention, int]:
+    def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> Mapping[RankAttention, int]:
         """The attentions of a rank, and how many of them are alike.
 
         Where no sequence is cut they are taken to be causal and of the sizes in the config, and nobody looks closer.
         """
         if sequence.ranks == 1:
             heads: int = self._structure.config.num_attention_heads
-            alike = Attention(heads=heads, key_heads=heads, width=1, key_width=1)
+            alike = RankAttention(heads=heads, key_heads=heads, width=1, key_width=1)
             return {alike: max(1, part.blocks)}
-        kept, found = self._kept_over_ranks(), Counter[Attention]()
+        kept, found = self._kept_over_ranks(), Counter[RankAttention]()
         for run in part.runs:
             for kind, times in run:
-                for attention in kept[self._structure.samples[kind]].attentions(cut.ranks):
+                for attention in kept[self._structure.samples[kind]].attentions(split.ranks):
                     found[attention] += times
         return found
 
-    def not_sequenced(self) -> str | None:
+    def why_no_sequence_ranks(self) -> str | None:
         """Why the sequence cannot be cut over ranks, and what to do; None if it can."""
         try:
             self._kept_over_ranks()
@@ -274,12 +280,12 @@ class PretrainedShape:
             return str(error)
         return None
 
-    def _kept_over_ranks(self) -> Mapping[int, Kept]:
+    def _kept_over_ranks(self) -> Mapping[int, SavedActivations]:
         """What autograd keeps, and how layers attend, in any width of numbers."""
         known = next((kept for (_, over_ranks), kept in self._kept.items() if over_ranks), None)
-        return self._kept_in(Numbers(), over_ranks=True) if known is None else known
+        return self._kept_in(NumberWidths(), over_ranks=True) if known is None else known
 
-    def _logits(self, cut: Cut, numbers: Numbers, place: Place, tokens: float) -> float:
+    def _logits(self, split: TensorSplit, numbers: NumberWidths, place: PipelineRank, tokens: float) -> float:
         """Bytes of logits at the beginning of backward.
 
         Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
@@ -287,16 +293,21 @@ class PretrainedShape:
         theirs.
         """
         copied = 0 if numbers.product == 4 else 4
-        kept, gradient = (numbers.product, 4 + copied) if cut.ranks > 1 else (4, 8)
-        return tokens * math.ceil(self.vocabulary / cut.ranks) * (place.kept_last * kept + gradient)
+        kept, gradient = (numbers.product, 4 + copied) if split.ranks > 1 else (4, 8)
+        return tokens * math.ceil(self.vocabulary / split.ranks) * (place.kept_last * kept + gradient)
 
     def tensor_traffic(
-        self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
-    ) -> list[Move]:
+        self,
+        split: TensorSplit,
+        numbers: NumberWidths,
+        part: ModelSlice,
+        microbatches: Mapping[int, int],
+        replicas: ZeroSharding,
+    ) -> list[AxisTraffic]:
         """What comes over the tensor axis: activations of every microbatch, and partial gradients once a step."""
-        if cut.ranks == 1:
+        if split.ranks == 1:
             return []
-        rank = self._known(cut)
+        rank = self._known(split)
         shares = [*in_runs(part, rank.kinds), (rank.ends[part.first, part.last], 1)]
         loss = rank.loss if part.last else CommunicationVolume()
         a_token = float(loss.elements) * 4 + sum(
@@ -305,8 +316,8 @@ class PretrainedShape:
         )
         calls = loss.calls + sum((share.traffic + share.stream).calls * times for share, times in shares)
         tokens = sum(size * times for size, times in microbatches.items())
-        moves = [
-            Move(
+        transfers = [
+            AxisTraffic(
                 axis="tensor",
                 what="activations",
                 operations=calls * sum(microbatches.values()),
@@ -316,10 +327,12 @@ class PretrainedShape:
         partial = sum(share.partial * times for share, times in shares) / (replicas.ranks if replicas.zero else 1)
         if partial:
             sums = len({axes for share, _ in shares for axes in share.axes})
-            moves.append(Move(axis="tensor", what="partial gradients", operations=sums, bytes=partial * numbers.master))
-        return moves
+            transfers.append(
+                AxisTraffic(axis="tensor", what="partial gradients", operations=sums, bytes=partial * numbers.master)
+            )
+        return transfers
 
-    def flops(self, part: Part) -> tuple[float, float]:
+    def flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward; of experts, those that it goes to.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
@@ -329,7 +342,7 @@ class PretrainedShape:
         head = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
         return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
 
-    def flops_again(self, part: Part) -> tuple[float, float]:
+    def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token that backward does again: those of a forward of the layers."""
         if not self.checkpointing:
             return 0.0, 0.0
@@ -357,10 +370,10 @@ class PretrainedShape:
         head: int = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or self.width // heads
         return 2 * self.context * heads * head
 
-    def _kept_in(self, numbers: Numbers, *, over_ranks: bool) -> Mapping[int, Kept]:
+    def _kept_in(self, numbers: NumberWidths, *, over_ranks: bool) -> Mapping[int, SavedActivations]:
         """What autograd keeps, by number of the layer; over ranks attention is a context's, without masks of pairs."""
         if (numbers, over_ranks) not in self._kept:
-            self._kept[numbers, over_ranks] = kept_of(
+            self._kept[numbers, over_ranks] = trace_saved(
                 self.model,
                 self._structure.roles,
                 self.context,
@@ -372,17 +385,17 @@ class PretrainedShape:
             )
         return self._kept[numbers, over_ranks]
 
-    def _known(self, cut: Cut) -> RankShare:
-        found = self._rank(cut)
+    def _known(self, split: TensorSplit) -> RankShard:
+        found = self._rank(split)
         if isinstance(found, str):
             raise ValueError(found)
         return found
 
-    def _rank(self, cut: Cut) -> RankShare | str:
+    def _rank(self, split: TensorSplit) -> RankShard | str:
         """What a rank has under a cut, or why it cannot be cut so."""
-        if cut not in self._ranks:
-            alike = replace(cut, experts=replace(cut.experts, parallel=1, own=1, copies=1))
+        if split not in self._ranks:
+            alike = replace(split, experts=replace(split.experts, parallel=1, own=1, copies=1))
             if alike not in self._ranks:
                 self._ranks[alike] = look(self._structure, alike)
-            self._ranks[cut] = self._ranks[alike]
-        return self._ranks[cut]
+            self._ranks[split] = self._ranks[alike]
+        return self._ranks[split]

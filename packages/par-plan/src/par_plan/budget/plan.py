@@ -16,7 +16,7 @@ from typing import Any
 
 from par_groups import format_bytes, parse_size
 
-from .tiers import Shares, Source, TooSmallError, called, most_away, share_out
+from .tiers import Offloadable, TierFractions, TooSmallError, called, most_away, offload_missing
 
 ACTIVATIONS = 0.25
 """Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
@@ -43,7 +43,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
+class BudgetPlan:
     """What was chosen within a budget; printed, with the reason of each choice.
 
     Args:
@@ -59,7 +59,7 @@ class Spent:
     """
 
     budget: Budget
-    shares: Shares
+    shares: TierFractions
     kinds: Mapping[str, float]
     reasons: tuple[str, ...]
     step: float = 0.0
@@ -80,7 +80,7 @@ class Spent:
         return "\n".join(self.reasons)
 
 
-def budget_of(given: object) -> Budget | None:
+def read_budget(given: object) -> Budget | None:
     """The budget that a mapping says.
 
     Args:
@@ -120,9 +120,9 @@ def _size(name: str, value: object) -> float:
     return float(value)
 
 
-def choose(
-    kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, *, measures: bool, step: float = 0.0
-) -> Spent:
+def place_within(
+    kinds: Mapping[str, float], sources: Sequence[Offloadable], budget: Budget, *, measures: bool, step: float = 0.0
+) -> BudgetPlan:
     """What lies where, in closed form.
 
     Where the first step will be measured, all of the optimizer's state leaves the device that has room elsewhere; else
@@ -145,10 +145,10 @@ def choose(
     if measures:
         wanted = max(wanted, sources[0].frees)
     try:
-        shares = share_out(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
+        shares = offload_missing(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
     except TooSmallError as error:
         raise _refusal(error, kinds, sources, budget, step) from None
-    spent = Spent(
+    spent = BudgetPlan(
         budget=budget,
         shares=shares,
         kinds=_staying(kinds, sources, shares.part),
@@ -159,7 +159,9 @@ def choose(
     return replace(spent, reasons=_reasons(spent, kinds))
 
 
-def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callable[[str], float]) -> dict[str, float]:
+def _staying(
+    kinds: Mapping[str, float], sources: Sequence[Offloadable], part: Callable[[str], float]
+) -> dict[str, float]:
     """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state.
 
     Of what lies in one tier as a whole there may be less, as far as a unit goes that lies across the border.
@@ -173,7 +175,7 @@ def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callab
 
 
 def _refusal(
-    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, step: float
+    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Offloadable], budget: Budget, step: float
 ) -> TooSmallError:
     """Says what the least is of the tier that is short."""
     alone = not budget.host and not budget.disk
@@ -218,7 +220,7 @@ def in_parts(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {text}" for kind, text in told.items() if float(text.replace(",", "")))
 
 
-def _reasons(spent: Spent, kinds: Mapping[str, float]) -> tuple[str, ...]:
+def _reasons(spent: BudgetPlan, kinds: Mapping[str, float]) -> tuple[str, ...]:
     budget, shares = spent.budget, spent.shares
     everything, stays = sum(kinds.values()), sum(spent.kinds.values())
     device = f"device {format_bytes(budget.device)}"

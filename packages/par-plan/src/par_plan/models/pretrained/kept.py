@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from par_layers import Context, Mask, Tokens
 
-from .._torch_private import storage_key
-from ..inputs import Numbers
-from ..sequence import CAUSAL, Attention
+from ..._torch_private import storage_key
+from ...costs.sequence import CAUSAL, RankAttention
+from ...inputs import NumberWidths
 
 ROWS = 2
 """Rows of a traced batch: what has a single one is the same for all of them."""
@@ -41,7 +41,7 @@ ATTENTION = "par_plan"
 
 
 @dataclass
-class Kept:
+class SavedActivations:
     """Bytes that autograd keeps of one part of a model, for one row.
 
     Args:
@@ -65,10 +65,10 @@ class Kept:
     whole: float = 0.0
     fixed: float = 0.0
     experts: dict[str, float] = field(default_factory=dict)
-    whole_heads: list[Attention] = field(default_factory=list)
-    cut_heads: list[Attention] = field(default_factory=list)
+    whole_heads: list[RankAttention] = field(default_factory=list)
+    cut_heads: list[RankAttention] = field(default_factory=list)
 
-    def attentions(self, ranks: int) -> list[Attention]:
+    def attentions(self, ranks: int) -> list[RankAttention]:
         """The attentions as each of some tensor ranks computes them; fewer heads of keys than ranks are copied.
 
         Args:
@@ -104,7 +104,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Roles:
+class TensorRoles:
     """Which modules of a model a plan cuts, by name.
 
     Args:
@@ -124,17 +124,17 @@ class Roles:
     head: str | None = None
 
 
-def kept_of(
+def trace_saved(
     model: nn.Module,
-    roles: Roles,
+    roles: TensorRoles,
     context: int,
-    numbers: Numbers,
+    numbers: NumberWidths,
     experts_per_token: int = 1,
     *,
     packed: bool = False,
     masked: bool = False,
     over_ranks: bool = False,
-) -> dict[int, Kept]:
+) -> dict[int, SavedActivations]:
     """What autograd keeps, by number of the layer; -1 is what comes before the layers, their number what comes after.
 
     Logits, and what a loss keeps of them, are not among it.
@@ -157,15 +157,15 @@ def kept_of(
     for module in traced.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
-    trace = _Trace(traced, roles, numbers, experts_per_token, masked=masked)
+    trace = _ForwardTrace(traced, roles, numbers, experts_per_token, masked=masked)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
     more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks else {}
     if over_ranks:
-        watching = _Watching(trace)
+        watching = _RecordingContext(trace)
         watching.transformers_(traced)
         more.update(par_tokens=watching.tokens(context), attention_mask=torch.ones_like(ids))
     try:
-        with _attention(trace.attend), trace.watching(), _Products(numbers):
+        with _attention(trace.attend), trace.watching(), _MatmulMode(numbers):
             if not over_ranks:
                 traced.set_attn_implementation(ATTENTION)
             traced(input_ids=ids, use_cache=False, **more)
@@ -194,7 +194,7 @@ def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
         del known[ATTENTION]
 
 
-class _Trace:
+class _ForwardTrace:
     """Watches a forward.
 
     Args:
@@ -205,13 +205,15 @@ class _Trace:
         masked: Whether attention is given a mask.
     """
 
-    def __init__(self, model: nn.Module, roles: Roles, numbers: Numbers, chosen: int, *, masked: bool) -> None:
+    def __init__(
+        self, model: nn.Module, roles: TensorRoles, numbers: NumberWidths, chosen: int, *, masked: bool
+    ) -> None:
         self._masked = masked
         self.product = torch.float32 if numbers.product == 4 else torch.bfloat16
         modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
         layers = list(modules[roles.layers].children())
         self.last = len(layers)
-        self.kept = {number: Kept() for number in range(-1, self.last + 1)}
+        self.kept = {number: SavedActivations() for number in range(-1, self.last + 1)}
         self._part, self._layouts = -1, ["whole"]
         self._seen: dict[int, object] = {}  # storages by key, kept so that no other one gets the key
         self._constant: dict[int, object] = {}
@@ -273,7 +275,7 @@ class _Trace:
         del module, others, named
         rows, heads, time, _ = query.shape
         query, key, value = (each.to(self.product) for each in (query, key, value))
-        output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        output: Tensor = _AttentionFunction.apply(query, key, value)  # type: ignore[no-untyped-call]
         statistics = torch.empty(rows, heads, time, device="meta")
         for tensor in (query, output, statistics):
             self.keep(tensor)
@@ -293,12 +295,12 @@ class _Trace:
         """The attention of a context, of [B, S, heads, features] each; gives [B, S, heads, features]."""
         rows, time, heads, _ = query.shape
         query, key, value = (each.to(self.product) for each in (query, key, value))
-        output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        output: Tensor = _AttentionFunction.apply(query, key, value)  # type: ignore[no-untyped-call]
         for tensor in (query, output, torch.empty(rows, heads, time, device="meta")):
             self.keep(tensor)
         kept, is_cut = self.kept[self._part], self._layouts[-1] == "inner"
         kept.heads = key.shape[2]
-        found = Attention(
+        found = RankAttention(
             heads=heads,
             key_heads=key.shape[2],
             width=(query.shape[3] + value.shape[3]) // 2,
@@ -361,14 +363,14 @@ class _Trace:
         return summed
 
 
-class _Watching(Context):
+class _RecordingContext(Context):
     """In the place of the context of a sequence's ranks: computes nothing.
 
     Args:
         trace: Counts what attention keeps.
     """
 
-    def __init__(self, trace: _Trace) -> None:
+    def __init__(self, trace: _ForwardTrace) -> None:
         super().__init__(None)
         self._trace = trace
 
@@ -388,7 +390,7 @@ class _Watching(Context):
         return self._trace.attend_over_ranks(q, k, v, mask)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     """The shape of what attention gives, that of queries. What it keeps is counted apart; nobody goes back."""
 
     @staticmethod
@@ -399,14 +401,14 @@ class _Attention(torch.autograd.Function):
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-class _Products(TorchFunctionMode):
+class _MatmulMode(TorchFunctionMode):
     """Linears that keep their input in another width than the model computes in: autocast's, and float8's.
 
     Args:
         numbers: Widths of numbers.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: NumberWidths) -> None:
         super().__init__()
         self.is_native = not numbers.cast and numbers.saved == numbers.product
         self.product = torch.float32 if numbers.product == 4 else torch.bfloat16
@@ -422,13 +424,13 @@ class _Products(TorchFunctionMode):
         """Calls the function, or stands in for a linear."""
         del types
         if not self.is_native and function is functional.linear:
-            return _Product.apply(args[0], args[1].shape[0], self.product, self.saved)  # type: ignore[no-untyped-call]
+            return _Matmul.apply(args[0], args[1].shape[0], self.product, self.saved)  # type: ignore[no-untyped-call]
         if not self.is_native and function is torch.addmm:  # transformers' Conv1D
-            return _Product.apply(args[1], args[2].shape[1], self.product, self.saved)  # type: ignore[no-untyped-call]
+            return _Matmul.apply(args[1], args[2].shape[1], self.product, self.saved)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """The shape of what a linear gives; kept is its input in a width of its own. Nobody goes back."""
 
     @staticmethod

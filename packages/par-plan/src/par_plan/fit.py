@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from par_groups import format_bytes
 
-from .budget.tiers import TooSmallError, called, share_out
-from .inputs import Job, Machine
-from .prediction import MARGIN, Frame, Prediction, RankPrediction
+from .budget.tiers import TooSmallError, called, offload_missing
+from .inputs import Machine, TrainingJob
+from .prediction import MARGIN, Prediction, Predictor, RankPrediction
 
 
-def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Prediction, TooSmallError | None]:
+def cheapest(frame: Predictor, job: TrainingJob, within: float = math.inf) -> tuple[Prediction, TooSmallError | None]:
     """The fastest way in which a configuration fits a machine.
 
     Args:
@@ -40,7 +40,7 @@ def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Predicti
             known[recompute] = frame.predict(made)
         return known[recompute]
 
-    if not any(machine.rooms(frame.topology.world_size).values()):
+    if not any(machine.offload_capacity(frame.topology.world_size).values()):
         least = with_all_there(kinds[-1])
         if not least.fits(machine):  # nor does what computes less again
             return least, _too_small(least, machine)
@@ -57,7 +57,7 @@ def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Predicti
         least = made
         for first in {source.name: None for source in made.ranks[0].sources}:
             try:
-                away = frame.predict(away_of(made, machine, first))
+                away = frame.predict(offload_to_fit(made, machine, first))
             except TooSmallError as error:
                 problem = error
                 continue
@@ -68,7 +68,7 @@ def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Predicti
     return least, problem
 
 
-def away_of(made: Prediction, machine: Machine, first: str = "optimizer") -> Job:
+def offload_to_fit(made: Prediction, machine: Machine, first: str = "optimizer") -> TrainingJob:
     """The job with as much elsewhere as the device has no room for, on every rank of a pipeline alike.
 
     Args:
@@ -79,7 +79,7 @@ def away_of(made: Prediction, machine: Machine, first: str = "optimizer") -> Job
     Raises:
         TooSmallError: The device has no room for what has to stay, or nothing else has room for what has to leave.
     """
-    room, rooms = (1 - MARGIN) * machine.memory, machine.rooms(made.topology.world_size)
+    room, rooms = (1 - MARGIN) * machine.memory, machine.offload_capacity(made.topology.world_size)
     if not any(rooms.values()):
         raise _too_small(made, machine)
     parts: dict[str, float] = {}
@@ -88,7 +88,7 @@ def away_of(made: Prediction, machine: Machine, first: str = "optimizer") -> Job
             parts[name] = max(part, parts.get(name, 0.0))
     fullest = max(made.ranks, key=lambda rank: rank.parameters)  # what fits it fits all
     sources = sorted(fullest.sources, key=lambda source: source.name != first)
-    there = share_out(sum(parts[source.name] * source.frees for source in sources), sources, rooms).parts
+    there = offload_missing(sum(parts[source.name] * source.frees for source in sources), sources, rooms).parts
     optimizer, parameters = there.get("optimizer", {}), there.get("parameters", {})
     return replace(
         made.job,

@@ -11,9 +11,9 @@ import torch
 
 from par_zero import ShardOptions, elements_lent, memory
 
-from .budget.tiers import Source
-from .inputs import Job, Numbers
-from .shape import Count, Cut, Shape
+from ..budget.tiers import Offloadable
+from ..inputs import NumberWidths, TrainingJob
+from ..shape import ParameterCount, Shape, TensorSplit
 
 BUCKET = ShardOptions().bucket_of(1)
 """Bytes of parameters that par-zero packs together."""
@@ -22,7 +22,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Bytes of one rank at its fullest.
 
     Args:
@@ -70,7 +70,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicas:
+class ZeroSharding:
     """The data-parallel replicas of one rank's parameters: how they share them, and in which pieces.
 
     Args:
@@ -113,9 +113,15 @@ class Replicas:
         return 1 / self.ranks if self.zero else 0.0
 
 
-def replicas_of(
-    count: Count, numbers: Numbers, *, zero: int, ranks: int, accumulates: bool = False, gloo: bool = False
-) -> Replicas:
+def zero_sharding(
+    count: ParameterCount,
+    numbers: NumberWidths,
+    *,
+    zero: int,
+    ranks: int,
+    accumulates: bool = False,
+    gloo: bool = False,
+) -> ZeroSharding:
     """The replicas of a GPT's parameters, cut into pieces as par-zero does with its defaults; padding is left out.
 
     Args:
@@ -123,8 +129,8 @@ def replicas_of(
         numbers: Widths of numbers.
         zero: ZeRO stage, 0 to 3.
         ranks: Number of ranks that share.
-        accumulates: As in `Replicas`.
-        gloo: As in `Replicas`.
+        accumulates: As in `ZeroSharding`.
+        gloo: As in `ZeroSharding`.
     """
     elements, bucket = count.total, BUCKET // numbers.master
     if zero < 3:  # parameters fill buckets in their order
@@ -142,7 +148,7 @@ def replicas_of(
         gathered = min(elements, count.ends + 2 * unit)
         stays = count.ends + last_unit
         reduced = elements_lent([last_unit, *[unit] * (units - 1), count.ends], 2)
-    return Replicas(
+    return ZeroSharding(
         zero=zero,
         ranks=ranks,
         accumulates=accumulates,
@@ -156,7 +162,7 @@ def replicas_of(
     )
 
 
-def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
+def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
     """Replicas of several parts of a model, such as of experts, as they are beside each other.
 
     One after the other is reduced in the same buffers. Where gradients are shared all of them may be under way at a
@@ -175,17 +181,17 @@ def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
     return tuple(replace(each, reduced=lent if each is lends else 0) for each in replicas)
 
 
-def added(memories: Sequence[Memory]) -> Memory:
+def added(memories: Sequence[MemoryUse]) -> MemoryUse:
     """The bytes of several parts of a model; gradients arrive of one of them at a time.
 
     Args:
         memories: Those of each part.
     """
-    sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(Memory)}
-    return Memory(**{**sums, "arriving": max(each.arriving for each in memories)})
+    sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(MemoryUse)}
+    return MemoryUse(**{**sums, "arriving": max(each.arriving for each in memories)})
 
 
-def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -> tuple[Source, ...]:
+def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths, slots: int = 2) -> tuple[Offloadable, ...]:
     """What of all parts of a model may leave the device, first the optimizer's state.
 
     Args:
@@ -193,9 +199,9 @@ def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -
         numbers: Widths of numbers.
         slots: Tensors of state for each parameter.
     """
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[Offloadable]] = {}
     for each in replicas:
-        for source in (optimizer_away(each, numbers, slots), parameters_away(each, numbers)):
+        for source in (optimizer_offloaded(each, numbers, slots), parameters_offloaded(each, numbers)):
             if source is not None:
                 found.setdefault(source.name, []).append(source)
     return tuple(
@@ -209,7 +215,7 @@ def sources_of(replicas: Sequence[Replicas], numbers: Numbers, slots: int = 2) -
     )
 
 
-def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory:
+def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> MemoryUse:
     """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
 
     While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
@@ -236,7 +242,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
     if zero == 3:
         gathered = elements if replicas.accumulates else replicas.gathered
     copies = elements / (ranks if zero else 1) if numbers.copied else 0
-    return Memory(
+    return MemoryUse(
         parameters=state.parameters,
         gradients=state.gradients,
         optimizer=state.optimizer,
@@ -246,7 +252,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
     )
 
 
-def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Source:
+def optimizer_offloaded(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> Offloadable:
     """What may leave the device: the optimizer's state, and its own copies of parameters.
 
     Off an accelerator its host steps what it has, by gradients that follow, and by copies of parameters in any case.
@@ -255,9 +261,9 @@ def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Sour
     own = replicas.elements / (replicas.ranks if replicas.zero else 1)
     state = own * numbers.master * (slots + numbers.copied)
     if replicas.gloo:
-        return Source(name="optimizer", frees=state, takes={"host": state, "disk": state})
+        return Offloadable(name="optimizer", frees=state, takes={"host": state, "disk": state})
     gradients, away = own * numbers.gradient, own * numbers.master * (slots + 1)
-    return Source(
+    return Offloadable(
         name="optimizer",
         frees=state + (gradients if replicas.zero >= 2 else 0),
         takes={"host": away, "disk": away},
@@ -265,7 +271,7 @@ def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Sour
     )
 
 
-def parameters_away(replicas: Replicas, numbers: Numbers) -> Source | None:
+def parameters_offloaded(replicas: ZeroSharding, numbers: NumberWidths) -> Offloadable | None:
     """What may leave the device beside: parameters between their gathers, at stage 3.
 
     Two units stay, as buffers. Nothing is gained while parameters stay gathered, as for several microbatches.
@@ -277,10 +283,10 @@ def parameters_away(replicas: Replicas, numbers: Numbers) -> Source | None:
     if replicas.zero < 3 or replicas.accumulates:
         return None
     own = replicas.elements / replicas.ranks * numbers.weight
-    return Source(name="parameters", frees=own, takes={"host": own, "disk": own})
+    return Offloadable(name="parameters", frees=own, takes={"host": own, "disk": own})
 
 
-def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) -> Memory:
+def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidths, job: TrainingJob) -> MemoryUse:
     """A rank's memory where parts of its optimizer and of its parameters lie elsewhere.
 
     What an accelerator's host steps by copies needs none of parameters that lie there in the same dtype.
@@ -291,9 +297,9 @@ def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) ->
         numbers: Widths of numbers.
         job: The job, which says which parts.
     """
-    away = job.optimizer_away
+    away = job.optimizer_offloaded
     if away:
-        source = optimizer_away(replicas, numbers)
+        source = optimizer_offloaded(replicas, numbers)
         gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
         memory = replace(
             memory,
@@ -303,15 +309,15 @@ def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) ->
             host=job.host * source.takes["host"] + away * source.beside,
             disk=job.disk * source.takes["disk"],
         )
-    parameters = parameters_away(replicas, numbers)
-    if parameters is None or not job.parameters_away:
+    parameters = parameters_offloaded(replicas, numbers)
+    if parameters is None or not job.parameters_offloaded:
         return memory
     copies = 0.0 if replicas.gloo or numbers.copied else parameters.frees
     spared = min(job.parameters_host, away)
     on_host = min(spared, job.host)
     return replace(
         memory,
-        parameters=memory.parameters - job.parameters_away * parameters.frees,
+        parameters=memory.parameters - job.parameters_offloaded * parameters.frees,
         host=memory.host + job.parameters_host * parameters.takes["host"] - on_host * copies,
         disk=memory.disk + job.parameters_disk * parameters.takes["disk"] - (spared - on_host) * copies,
     )
@@ -319,8 +325,8 @@ def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) ->
 
 def saved_block(
     shape: Shape,
-    cut: Cut,
-    numbers: Numbers,
+    split: TensorSplit,
+    numbers: NumberWidths,
     tokens: int,
     *,
     cheap: bool = False,
@@ -336,39 +342,39 @@ def saved_block(
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
         cheap: Whether norms and the activation are computed again. What they make is kept nevertheless where a product
             keeps a copy of another dtype, or where a norm sums over ranks.
         mixture: Bytes of the mixture of experts that is in the place of the MLP, with its input; None: it is an MLP.
     """
-    h, own = shape.width, tokens / cut.tokens
-    inner = tokens / cut.inner_tokens / cut.inner
+    h, own = shape.width, tokens / split.tokens
+    inner = tokens / split.inner_tokens / split.inner
     float8 = numbers.saved != numbers.product  # keeps what was gathered, and a copy of what attention gives
-    column_input = tokens * h if float8 else own * h / cut.features
-    norms_again = cheap and cut.features == 1 and numbers.saved == numbers.residual
+    column_input = tokens * h if float8 else own * h / split.features
+    norms_again = cheap and split.features == 1 and numbers.saved == numbers.residual
     activation_again = cheap and numbers.saved == numbers.product
-    residual = 2 * own * h / cut.features * numbers.residual
+    residual = 2 * own * h / split.features * numbers.residual
     inputs = 2 if mixture is None else 1
     residual += 0 if norms_again else inputs * column_input * numbers.saved
-    statistics = own * 4 * (2 if cut.features > 1 else 4)
+    statistics = own * 4 * (2 if split.features > 1 else 4)
     attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
     mlp = shape.mlp * (numbers.product + (0 if activation_again else numbers.saved))
-    casts = numbers.cast * shape.block_matrices / cut.matrix
+    casts = numbers.cast * shape.block_matrices / split.matrix
     if mixture is not None:
-        mlp, casts = 0, numbers.cast * shape.attention_matrices / cut.matrix
+        mlp, casts = 0, numbers.cast * shape.attention_matrices / split.matrix
     return residual + statistics + inner * (attention + mlp) + casts + (mixture or 0.0)
 
 
 def saved_ends(
-    shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, first: bool = False, last: bool = False
+    shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens: int, *, first: bool = False, last: bool = False
 ) -> float:
     """Bytes that autograd keeps of token ids, last norm, logits and loss for one microbatch.
 
     Args:
         shape: The model's sizes.
-        cut: The cut of the tensor mode.
+        split: The cut of the tensor mode.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
         first: Whether this rank has the embeddings.
@@ -376,10 +382,12 @@ def saved_ends(
     """
     saved: float = 0
     if first:
-        saved += tokens * (9 if cut.ranks > 1 else 8)  # ids are int64; a cut table also keeps which of them are its own
+        saved += tokens * (
+            9 if split.ranks > 1 else 8
+        )  # ids are int64; a cut table also keeps which of them are its own
     if last:
-        h, own, inner = shape.width, tokens / cut.tokens, tokens / cut.inner_tokens
-        saved += own * h / cut.features * (numbers.residual + numbers.product) + own * 8  # the norm
-        saved += inner * (4 * shape.vocabulary / cut.inner + (22 if cut.ranks > 1 else 8))  # logits and loss
-        saved += numbers.cast * h * shape.vocabulary / cut.matrix
+        h, own, inner = shape.width, tokens / split.tokens, tokens / split.inner_tokens
+        saved += own * h / split.features * (numbers.residual + numbers.product) + own * 8  # the norm
+        saved += inner * (4 * shape.vocabulary / split.inner + (22 if split.ranks > 1 else 8))  # logits and loss
+        saved += numbers.cast * h * shape.vocabulary / split.matrix
     return saved

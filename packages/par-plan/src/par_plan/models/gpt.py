@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .experts.costs import saved_mixture
-from .experts.mixture import Mixture
-from .inputs import RECOMPUTES, Job, Numbers
-from .memory import Replicas, saved_block, saved_ends
-from .pipeline import Pipe, Place, stage_run
-from .sequence import Attention, SequenceCut, local_tokens, reach
-from .shape import Count, Cut, Part, Shape, count, count_experts, misfit
-from .traffic import Move, tensor_traffic
+from ..costs.memory import ZeroSharding, saved_block, saved_ends
+from ..costs.pipeline import PipelineCost, PipelineRank, stage_run
+from ..costs.sequence import RankAttention, SequenceSplit, local_tokens, reach
+from ..costs.traffic import AxisTraffic, tensor_traffic
+from ..experts.costs import saved_mixture
+from ..experts.mixture import Mixture
+from ..inputs import RECOMPUTES, NumberWidths, TrainingJob
+from ..shape import ModelSlice, ParameterCount, Shape, TensorSplit, count, count_experts, why_not_sharded
 
 FLOPS_A_BYTE = 150
 """Operations in the time in which a device reads or writes a byte of its memory, by what an H100 reaches of both."""
@@ -25,7 +25,7 @@ class GPTPlan:
 
     Args:
         shape: Its sizes.
-        recompute: What its blocks compute again in backward, as in `Job`.
+        recompute: What its blocks compute again in backward, as in `TrainingJob`.
     """
 
     shape: Shape
@@ -61,7 +61,7 @@ class GPTPlan:
         """All that there are."""
         return RECOMPUTES
 
-    def again(self, recompute: str) -> "GPTPlan":
+    def with_recompute(self, recompute: str) -> "GPTPlan":
         """The same sizes, with something that is computed again."""
         return self if recompute == self.recompute else replace(self, recompute=recompute)
 
@@ -89,21 +89,21 @@ class GPTPlan:
         """The sizes as plain values."""
         return {**asdict(self.shape), "parameters": self.shape.parameters}
 
-    def part(self, pipeline: Pipe, place: Place) -> Part:
+    def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
         """What a rank of a pipeline has."""
         runs = [stage_run(self.layers, pipeline.stages, stage) for stage in place.stages]
         return replace(pipeline.part(place, self.layers), mixtures=sum(self.shape.mixtures(*run) for run in runs))
 
-    def misfit(self, cut: Cut, rows: int = 0) -> str | None:
+    def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
         """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change."""
-        problem = misfit(self.shape, cut, rows)
+        problem = why_not_sharded(self.shape, split, rows)
         return None if problem is None else f"{problem}; change one of the two"
 
-    def not_staged(self) -> None:
+    def why_no_stages(self) -> None:
         """None: the GPT is made of blocks, which stages share out."""
         return
 
-    def not_cut(self) -> None:
+    def why_no_tensor_ranks(self) -> None:
         """None: every tensor mode has layers that cut the GPT."""
         return
 
@@ -127,36 +127,42 @@ class GPTPlan:
         """What takes the place of the MLP."""
         return self.shape.mixture
 
-    def count(self, cut: Cut, part: Part) -> Count:
+    def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
         """The parameters of a rank, without those of experts that are dealt out."""
-        return count(self.shape, cut, part)
+        return count(self.shape, split, part)
 
-    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+    def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
         """The parameters of a rank in experts that are dealt out; None if it has none."""
-        if self.mixture is None or not cut.experts.is_dealt or not part.mixtures:
+        if self.mixture is None or not split.experts.is_dealt or not part.mixtures:
             return None
-        return count_experts(self.mixture, cut.experts, part.mixtures)
+        return count_experts(self.mixture, split.experts, part.mixtures)
 
     def activations(
-        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+        self,
+        split: TensorSplit,
+        sequence: SequenceSplit,
+        pipeline: PipelineCost,
+        place: PipelineRank,
+        job: TrainingJob,
+        rows: int,
     ) -> tuple[float, float]:
         """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
         shape, part, numbers = self.shape, self.part(pipeline, place), job.numbers
         tokens = rows * local_tokens(sequence, shape.context, job.documents)
-        first = saved_ends(shape, cut, numbers, tokens, first=part.first)
-        last = saved_ends(shape, cut, numbers, tokens, last=part.last)
+        first = saved_ends(shape, split, numbers, tokens, first=part.first)
+        last = saved_ends(shape, split, numbers, tokens, last=part.last)
         cheap, once, reached = self.recompute == "cheap", 0.0, 0.0
         if sequence.ranks > 1:
-            taken = reach(sequence, self._attention(cut), shape.context, job.documents)
-            reached = taken.kept * rows / cut.inner_tokens * numbers.product
+            taken = reach(sequence, self._attention(split), shape.context, job.documents)
+            reached = taken.kept * rows / split.inner_tokens * numbers.product
             once = 8 * tokens // rows if part.first else 0  # the places of tokens, as int64
-        block = with_experts = saved_block(shape, cut, numbers, tokens, cheap=cheap) + reached
+        block = with_experts = saved_block(shape, split, numbers, tokens, cheap=cheap) + reached
         if self.mixture is not None:
-            mixture = saved_mixture(self.mixture, cut.experts, numbers, tokens, job.imbalance)
-            with_experts = saved_block(shape, cut, numbers, tokens, cheap=cheap, mixture=mixture) + reached
+            mixture = saved_mixture(self.mixture, split.experts, numbers, tokens, job.imbalance)
+            with_experts = saved_block(shape, split, numbers, tokens, cheap=cheap, mixture=mixture) + reached
         if self.checkpointing:  # of one block at a time the rest is there, when what the loss has kept is gone
             whole = max(with_experts if part.mixtures else 0.0, block if part.mixtures < part.blocks else 0.0)
-            block = with_experts = tokens / cut.tokens * shape.width / cut.features * numbers.residual
+            block = with_experts = tokens / split.tokens * shape.width / split.features * numbers.residual
             once += max(0.0, whole - block - (last if part.last else 0))
         stages = []
         for start, stop in (stage_run(shape.layers, pipeline.stages, number) for number in place.stages):
@@ -165,31 +171,36 @@ class GPTPlan:
         kept = place.kept * (max(stages) + first) + place.kept_last * last
         return kept + once, 0.0
 
-    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> dict[Attention, int]:
+    def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> dict[RankAttention, int]:
         """The attentions of a rank, which are all alike."""
         del sequence
-        return {self._attention(cut): part.blocks}
+        return {self._attention(split): part.blocks}
 
-    def _attention(self, cut: Cut) -> Attention:
+    def _attention(self, split: TensorSplit) -> RankAttention:
         head = self.shape.width // self.shape.heads
-        keys = self.shape.keys // cut.inner
-        return Attention(heads=self.shape.heads // cut.inner, key_heads=keys, width=head, key_width=head)
+        keys = self.shape.keys // split.inner
+        return RankAttention(heads=self.shape.heads // split.inner, key_heads=keys, width=head, key_width=head)
 
-    def not_sequenced(self) -> None:
+    def why_no_sequence_ranks(self) -> None:
         """None: every layer knows of a sequence that is cut."""
         return
 
     def tensor_traffic(
-        self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
-    ) -> list[Move]:
+        self,
+        split: TensorSplit,
+        numbers: NumberWidths,
+        part: ModelSlice,
+        microbatches: Mapping[int, int],
+        replicas: ZeroSharding,
+    ) -> list[AxisTraffic]:
         """What comes over the tensor axis."""
-        return tensor_traffic(self.shape, cut, numbers, part, microbatches, replicas)
+        return tensor_traffic(self.shape, split, numbers, part, microbatches, replicas)
 
-    def flops(self, part: Part) -> tuple[float, float]:
+    def flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: of matrices, and of attention."""
         return self.shape.flops(part)
 
-    def flops_again(self, part: Part) -> tuple[float, float]:
+    def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token that backward does again.
 
         A block runs again up to what its last product needs, so that this one is left out; but for that of experts,

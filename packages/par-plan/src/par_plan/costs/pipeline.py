@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from par_pipeline import Schedule, schedule, simulate
 
-from .shape import Part
+from ..shape import ModelSlice
 
 SCHEDULES = (
     "1f1b",
@@ -35,7 +35,7 @@ ENOUGH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PipelineRank:
     """One rank of a pipeline.
 
     Args:
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # which is looked up by identity: `pipe` makes one of each
-class Pipe:
+class PipelineCost:
     """A schedule on some number of ranks.
 
     Args:
@@ -72,16 +72,16 @@ class Pipe:
     stages: int
     idle: float
     splits: bool
-    places: tuple[Place, ...]
+    places: tuple[PipelineRank, ...]
 
     def bubble(self, microbatches: int) -> float:
         """The part of a step's time in which a rank waits."""
         return self.idle / (microbatches + self.idle)
 
-    def part(self, place: Place, layers: int) -> Part:
+    def part(self, place: PipelineRank, layers: int) -> ModelSlice:
         """What a rank has of a model whose blocks are cut into stages as evenly as can be."""
         blocks = sum(stage_size(layers, self.stages, stage) for stage in place.stages)
-        return Part(blocks=blocks, first=0 in place.stages, last=self.stages - 1 in place.stages)
+        return ModelSlice(blocks=blocks, first=0 in place.stages, last=self.stages - 1 in place.stages)
 
 
 def stage_size(layers: int, stages: int, stage: int) -> int:
@@ -98,7 +98,7 @@ def stage_run(layers: int, stages: int, stage: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
+def pipeline_cost(name: str, ranks: int, microbatches: int) -> PipelineCost:
     """What a schedule costs.
 
     Args:
@@ -110,8 +110,8 @@ def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
         ValueError: There is no such schedule, or it does not take these sizes.
     """
     if ranks == 1:
-        alone = Place(name="first", stages=(0,), kept=1, kept_last=1, received=0, neighbours=0)
-        return Pipe(ranks=1, stages=1, idle=0.0, splits=False, places=(alone,))
+        alone = PipelineRank(name="first", stages=(0,), kept=1, kept_last=1, received=0, neighbours=0)
+        return PipelineCost(ranks=1, stages=1, idle=0.0, splits=False, places=(alone,))
     if ranks > EXACT:
         short, long = (
             _simulated(name, size, max(1, round(microbatches * size / ranks))) for size in (EXACT // 2, EXACT)
@@ -123,7 +123,7 @@ def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
 
 
 @lru_cache(maxsize=4096)
-def _simulated(name: str, ranks: int, microbatches: int) -> Pipe:
+def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
     """A schedule as the simulator runs it, on few ranks with no more microbatches than make a difference."""
     made = schedule(name, ranks, min(microbatches, ENOUGH * ranks) if ranks <= EXACT else microbatches)
     timeline = simulate(made)
@@ -138,7 +138,7 @@ def _simulated(name: str, ranks: int, microbatches: int) -> Pipe:
         mine, last = made.stage_of(rank), made.stages - 1
         near = [made.rank_of(stage + step) for stage in mine for step in (-1, 1) if 0 <= stage + step <= last]
         others = [other for other in near if other != rank]
-        place = Place(
+        place = PipelineRank(
             name="first" if rank == 0 else "last" if rank == ranks - 1 else "middle",
             stages=mine,
             kept=_kept(made, rank, mine) * more,
@@ -147,7 +147,7 @@ def _simulated(name: str, ranks: int, microbatches: int) -> Pipe:
             neighbours=len(set(others)),
         )
         places.append(place)
-    return Pipe(
+    return PipelineCost(
         ranks=ranks,
         stages=made.stages,
         idle=(longest - busiest) / (3 * stages_a_rank),
@@ -167,7 +167,7 @@ def _kept(made: Schedule, rank: int, stages: Collection[int]) -> int:
     return largest
 
 
-def _layout(made: Pipe) -> str | None:
+def _layout(made: PipelineCost) -> str | None:
     """How stages are dealt out: "loop", "v", or None for a way that says nothing about longer pipelines."""
     ranks = made.ranks
     stages = [place.stages for place in made.places]
@@ -181,7 +181,7 @@ def _stages_of(layout: str, rank: int, ranks: int, stages: int) -> tuple[int, ..
     return (rank, 2 * ranks - 1 - rank) if layout == "v" else tuple(range(rank, stages, ranks))
 
 
-def _extended(short: Pipe, long: Pipe, layout: str, ranks: int, microbatches: int) -> Pipe:
+def _extended(short: PipelineCost, long: PipelineCost, layout: str, ranks: int, microbatches: int) -> PipelineCost:
     """A pipeline on the line through two short ones."""
     stages_a_rank = long.stages // long.ranks
     stages = stages_a_rank * ranks
@@ -195,7 +195,7 @@ def _extended(short: Pipe, long: Pipe, layout: str, ranks: int, microbatches: in
         # The first and the last rank are like those of a short pipeline, all others like its second.
         number = -1 if rank == ranks - 1 else min(rank, 1)
         one, two = short.places[number], long.places[number]
-        place = Place(
+        place = PipelineRank(
             name=two.name,
             stages=_stages_of(layout, rank, ranks, stages),
             kept=min(on_line(one.kept, two.kept), microbatches * stages_a_rank),
@@ -204,7 +204,7 @@ def _extended(short: Pipe, long: Pipe, layout: str, ranks: int, microbatches: in
             neighbours=two.neighbours,
         )
         places.append(place)
-    return Pipe(
+    return PipelineCost(
         ranks=ranks,
         stages=stages,
         idle=on_line(short.idle, long.idle),
