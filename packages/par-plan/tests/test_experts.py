@@ -80,7 +80,7 @@ def test_the_report_says_over_what_rows_travel():
         "of counts",
     ):
         assert what in lines
-    assert "experts x imbalance 1: 3 layers of" in lines
+    assert "experts x imbalance 1: 3 layers, each" in lines
     assert as_dict(configured)["parallel"]["expert"] == 8
     folded = predict(SHAPE, Topology.from_config(FOLDED, 8), JOB, machine)
     assert as_dict(folded)["parallel"]["expert"] == FOLDED["expert"]

@@ -43,31 +43,31 @@ def test_the_table_has_a_line_for_each_and_columns_that_align():
 
 def test_the_text_names_what_was_assumed():
     text = report().text()
-    for words in ("2.5", "width 512", "16 devices of 80.0 GB", "10% is left free", "400 GB/s", "50.0 GB/s", "10 us"):
+    for words in ("2.5", "width 512", "16 devices of 80.0 GB", "10% reserved", "400 GB/s", "50.0 GB/s", "10 us"):
         assert words in text, words
-    assert "Best of each topology" in text
+    assert "Best configuration of each topology" in text
 
 
 def test_the_first_is_explained():
     said = report()
     first, shares, following = said.reasons()
     assert first.startswith(describe(said.ranking.best[0]))
-    assert "is fastest" in first
+    assert "is the fastest" in first
     assert "compute" in shares
-    assert "The limit is" in shares
-    assert following.startswith("The next, ")
+    assert "The largest term is" in shares
+    assert following.startswith("The second, ")
 
 
 def test_a_configuration_that_is_slower_is_told_why():
     said = report(configured=({"pipeline": 8}, {"microbatches": 8})).reasons()[-1]
-    assert said.startswith("The configured one takes ")
-    assert said.endswith("more for waiting in the pipeline.")
+    assert said.startswith("Your configuration takes ")
+    assert said.endswith("more of the pipeline bubble.")
 
 
 def test_a_configuration_that_does_not_fit_is_told_of_what_it_is_full():
     said = report(memory=0.4e9, configured=({}, {}))
     assert said.ranking.best
-    assert said.reasons()[-1].startswith("The configured one does not fit into 360 MB: it needs ")
+    assert said.reasons()[-1].startswith("Your configuration does not fit in 360 MB: it needs ")
     assert "activations" in said.reasons()[-1]
 
 
@@ -75,7 +75,7 @@ def test_the_best_is_told_so():
     best = report().ranking.best[0]
     changes = {"zero": best.job.zero, "schedule": best.job.schedule, "microbatches": best.job.microbatches}
     parallel = as_dict(best)["parallel"]
-    assert report(configured=(parallel, changes)).reasons()[-1] == "The configured one is the best there is."
+    assert report(configured=(parallel, changes)).reasons()[-1] == "Your configuration is the fastest."
 
 
 def test_if_nothing_fits_the_nearest_is_named_and_what_to_change():
@@ -84,17 +84,17 @@ def test_if_nothing_fits_the_nearest_is_named_and_what_to_change():
     assert "Nothing fits" in said.text()
     nearest, advice = said.reasons()
     assert describe(said.ranking.nearest) in nearest
-    assert "take more devices, say with --host-memory what the host has, or fewer model.layers" in advice
+    assert "add devices, pass --host-memory to offload, or reduce model.layers" in advice
     assert "host-memory" not in report(memory=10e6, host_memory=1e15).reasons()[-1]
     made = predict(replace(SHAPE, context=65536), said.ranking.nearest.topology, JOB)
     of_activations = replace(said, ranking=replace(said.ranking, nearest=made))
-    assert "shorten model.context" in of_activations.reasons()[-1]
+    assert "reduce model.context" in of_activations.reasons()[-1]
 
 
 def test_one_device_sends_nothing():
     said = report(world=1, memory=1e12).text()
     assert "world    1 device of 1.0 TB" in said
-    assert "Of these the first" not in said
+    assert "Traffic of the first" not in said
 
 
 def test_if_nothing_divides_it_is_said():

@@ -14,8 +14,8 @@ from .inputs import Machine, TrainingJob
 from .models.protocol import PlannedModel
 from .shape import ModelSlice, TensorSplit
 
-TERMS = ("compute", "again", "tensor", "sequence", "experts", "pipeline", "bubble", "data", "away")
-"""The terms of a step's time."""
+TERMS = ("compute", "recompute", "tensor", "sequence", "experts", "pipeline", "bubble", "data", "offload")
+"""Names of the terms of a step's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def seconds_within(
         again += (tensor + over_experts) / 2
     return {
         "compute": compute,
-        "again": again,
+        "recompute": again,
         "tensor": tensor,
         "sequence": over_sequence,
         "experts": over_experts,
@@ -207,7 +207,7 @@ def seconds_of(
         **within,
         "bubble": sum(within.values()) / job.microbatches * pipeline.idle,
         "data": exposed + flags,
-        "away": 0.0 if away is None else _seconds_away(away, job, machine, wiring.world, compute),
+        "offload": 0.0 if away is None else _seconds_away(away, job, machine, wiring.world, compute),
     }
 
 

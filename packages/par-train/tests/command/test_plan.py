@@ -41,9 +41,9 @@ def planned(capsys, *arguments):
 def test_a_plan(config, capsys):
     code, out, err = planned(capsys, config, "--world", 16, "--device-memory", "80GB", "--top", 3)
     assert (code, err) == (0, "")
-    assert "Best of each topology" in out
-    assert "Configured" not in out  # the file has no table parallel
-    assert len(out[out.index("Best") : out.index("Of these the first")].splitlines()) == 1 + 1 + 3
+    assert "Best configuration of each topology" in out
+    assert "Your configuration" not in out  # the file has no table parallel
+    assert len(out[out.index("Best") : out.index("Traffic of the first")].splitlines()) == 1 + 1 + 3
 
 
 def test_sequences_are_cut_as_asked_and_the_report_says_how(config, capsys):
@@ -55,14 +55,14 @@ def test_sequences_are_cut_as_asked_and_the_report_says_how(config, capsys):
     ]
     code, out, _ = planned(capsys, config, "--world", 16, "--device-memory", "80GB", *flags)
     assert code == 0
-    configured, best, *_ = out[out.index("Configured") :].split("\n\n")
+    configured, best, *_ = out[out.index("Your configuration") :].split("\n\n")
     assert configured.splitlines()[2].split()[:4] == ["8", "1", "ring", "2"]
     assert "over data x sequence: " in configured
     assert re.search(r"over sequence: .* of keys and values, \d+ operations", configured)
     assert best.splitlines()[1].split()[:3] == ["data", "pipeline", "sequence"]
     code, out, _ = planned(capsys, config, "--world", 16, "--device-memory", "80GB", "--sequence=1", *flags[:2])
     assert code == 0
-    assert "sequence" not in out
+    assert "sequence " not in out  # no such column
     code, _, err = planned(capsys, config, "--world", 16, "--device-memory", "80GB", "--sequence=0")
     assert code == 2
     assert "sequence" in err
@@ -72,7 +72,7 @@ def test_the_configured_one_is_predicted_beside_the_best(config, capsys):
     flags = ["--parallel.pipeline", "4", "--parallel.tensor.mode", "1d", "--pipeline.schedule=zb_h1"]
     code, out, _ = planned(capsys, config, "--world", 16, "--device-memory", "80GB", *flags)
     assert code == 0
-    configured = out[out.index("Configured") :].split("\n\n")[0]
+    configured = out[out.index("Your configuration") :].split("\n\n")[0]
     assert configured.splitlines()[2].split()[:7] == ["1", "4", "1d", "4", "1", "zb_h1", "8"]
 
 
@@ -84,14 +84,14 @@ def test_tiers_are_planned_and_the_one_that_binds_is_named(config, tmp_path, cap
     told = capsys.readouterr().out
     assert "opt " in told
     assert " host" in told
-    assert "The device binds" in told
+    assert "Device memory is the limit" in told
     best = json.loads(figures.read_text())["best"][0]
     assert best["optimizer"]["host"] > 0
     assert best["memory"]["host"] > 0
     assert main(["plan", str(config), "--model.width=256", *flags[:4]]) == 0
     assert "Nothing fits" in capsys.readouterr().out
     assert main(["plan", str(config), "--model.width=256", *flags[:4], "--host-memory", "1MB"]) == 0
-    assert "The host binds: take more of it, or more devices." in capsys.readouterr().out
+    assert "The host is the limit: add capacity there, or add devices." in capsys.readouterr().out
 
 
 def test_figures_for_programs(config, tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_a_model_of_transformers_is_planned_from_its_config(llama, tmp_path, cap
         code, out, err = planned(capsys, f"--model.path={folder}", "--data.context=256", *flags, *own)
         assert (code, err) == (0, "")
         assert "LlamaForCausalLM, 8 layers, width 256, 8 heads, context 256, vocabulary 1001" in out
-        assert out[out.index("Configured") :].splitlines()[2].split()[:4] == ["2", "2", "1d", "4"]
+        assert out[out.index("Your configuration") :].splitlines()[2].split()[:4] == ["2", "2", "1d", "4"]
     found = json.loads(path.read_text())
     assert found["model"]["class"] == "LlamaForCausalLM"
     assert found["configured"]["memory"]["activations"] > 0
@@ -162,8 +162,8 @@ def test_a_family_without_a_plan_is_planned_without_tensor_ranks_and_stages(llam
     flags = [f"--model.path={llama}", "--world=4", "--device-memory=80GB", "--train.batch_size=16"]
     code, out, _ = planned(capsys, *flags)
     assert code == 0
-    assert "tensor   none are planned: OPTForCausalLM has no plan for tensor parallelism" in out
-    assert "stages   none are planned: OPTForCausalLM has no _pp_plan" in out
+    assert "tensor   not planned: OPTForCausalLM has no plan for tensor parallelism" in out
+    assert "stages   not planned: OPTForCausalLM has no _pp_plan" in out
     for wanted, remedy in (
         ("pipeline=2", "give a list of layers"),
         ("tensor.mode=1d", "register it with register_plan"),
