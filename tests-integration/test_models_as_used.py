@@ -9,7 +9,7 @@ from torch import nn
 
 from par_testing import once
 from par_train import Strategy
-from par_train.strategy.existing import balance_factor
+from par_train.strategy.pretrained.causal import balance_factor
 
 from .tiny_llama import TEXT, WORDS
 

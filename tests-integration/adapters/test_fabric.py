@@ -124,7 +124,7 @@ def test_precisions_and_what_is_refused(tmp_path):
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert fabric.strategy.strategy.options.precision == "bf16"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match=r"mixed=dict\(clip_value=1.0\)"):
+    with pytest.raises(ValueError, match=r"precision=dict\(clip_value=1.0\)"):
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
     with pytest.raises(ValueError, match=r"fabric.setup\(model, optimizer\) takes both"):
         fabric.setup_optimizers(torch.optim.SGD(make_model().parameters(), lr=0.1))

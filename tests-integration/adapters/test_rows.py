@@ -108,7 +108,7 @@ def test_trainer_whose_tensor_ranks_read_other_rows_raises(tmp_path):
 
     for name, strategy in (("tensor", TENSOR), ("pipeline", PIPELINE)):
         trainer = trainer_of(tmp_path / name, strategy, Unseeded(), steps=2, rows=4)
-        with pytest.raises(ValueError, match=r": ranks \[1\] have read another batch than rank 0"):
+        with pytest.raises(ValueError, match=r": ranks \[1\] have another batch than rank 0"):
             trainer.train()
         trainer.strategy.close()
 

@@ -270,7 +270,8 @@ def step_alone(model: nn.Module, optimizer: Any, loss: Tensor) -> Tensor:
 
 def strategy_of(case: Case, precision: str, device: str, **further: Any) -> Strategy:
     """On GPUs, ranks beyond their number share them, which gloo allows."""
-    options = {"precision": precision, "mixed": precision_options(precision), "clip_norm": CLIP_NORM, "seed": SEED}
+    chosen = {"precision": precision, **precision_options(precision)}
+    options = {"precision": chosen, "clip_norm": CLIP_NORM, "seed": SEED}
     if device == "cuda":
         device = f"cuda:{(dist.get_rank() if dist.is_initialized() else 0) % torch.cuda.device_count()}"
     return Strategy(**case.options, **options, **further, device=device)

@@ -118,12 +118,13 @@ def test_through_tiers_each_configuration_goes_on_from_the_memory_that_is_left_a
     for done, each in enumerate(TIERED):
         with strategy_of(each, "fp32", device) as strategy:
             run = Run(strategy, extent.blocks)
-            assert strategy.resume("run", tiers=[memory, disk]) == (done * part or None)
+            checkpoints = strategy.checkpoints("run", tiers=[memory, disk], copies=2)
+            assert checkpoints.resume() == (done * part or None)
             if done:
                 place = disk if lost.get(done) == (0, 1) else memory
-                assert strategy.resumed_from == str(place / "run" / f"step-{done * part:08}")
+                assert checkpoints.resumed_from == str(place / "run" / f"step-{done * part:08}")
             curve = run.train(part)
-            for handle in strategy.checkpoint("run", step=(done + 1) * part, tiers=[memory, disk], copies=2):
+            for handle in checkpoints.save((done + 1) * part):
                 handle.wait()
         loss, norm = curve.distance(undisturbed.part(done * part, part))
         assert loss < most_loss, f"{saved} -> {each.name}"

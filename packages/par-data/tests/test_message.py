@@ -140,7 +140,7 @@ def test_what_one_rank_cannot_read_or_send_is_raised_on_all():
     with pytest.raises(OSError if reads else ValueError) as caught:
         reader.read(fail)
     assert str(caught.value) == f"{'' if reads else 'rank 0: OSError: '}no such file: part-3.parquet"
-    with pytest.raises(ValueError, match=r"a batch cannot be sent .* or let each rank read, with Strategy\(readers="):
+    with pytest.raises(ValueError, match=r"a batch cannot be sent .* Strategy\(broadcast_batches=False"):
         reader.read(lambda: [torch.ones(2), lambda: None])
     assert reader.read(lambda: "goes on") == "goes on"
 

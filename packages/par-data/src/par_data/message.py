@@ -131,7 +131,7 @@ def write_message(value: Any, empty: Callable[[int], Tensor]) -> Tensor:
     except Exception as error:  # pickle raises several kinds, and what the value's own class raises
         raise ValueError(
             f"a batch cannot be sent to the other ranks of its replica ({type(error).__name__}: {error}); make its "
-            "parts such that pickle takes them, or let each rank read, with Strategy(readers='every')"
+            "parts such that pickle takes them, or let each rank read, with Strategy(broadcast_batches=False)"
         ) from error
     tensors_at = _aligned(_HEADER + skeleton.tell())
     size = tensors_at + pickler.end

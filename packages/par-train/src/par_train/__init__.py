@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
     from .run.run import Run
-    from .strategy.existing import token_loss
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
+    from .strategy.pretrained.causal import token_loss
     from .strategy.stages import Stages
     from .strategy.strategy import Strategy
 
@@ -35,7 +35,7 @@ __all__ = [
 _LATE = {
     "jobs.checkpoint": ("load_model",),
     "jobs.gpt": ("GPT",),
-    "strategy.existing": ("token_loss",),
+    "strategy.pretrained.causal": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from numpy.random.mtrand import set_bit_generator
 
 from par_train import Run, Strategy
-from par_train.strategy.random_states import gather_states, restore_states
+from par_train.strategy.randomness import gather_states, restore_states
 
 DRAWS = {
     "torch": lambda: torch.rand(()).item(),
@@ -63,7 +63,7 @@ def test_resumed_run_under_another_topology_draws_alike_in_a_replica(tmp_path):
 def test_numpy_generator_of_another_kind_is_refused():
     saved = gather_states(0)
     set_bit_generator(np.random.PCG64(1))
-    with pytest.raises(ValueError, match="bit generator is PCG64, and the checkpoint has the state of MT19937; use"):
+    with pytest.raises(ValueError, match="bit generator is PCG64, and the checkpoint holds a state of MT19937; call"):
         restore_states(saved, 0)
     saved, before = gather_states(0), np.random.rand(3)
     restore_states(saved, 0)

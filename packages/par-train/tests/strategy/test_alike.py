@@ -93,24 +93,24 @@ def test_stages_with_other_rows_are_refused_at_once():
         model, optimizer = initialized(strategy)
         mine = torch.full((8, 1), float(dist.get_rank()))
         same = torch.ones(8, 1)
-        rule = r"data_iter=list_iterator: ranks \[1\] have read another batch than rank 0, and all ranks of a replica"
+        rule = r"data_iter=list_iterator: ranks \[1\] have another batch than rank 0, and all ranks of a replica"
         for wrong in ([(mine, same)], [(same, mine)], [{"x": mine}], [(same, [1, dist.get_rank()])]):
-            strategy.comparison.begin_anew()
+            strategy.comparison.restart()
             with pytest.raises(ValueError, match=rule):
                 strategy.execute_pipeline(iter(wrong), model, functional.mse_loss, optimizer)
-        strategy.comparison.begin_anew()
+        strategy.comparison.restart()
         given = iter([(same, same), (mine, same)])
         strategy.execute_pipeline(given, model, functional.mse_loss, optimizer)  # needs no reset()
         with pytest.raises(ValueError, match="data_iter=list_iterator"):
             strategy.execute_pipeline(given, model, functional.mse_loss, optimizer)
         own = (same, None) if strategy.pipeline(model).is_first else (None, same)  # what each stage needs
-        strategy.comparison.begin_anew()
+        strategy.comparison.restart()
         strategy.execute_pipeline(iter([own]), model, functional.mse_loss, optimizer)
 
 
 @pytest.mark.ranks(2)
 def test_loader_that_every_rank_reads_is_compared():
-    with Strategy(**PIPELINE, readers="every") as strategy:
+    with Strategy(**PIPELINE, broadcast_batches=False) as strategy:
         data = TensorDataset(torch.full((8, 1), float(dist.get_rank())), torch.ones(8, 1))
         model, optimizer, loader = initialized(strategy, DataLoader(data, batch_size=4))
         with pytest.raises(ValueError, match="data_iter=GlobalDataLoader: ranks"):
@@ -128,7 +128,7 @@ def test_data_that_ends_or_raises_on_one_rank_ends_on_all():
         with pytest.raises(StopIteration):
             strategy.execute_pipeline(iter([]), model, functional.mse_loss, optimizer)
         for source in (iter([]), broken()):
-            strategy.comparison.begin_anew()
+            strategy.comparison.restart()
             given = source if dist.get_rank() else iter([(torch.ones(8, 1), torch.ones(8, 1))])
             with pytest.raises(Exception, match=r"data of ranks \[1\] of the pipeline|no such file"):
                 strategy.execute_pipeline(given, model, functional.mse_loss, optimizer)

@@ -128,7 +128,7 @@ def test_a_closed_strategy_lets_go_of_all_and_says_so(name, tmp_path):
         "save": (model, tmp_path),
         "load": (model, tmp_path),
         "resume": (tmp_path,),
-        "newest_step": (tmp_path,),
+        "checkpoints": (tmp_path,),
     }.items():
         with pytest.raises(RuntimeError, match=r"the strategy is closed; make a new Strategy\(\.\.\.\)"):
             getattr(strategy, call)(*arguments)
@@ -148,7 +148,7 @@ def test_a_closed_strategy_lets_go_of_all_and_says_so(name, tmp_path):
 def test_groups_that_were_given_run_on():
     with ProcessGroups(Topology.from_config({}, 2)) as groups:
         for _ in range(2):
-            with Strategy(groups=groups, zero=3) as strategy:
+            with Strategy(parallel=groups, zero=3) as strategy:
                 train(strategy)
             value = torch.ones(1)
             dist.all_reduce(value, group=groups["data"])

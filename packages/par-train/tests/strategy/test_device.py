@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_data import GlobalDataLoader, placed
 from par_layers import Tokens
 from par_train import Plugin, Strategy
-from par_train.strategy import strategy as _strategy
-from par_train.strategy.plugins import Device
+from par_train.strategy import batches as _batches
+from par_train.strategy.plugins import DevicePlugin
 
 META = torch.device("meta")
 
@@ -27,13 +27,13 @@ def loader():
 
 def test_device_plugin_sets_the_device_of_a_loader():
     data = GlobalDataLoader(loader(), replica=0, replicas=1, seed=0)
-    assert Device().setup_dataloader(data, SimpleNamespace(device=META)) is data
+    assert DevicePlugin().setup_dataloader(data, SimpleNamespace(device=META)) is data
     assert [[each.device for each in batch] for batch in data] == [[META, META]] * 3
 
 
 def test_execute_pipeline_moves_its_batch_unless_a_plugin_does(monkeypatch):
     taken = []
-    monkeypatch.setattr(_strategy, "placed", lambda batch, device: taken.append(device) or batch)
+    monkeypatch.setattr(_batches, "placed", lambda batch, device: taken.append(device) or batch)
     for plugins in ([], [Own()]):
         with Strategy(device="cpu", plugins=plugins) as strategy:
             module = nn.Linear(3, 2)

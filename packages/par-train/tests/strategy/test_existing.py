@@ -53,7 +53,7 @@ def test_module_with_a_plan_is_cut_and_trains_as_on_one_device(zero, tmp_path):
 @pytest.mark.ranks(2)
 def test_wrong_plans_are_refused_on_every_rank():
     with Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
-        with pytest.raises(ValueError, match="plans has a Mlp that is not initialized here; give it too"):
+        with pytest.raises(ValueError, match="plans has a Mlp that initialize\\(\\) did not receive; pass it too"):
             strategy.initialize(nn.Linear(2, 2), plans={Mlp(): PLAN})
         model = Mlp()
         with pytest.raises(ValueError, match="upp"):

@@ -117,10 +117,11 @@ def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypa
     monkeypatch.setattr(socket, "gethostname", lambda: names[rank])
     tiers = [tmp_path / names[rank] / "memory", tmp_path / "disk"]
     first, second = Training(zero=2), Training(zero=2)
-    assert second.strategy.resume("gpt", tiers=tiers) is None
+    assert second.strategy.checkpoints("gpt", tiers=tiers).resume() is None
+    checkpoints = first.strategy.checkpoints("gpt", tiers=tiers, copies=2, keep_last=[1, 2])
     for step in (2, 4):
         first.steps(2)
-        (handle,) = first.strategy.checkpoint("gpt", step=step, async_=True, tiers=tiers, copies=2, keep_last=[1, 2])
+        (handle,) = checkpoints.save(step, async_=True)
     expected = first.steps(4)
     handle.wait()
     dist.barrier()
@@ -131,9 +132,10 @@ def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypa
         shutil.rmtree(tiers[0])
         tiers[1].rename(tmp_path / "away")
     dist.barrier()
-    assert second.strategy.newest_step("gpt", tiers=tiers) == 4
-    assert second.strategy.resume("gpt", tiers=tiers) == 4
-    assert second.strategy.resumed_from == str(tiers[0] / "gpt" / "step-00000004")
+    checkpoints = second.strategy.checkpoints("gpt", tiers=tiers)
+    assert checkpoints.latest_step() == 4
+    assert checkpoints.resume() == 4
+    assert checkpoints.resumed_from == str(tiers[0] / "gpt" / "step-00000004")
     assert second.steps(4) == expected
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
@@ -152,9 +154,7 @@ def test_single_objects_go_to_tiers_and_come_back_from_the_nearest_one(tmp_path)
     for kind in ("model", "optimizer"):
         second.strategy.load(getattr(second, kind), "out", tiers=tiers)
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
-    with pytest.raises(
-        ValueError, match="plan is 'torch', whose files one rank writes to one place, but tiers or copi"
-    ):
+    with pytest.raises(ValueError, match="plan='torch': one rank writes its files to one folder, so tiers and copies"):
         first.strategy.save(first.model, "model.pt", plan="torch", tiers=tiers)
 
 
@@ -220,7 +220,7 @@ def test_old_checkpoints_stay_unless_it_is_said(tmp_path):
     training = Training()
     for step in range(5):
         training.strategy.checkpoint(tmp_path / "all", step=step)
-        training.strategy.checkpoint(tmp_path / "few", step=step, keep_last=2)
+        training.strategy.checkpoints(tmp_path / "few", keep_last=2).save(step)
     dist.barrier()
     assert len(list((tmp_path / "all").glob("step-*"))) == 5
     assert len(list((tmp_path / "few").glob("step-*"))) == 2
@@ -241,7 +241,7 @@ def test_another_number_of_data_loaders_is_refused_before_anything_changes(tmp_p
     strategy, model = Strategy(), make_model(17)
     model, _ = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
     before = [each.clone() for each in model.parameters()]
-    with pytest.raises(ValueError, match="saved with 1 data loaders, and here are 0"):
+    with pytest.raises(ValueError, match="saved with 1 data loaders, and this run has 0"):
         strategy.resume(tmp_path / "run")
     assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
 

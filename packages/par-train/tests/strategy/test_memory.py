@@ -278,7 +278,7 @@ def test_what_layers_keep_at_least_is_refused_on_all_ranks_when_it_is_known():
         ({"memory": {"device": "80 gigs"}}, r"memory\['device'\]='80 gigs': a size is a number"),
         ({"memory": {"device": -1}}, r"memory\['device'\] is -1; give bytes"),
         ({"memory": {"device": 1, "disk": 1}}, "the disk needs a path"),
-        ({"memory": {"device": 1}, "zero": {"stage": 1, "offload": {}}}, "zero has an offload of its own; give one"),
+        ({"memory": {"device": 1}, "zero": {"stage": 1, "offload": {}}}, "zero has an `offload` of its own; pass one"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, words):

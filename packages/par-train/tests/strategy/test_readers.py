@@ -36,9 +36,9 @@ def expected(replica, replicas):
     return [*loader, *loader]
 
 
-def assert_goes_on(parallel, state, begin, steps, readers="one"):
+def assert_goes_on(parallel, state, begin, steps, broadcasts=True):
     """Takes some batches from a position on, which lies behind `begin` batches, and gives the new position."""
-    with Strategy(parallel=parallel, seed=5, readers=readers) as strategy:
+    with Strategy(parallel=parallel, seed=5, broadcast_batches=broadcasts) as strategy:
         groups, dataset = strategy.groups, Read()
         loader = strategy.initialize(plain(dataset))
         loader.cut = None  # sequence ranks would have other parts of the same batches
@@ -47,7 +47,7 @@ def assert_goes_on(parallel, state, begin, steps, readers="one"):
         for batch in mine:
             assert all(map(torch.equal, next(iter(loader)), batch)), (parallel, begin)
         replica = [rank for rank in range(dist.get_world_size()) if is_in_replica(rank, groups)]
-        reads = readers == "every" or dist.get_rank() == replica[0]
+        reads = not broadcasts or dist.get_rank() == replica[0]
         assert len(dataset.read) == (sum(len(batch[0]) for batch in mine) if reads else 0)
         return loader.state_dict()
 
@@ -70,7 +70,7 @@ TENSOR = {"size": 2, "mode": "1d"}
 def test_one_rank_of_each_replica_reads_and_a_run_goes_on_under_other_axes():
     """Two data ranks with tensor, pipeline and sequence ranks, then four, then one."""
     assert_all_go_on({"tensor": TENSOR}, {"pipeline": 2}, {"sequence": 2}, {}, {"tensor": {"size": 4, "mode": "2d"}})
-    assert_goes_on({"tensor": TENSOR}, {"samples": BATCH}, 1, 2, readers="every")
+    assert_goes_on({"tensor": TENSOR}, {"samples": BATCH}, 1, 2, broadcasts=False)
 
 
 @pytest.mark.ranks(6)
@@ -81,7 +81,7 @@ def test_three_data_ranks_go_on_where_others_stopped():
 @pytest.mark.ranks(2)
 def test_groups_that_are_given_get_what_readers_need():
     topology = Topology.from_config({"tensor": TENSOR}, 2)
-    with ProcessGroups(topology) as groups, Strategy(groups=groups) as strategy:
+    with ProcessGroups(topology) as groups, Strategy(parallel=groups) as strategy:
         dataset = Read()
         loader = strategy.initialize(plain(dataset))
         assert sum(len(batch[0]) for batch in loader) == COUNT
@@ -91,9 +91,9 @@ def test_groups_that_are_given_get_what_readers_need():
 @pytest.mark.ranks(2)
 def test_ranks_that_read_otherwise_are_refused():
     with pytest.raises(ValueError, match="rank 1 has other options than rank 0"):
-        Strategy(readers="every" if dist.get_rank() else "one")
-    with pytest.raises(ValueError, match="readers is 'two'; it can be 'one' or 'every'"):
-        Strategy(readers="two")
+        Strategy(broadcast_batches=dist.get_rank() == 0)
+    with pytest.raises(TypeError, match="broadcast_batches='one': it must be a bool; pass True or False"):
+        Strategy(broadcast_batches="one")
 
 
 @pytest.mark.ranks(2)

@@ -209,9 +209,9 @@ def test_a_model_of_plain_layers_trains_with_a_context():
 @pytest.mark.ranks(2)
 def test_what_has_no_use_for_the_axis_is_refused():
     with ProcessGroups(Topology({"data": 1, "sequence": 2, "pipeline": 1, "tensor": 1, "expert": 1})) as groups:
-        assert Strategy(groups=groups).averaged_over == ("data", "sequence")  # a group of one axis needs no declaring
+        assert Strategy(parallel=groups).averaged_over == ("data", "sequence")  # a group of one axis needs no declaring
     with ProcessGroups(Topology({"sequence": 2})) as groups, pytest.raises(ValueError, match="there is no axis 'data'"):
-        Strategy(groups=groups)
+        Strategy(parallel=groups)
     with Strategy(parallel={"sequence": 2}) as strategy:
         model = nn.Sequential(nn.Linear(4, 4))
         with pytest.raises(ValueError, match=r"nothing in this Sequential .* sequence=2: .* with context\.attention"):

@@ -31,17 +31,17 @@ def sgd(model):
 @pytest.mark.ranks(2)
 def test_options_that_make_no_sense():
     raises("precision is 'fp12'; it can be 'fp32'", Strategy, precision="fp12")
-    raises("zero is 4; it can be 0, 1, 2 or 3", Strategy, zero=4)
-    raises("zero is 3 with precision 'bf16-amp', .* use precision 'bf16'", Strategy, zero=3, precision="bf16-amp")
+    raises("zero=4: it must be 0, 1, 2 or 3", Strategy, zero=4)
+    raises("zero=3 with precision='bf16-amp': .* use precision='bf16'", Strategy, zero=3, precision="bf16-amp")
     raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
     with ProcessGroups(Topology({"data": 1, "expert": 2})) as groups:
-        raises("has expert=2 and no view 'experts', .* with Topology.from_config", Strategy, groups=groups)
+        raises("has expert=2 and no view 'experts', .* with Topology.from_config", Strategy, parallel=groups)
     raises(r"plugins='my.mod:Plugin': it must be a list; pass plugins=\['my", Strategy, plugins="my.mod:Plugin")
     raises("gradient_handlers='data_parallel': it must be a list", Strategy, gradient_handlers="data_parallel")
     raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
     raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
-    raises("zero is 1, .* leave out 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
+    raises("zero=1: .* lacks 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
     raises(
         "no pipeline schedule is called 'x'|no schedule is called 'x'",
         Strategy,
@@ -77,9 +77,9 @@ def test_ranks_that_were_told_different_things():
 @pytest.mark.ranks(2)
 def test_objects_that_do_not_fit():
     strategy, model = Strategy(), nn.Linear(2, 2)
-    raises("holds|is a parameter of no model here", strategy.initialize, model, sgd(nn.Linear(2, 2)))
-    raises("given a list; it takes modules.*Strategy.build", strategy.initialize, [model])
-    raises("given an object twice", strategy.initialize, model, model)
+    raises("holds|is a parameter of no model that", strategy.initialize, model, sgd(nn.Linear(2, 2)))
+    raises("received a list; it takes modules.*Strategy.build", strategy.initialize, [model])
+    raises("received an object twice", strategy.initialize, model, model)
     raises("batch_size", strategy.initialize, DataLoader(list(range(9)), batch_size=3))
     model, optimizer = strategy.initialize(model, sgd(model))
     raises("this Linear was initialized before", strategy.initialize, model)
@@ -94,10 +94,10 @@ def test_objects_that_do_not_fit():
     )
     raises("this SGD is not from initialize", strategy.backward, other(torch.ones(1, 2)).sum(), sgd(other))
     raises("does not train this Linear", strategy.execute_pipeline, iter([]), nn.Linear(2, 2), None, optimizer)
-    raises("plan is 'zip'", strategy.save, model, "nowhere", plan="zip")
+    raises("plan='zip'", strategy.save, model, "nowhere", plan="zip")
     raises("this Linear is not from initialize", strategy.save, nn.Linear(1, 1), "nowhere")
     strategy.backward(model(torch.ones(1, 2)).sum(), optimizer)
-    raises("step\\(\\) was given a closure", optimizer.step, lambda: None)
+    raises("step\\(\\) received a closure", optimizer.step, lambda: None)
     optimizer.step(None)  # as Accelerate calls it
 
 
@@ -226,7 +226,7 @@ def test_an_optimizer_of_another_model_is_refused_by_a_pipeline():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     first, _, second, of_second = strategy.initialize(first, sgd(first), second, sgd(second))
     raises("does not train this Linear", strategy.execute_pipeline, iter([]), first, None, of_second)
-    raises("pipeline has 'loss_fn', which a strategy sets itself", Strategy, pipeline={"loss_fn": None})
+    raises("the strategy sets 'loss_fn' itself", Strategy, pipeline={"loss_fn": None})
 
 
 @pytest.mark.ranks(2)

@@ -27,7 +27,7 @@ REFUSED = {
     "parallelism_config": "strategy=dict(parallel=...)",
     "dynamo_backend": "a plugin of the strategy that compiles modules",
     "dynamo_plugin": "a plugin of the strategy that compiles modules",
-    "kwargs_handlers": "the strategy's mixed=dict(scale=...) and precision; find_unused_parameters needs nothing",
+    "kwargs_handlers": "strategy=dict(precision=dict(precision=..., scale=...)); find_unused_parameters needs nothing",
 }
 """Arguments of `Accelerator` that say what the strategy says, and what says it."""
 
@@ -191,7 +191,8 @@ class Refusing:
         """Refuses."""
         del parameters
         _refuse(
-            "clip_grad_value_", f"ParAccelerator strategy=dict(mixed=dict(clip_value={clip_value})), which step() heeds"
+            "clip_grad_value_",
+            f"ParAccelerator strategy=dict(precision=dict(clip_value={clip_value})), which step() heeds",
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from par_data import IGNORED
 
 from .._torch_private import version_of
-from ..strategy.existing import pretrained_of
+from ..strategy.pretrained.causal import pretrained_of
 
 _Noted = tuple[Tensor, int, Tensor]
 """A loss, its version, and a copy of it to which nothing is added."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..strategy.existing import unlike_causal
+from ..strategy.pretrained.causal import unlike_causal
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, said
 

@@ -1,7 +1,9 @@
 """What all adapters are given: the keywords of a `Strategy`, or one that is there already."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
+
+from par_groups import ProcessGroups
 
 from ..strategy.plugin import Plugin
 from ..strategy.strategy import Strategy
@@ -10,19 +12,17 @@ from ..strategy.strategy import Strategy
 class StrategyKeywords(TypedDict, total=False):
     """The keywords of `Strategy` that an adapter's user says; the rest is what the trainer says."""
 
-    parallel: Mapping[str, Any]
-    precision: str
+    parallel: Mapping[str, Any] | ProcessGroups
+    precision: str | Mapping[str, Any]
     zero: int | Mapping[str, Any]
     clip_norm: float | None
     pipeline: Mapping[str, Any]
-    mixed: Mapping[str, Any]
+    recompute: Any
+    memory: Mapping[str, Any] | None
     gradient_handlers: Sequence[Mapping[str, Any]]
     plugins: Sequence[Plugin | str]
     seed: int
-    name: str
-    recompute: Any
-    memory: Mapping[str, Any] | None
-    readers: Literal["one", "every"]
+    broadcast_batches: bool
 
 
 AUTOCAST = {"no": "fp32", "bf16": "bf16-amp", "fp16": "fp16-amp"}

@@ -159,7 +159,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             return super().prepare_data_loader(data_loader, *args, **keywords)
         sampler = data_loader.sampler if data_loader.batch_sampler is None else data_loader.batch_sampler
         synchronized = ("generator",) if self.num_processes > 1 else ()  # by Accelerate, in each epoch
-        draws = Draws(states=self.strategy.loader_states(sampler, leave_out=synchronized))
+        draws = Draws(states=self.strategy.randomness.loader_states(sampler, leave_out=synchronized))
         with draws.entered():  # samplers of Accelerate's own take a seed
             prepared = super().prepare_data_loader(data_loader, *args, **keywords)
         prepared.base_dataloader = draw_alike(

@@ -106,7 +106,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
             sampler = sampler.dataset._sampler
         elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or shared by the user's own rules
             sampler = None
-        states = self.strategy.loader_states(sampler)
+        states = self.strategy.randomness.loader_states(sampler)
         return draw_alike(dataloader, states, replica=place["rank"], replicas=place["num_replicas"])
 
     # What is done once
@@ -195,7 +195,9 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
             ValueError: Always.
         """
         del module, optimizer
-        raise ValueError(f"clip_val={clip_val} was given; give ParStrategy mixed=dict(clip_value={clip_val}) instead")
+        raise ValueError(
+            f"clip_val={clip_val} was given; give ParStrategy precision=dict(clip_value={clip_val}) instead"
+        )
 
     # What ranks tell each other
 

@@ -18,8 +18,8 @@ from par_data import IGNORED
 from par_groups import together
 from par_layers import parallelization_of
 
-from ..strategy.existing import logits_of, next_labels
 from ..strategy.pretrained.adapters import has_adapters
+from ..strategy.pretrained.causal import logits_of, next_labels
 from ..strategy.strategy import Strategy
 from ._options import StrategyKeywords, make_strategy, missing
 
@@ -107,7 +107,7 @@ class ParTrainerMixin:
 
     def _prepare_for_training(self, max_steps: int, *others: Any, **keywords: Any) -> Any:
         self._count_parameters()
-        self.strategy.comparison.begin_anew()
+        self.strategy.comparison.restart()
         ready = super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
         if not self.accelerator._models:  # train() has dropped it, and stages are not prepared again
             self.accelerator._models.append(self.model_wrapped)
@@ -120,7 +120,7 @@ class ParTrainerMixin:
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         """As the Trainer's; a model that may be trained later is prepared for that, for this is done once."""
-        self.strategy.comparison.begin_anew()
+        self.strategy.comparison.restart()
         if not self.accelerator._models and self.train_dataset is not None:  # type: ignore[attr-defined]
             self._count_parameters()
             self.create_optimizer()  # type: ignore[attr-defined]

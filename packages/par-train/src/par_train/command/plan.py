@@ -17,7 +17,7 @@ from .._errors import UserError
 from ..jobs.checks import check_config, check_kind
 from ..jobs.existing.folder import read_config, row_length
 from ..jobs.options import Options, PlanOptions
-from ..strategy.schedules import microbatches_of
+from ..strategy.settings import microbatches_of
 
 SILENT = 2.0
 """Seconds after which a search shows on a terminal how far it is."""

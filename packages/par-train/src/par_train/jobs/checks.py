@@ -12,8 +12,7 @@ from .._errors import UserError
 from ..run.profile import read_steps
 from ..run.trackers import check_trackers
 from ..strategy.axes import EXPERTS, data_axes
-from ..strategy.recompute import read_recompute
-from ..strategy.schedules import make_schedule, microbatches_of
+from ..strategy.settings import make_schedule, microbatches_of, read_recompute
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
 from .order import check_size

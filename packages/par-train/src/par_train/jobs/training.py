@@ -86,7 +86,7 @@ class Training(ABC):
         apart = data_axes(groups.topology)
         self.replica, self.replicas = groups.rank(apart), groups.size(apart)
         self.strategy = Strategy(
-            groups=groups,
+            parallel=groups,
             device=str(device),
             precision=options.precision,
             zero=options.zero,

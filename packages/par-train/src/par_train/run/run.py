@@ -17,6 +17,7 @@ from par_diagnosis import Diagnosis, Place
 from par_groups import agree, check_alike, together
 
 from .._errors import TrainingError, UserError
+from ..strategy.files import RunCheckpoints
 from ..strategy.strategy import Strategy
 from .attempt import BEGUN, NEAR, SAVED, has_begun, is_restarted, note_of
 from .files import RunFiles, writing
@@ -160,7 +161,7 @@ class Run:
         """What tells the share of time and of the devices' peak; None if nobody asks."""
         if not wanted and flops is None:
             return None
-        peak = peak or peak_of(self.strategy.device, self.strategy.options.precision)
+        peak = peak or peak_of(self.strategy.device, self.strategy.options.precision_name)
         exposed = Exposed(self.strategy.groups) if self.strategy.device.type == "cpu" else None
         world = None if peak is None else peak * self.strategy.groups.topology.world_size
         return Goodput(clock=self._clock, exposed=exposed, flops=flops, peak=world)
@@ -234,12 +235,16 @@ class Run:
             self._check_tiers()
         self._go_on(present, saved)
 
+    @property
+    def _run_checkpoints(self) -> RunCheckpoints:
+        return self.strategy.checkpoints(self._root, keep_last=self._keep_last, tiers=self._tiers, copies=self._copies)
+
     def _check_tiers(self) -> None:
         """Refuses tiers that cannot be saved to, or that hold a run that is neither gone on with nor replaced."""
-        self.strategy.check_tiers(self._root, tiers=self._tiers or (), copies=self._copies)
+        self._run_checkpoints.check()
         if self._resume == "auto" or self._overwrite:
             return
-        newest = self.strategy.newest_step(self._root, tiers=self._tiers)
+        newest = self._run_checkpoints.latest_step()
         if newest is not None:
             raise UserError(
                 f"a tier of {[fspath(tier) for tier in self._tiers or ()]} holds a run already, of step {newest}; go "
@@ -269,7 +274,7 @@ class Run:
             )
         if step is None:
             return
-        newest = None if fresh else self.strategy.newest_step(self._root, tiers=self._tiers)
+        newest = None if fresh else self._run_checkpoints.latest_step()
         if newest is not None and newest > step:
             raise UserError(
                 f"{str(self.files.folder)!r} has a checkpoint of step {newest}, later than step {step} of resume; name "
@@ -279,10 +284,10 @@ class Run:
         if fresh:
             self.strategy.resume(source, step=step)
         else:
-            self.strategy.resume(self._root, step=step, tiers=self._tiers)
+            self._run_checkpoints.resume(step)
             self._fresh, self._saved = False, step
         if self.strategy.is_master:
-            where = "" if self._tiers is None else f", from {self.strategy.resumed_from}"
+            where = "" if self._tiers is None else f", from {self._run_checkpoints.resumed_from}"
             say(f"par-train: goes on after step {step}{where}", sys.stderr)
 
     def _source(self) -> tuple[Path, int | None]:
@@ -291,15 +296,15 @@ class Run:
         if self._resume is None:
             return own, None
         if self._resume == "auto":
-            return own, self.strategy.newest_step(self._root, tiers=self._tiers)
+            return own, self._run_checkpoints.latest_step()
         given = Path(self._resume).expanduser()
         name, _, number = given.name.rpartition("-")
         if name == "step" and number.isdecimal():
             root, found = given.parent, int(number) if given.is_dir() else None
         else:
-            root, found = given / own.name, self.strategy.newest_step(given / own.name)
+            root, found = given / own.name, self.strategy.checkpoints(given / own.name).latest_step()
             if found is None:
-                root, found = given, self.strategy.newest_step(given)
+                root, found = given, self.strategy.checkpoints(given).latest_step()
         if found is None:
             raise UserError(
                 f"resume is {self._resume!r}, where no whole checkpoint is; give the folder of a run or of one of its "
@@ -323,7 +328,7 @@ class Run:
                 facts = self._place.facts
                 trackers = make_trackers(self._trackers, self.files.folder, facts, replaces=self._fresh)
         if self._fresh and self._tiers is not None:
-            self.strategy.clear_tiers(self._root, tiers=self._tiers)
+            self._run_checkpoints.clear()
         with together("the records", None):
             if self.strategy.is_master:
                 self.files.forget_dumps()
@@ -514,15 +519,7 @@ class Run:
         """Writes a checkpoint. Collective."""
         self._clock.enter(self.step, "checkpoint")
         with writing(self._root, self._remedy("resume='auto'")):
-            saves = self.strategy.checkpoint(
-                self._root,
-                step=self.step,
-                async_=async_,
-                keep_last=self._keep_last,
-                tiers=self._tiers,
-                copies=self._copies,
-                options=self._save_options,
-            )
+            saves = self._run_checkpoints.save(self.step, async_=async_, options=self._save_options)
         self._follow(saves)
         self._saved = self.step
 

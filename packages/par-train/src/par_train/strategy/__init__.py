@@ -1,8 +1,5 @@
-"""`Strategy`: the order in which the packages are applied to a model.
+"""`Strategy`: the order in which the packages of par are applied to a model.
 
-Read in this order: options (what can be said) -> setup (groups and schedule, before a model is there) -> pairs (which
-optimizer trains what) -> optimizers (whether one sees what it needs) -> stages (what a pipeline rank has of a model) ->
-existing (what to know of a model of transformers) -> plugin, plugins (what is done to a pair, one after the other) ->
-handlers (what completes gradients) -> initialize (all of that, for one pair) -> execute (a batch in microbatches) ->
-sample (text from a model in training) -> files -> strategy.
+Arguments flow from options and setup (before a model exists) over bundles, optimizers and stages into plugin and
+plugins, which initialize applies to each bundle. In a step, batches feed execute; files and sample read the result.
 """

@@ -15,8 +15,9 @@ from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
 from .axes import cuts_sequence, data_axes
-from .existing import CausalModel, pretrained_of, unlike_causal
+from .batches import read_once
 from .mixture.factor import LossFactor
+from .pretrained.causal import CausalModel, pretrained_of, unlike_causal
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -200,22 +201,6 @@ class _Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._next_batch()
-
-
-def read_once(next_batch: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
-    """A batch, and a function that gives it again; where reading raises, None, and a function that raises that."""
-    batch, problem = None, None
-    try:
-        batch = next_batch()
-    except Exception as error:  # of any kind: other ranks hear of it where the batch is used
-        problem = error
-
-    def again() -> Any:
-        if problem is not None:
-            raise problem
-        return batch
-
-    return batch, again
 
 
 def rows_of(value: Any) -> int:

@@ -1,31 +1,302 @@
-"""What a strategy writes and reads: single objects, and everything that training needs to go on."""
+"""The files of a strategy: single objects, and checkpoints of everything that a run needs to resume."""
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, Report, Save, load, save
+from par_checkpoint import Checkpoints, Save, SaveOptions, load, save
+from par_data import GlobalDataLoader, Position
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
-from .existing import PathLike
-from .pairs import Pair
+from .bundles import ModelBundle
+from .options import StrategyOptions
+from .plugin import Plugin
 from .pretrained.adapters import has_adapters
+from .pretrained.causal import PathLike
 from .pretrained.files import load_adapters, save_adapters, save_merged
+from .randomness import StepRandomness, gather_states, restore_states
+from .setup import Setup
 
 PLANS = ("huggingface", "torch", "peft", "merged")
-"""What `save` can write."""
+"""The formats of `Strategy.save`."""
+
+
+class RunState:
+    """The state of a run besides its models: optimizer steps, positions in the data, and random numbers.
+
+    Args:
+        randomness: The random numbers of the steps, which count them.
+        replica: The index of this rank's replica, whose ranks draw identical random numbers.
+    """
+
+    def __init__(self, randomness: StepRandomness, replica: int) -> None:
+        self._randomness, self._replica = randomness, replica
+        # A loader may be dropped before the run ends. Its position is saved all the same: loaders are saved by number.
+        self.loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []
+
+    def add(self, loader: GlobalDataLoader) -> None:
+        """Let checkpoints hold the position of a data loader."""
+        self.loaders.append((ref(loader), loader.position))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. Collective."""
+        positions = [position.state_dict() for _, position in self.loaders]
+        return {"steps": self._randomness.step, "loaders": positions, "random": gather_states(self._replica)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, perhaps under another topology."""
+        self._randomness.step = state["steps"]
+        for (reference, position), saved in zip(self.loaders, state["loaders"], strict=True):
+            loader = reference()
+            (position if loader is None else loader).load_state_dict(saved)
+        if "random" in state:  # checkpoints of early versions lack it
+            restore_states(state["random"], self._replica)
+
+
+class RunCheckpoints:
+    """The checkpoints of a run in one root folder, as `Strategy.checkpoints` returns them.
+
+    Args:
+        bundles: The models of the run, each with its optimizer and schedulers; the strategy may add to them.
+        state: The state of the run besides its models.
+        root: The folder of the checkpoints; with tiers, its name in each of them.
+        keep_last: The number of newest checkpoints to keep, or one number for each tier; None keeps all.
+        tiers: Folders or URLs, the nearest first; None for the one folder `root`.
+        copies: The number of hosts that hold each host's part of the first tier; None if all ranks share that tier.
+
+    Attributes:
+        resumed_from: The folder that `resume` has read, in the nearest tier that held it; None before.
+    """
+
+    def __init__(
+        self,
+        bundles: Sequence[ModelBundle],
+        state: RunState,
+        root: PathLike,
+        *,
+        keep_last: int | Sequence[int | None] | None = None,
+        tiers: Sequence[PathLike] | None = None,
+        copies: int | None = None,
+    ) -> None:
+        if tiers is not None and (isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence)):
+            raise TypeError(f"tiers={tiers!r}: it must be a list; pass folders or URLs, the nearest first")
+        self._bundles, self._state, self._root = bundles, state, os.fspath(root)
+        self._options: dict[str, Any] = {
+            "keep_last": tuple(keep_last) if isinstance(keep_last, Sequence) else keep_last,
+            "tiers": None if tiers is None else tuple(os.fspath(tier) for tier in tiers),
+            "copies": copies,
+        }
+        self._folders: list[Checkpoints] = []
+        self.resumed_from: str | None = None
+
+    def folders(self) -> list[tuple[ModelBundle, Checkpoints]]:
+        """Return the checkpoints of each bundle: a single one has the root for itself, several have `root/0`, ...
+
+        Raises:
+            ValueError: No model was initialized.
+        """
+        number = len(self._bundles)
+        if not number:
+            raise ValueError("there is no model to save or to resume; call initialize() first")
+        # The `Checkpoints` are kept, since each of them knows its newest step and need not ask a slow tier for it.
+        if len(self._folders) != number:
+            roots = [self._root] if number == 1 else [f"{self._root}/{index}" for index in range(number)]
+            self._folders = [Checkpoints(root, **self._options) for root in roots]
+        return list(zip(self._bundles, self._folders, strict=True))
+
+    def save(self, step: int, *, async_: bool = False, options: SaveOptions | None = None) -> list[Save]:
+        """Write everything that training needs to resume, as `root/step-00000100`. Collective.
+
+        Args:
+            step: The number of steps done.
+            async_: Whether to return at once. The next step of an optimizer then waits until the bytes are copied. If
+                you change weights otherwise, call the handle's `wait_for_copy()` first.
+            options: Further options of `par_checkpoint.save`, such as its `workers`.
+
+        Returns:
+            A handle for each bundle of models.
+        """
+        folders, extra = self.folders(), self._state.state_dict()
+        keywords: dict[str, Any] = {} if options is None else {"options": options}
+        handles = []
+        for bundle, folder in folders:
+            # copy="background" lets the next step begin before the bytes are copied; it is how `async_` copies.
+            handle = folder.save(
+                step, force=True, extra=extra, copy="background", async_=async_, **_parts(bundle), **keywords
+            )
+            handles.extend([] if handle is None else [handle])
+        return handles
+
+    def latest_step(self) -> int | None:
+        """Return the newest step whose checkpoint is complete for every model; None if there is none. Collective.
+
+        A run that was killed may have written its last checkpoint for some of its models only.
+        """
+        newest = [folder.latest() for _, folder in self.folders()]
+        steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
+        return min(steps) if len(steps) == len(newest) else None
+
+    def resume(self, step: int | None = None) -> int | None:
+        """Restore everything from a checkpoint, under the topology that wrote it or another one. Collective.
+
+        Args:
+            step: The step of the checkpoint; None for `latest_step()`.
+
+        Returns:
+            The step; None if there is no checkpoint.
+
+        Raises:
+            ValueError: The checkpoint holds another number of data loaders than this run has.
+        """
+        folders = self.folders()
+        step = self.latest_step() if step is None else step
+        if step is None:
+            return None
+        tiers, loaders = folders[0][1].tiers, len(self._state.loaders)
+        # Without objects, `load` reads the small file of the state only: nothing changes if the check below fails.
+        report = load(folders[0][1].name(step), strict=False, tiers=tiers)
+        if len(report.extra["loaders"]) != loaders:
+            raise ValueError(
+                f"step {step} was saved with {len(report.extra['loaders'])} data loaders, and this run has {loaders}; "
+                "initialize as many"
+            )
+        for bundle, folder in folders:
+            report = load(folder.name(step), tiers=tiers, **_parts(bundle))
+        self.resumed_from = report.path
+        self._state.load_state_dict(report.extra)
+        return step
+
+    def check(self) -> None:
+        """Try out the tiers: each can be written, and the ranks that must see its files do. Collective.
+
+        Raises:
+            TypeError, ValueError: A tier cannot be used; on every rank.
+            StoreError: An object store rejects writes; on every rank.
+        """
+        for _, folder in self.folders():
+            folder.check()
+
+    def clear(self) -> None:
+        """Remove all checkpoints of the root from all tiers, the parts on other hosts included. Collective."""
+        for _, folder in self.folders():
+            folder.clear()
+
+
+class StrategyFiles(Setup):
+    """The methods of a strategy that read and write files.
+
+    Args:
+        options: The keywords of `Strategy`.
+        choose_plugins: A function of the checked options that returns the plugins in their order.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]
+    ) -> None:
+        super().__init__(options, choose_plugins)
+        self.randomness = StepRandomness(self.options.seed, self.groups, self.device)
+        self._bundles: list[ModelBundle] = []
+        self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
+        self._checkpoints: dict[str, RunCheckpoints] = {}
+
+    def save(
+        self,
+        obj: Any,
+        path: PathLike,
+        plan: str = "huggingface",
+        max_file_size_gb: float = 10,
+        *,
+        tiers: Sequence[PathLike] | None = None,
+        copies: int | None = None,
+    ) -> Save | None:
+        """Write a model, an optimizer or an lr scheduler as full tensors, independent of the topology. Collective.
+
+        Args:
+            obj: A model, an optimizer or an lr scheduler that `initialize` returned.
+            path: The folder to write; the optimizer of plan "huggingface" has a folder `optimizer` in it. For plan
+                "torch", the file, which `torch.load` opens.
+            plan: "huggingface" or "torch". For a model with adapters, "peft" writes only these, as `PeftModel` opens
+                them; "merged" adds them to the weights, as transformers opens the model. `obj` does not change.
+            max_file_size_gb: The largest size of a safetensors file, in gigabytes (10^9 bytes).
+            tiers: Folders or URLs, the nearest first, for plan "huggingface". `path` is then a name in each of them,
+                and the call waits for the first only; see `par_checkpoint.save`.
+            copies: The number of hosts that hold each host's part, if the first tier is local to each host.
+
+        Returns:
+            For plan "huggingface" a handle, whose `wait()` waits for all tiers; else None.
+
+        Raises:
+            ValueError, TypeError: The plan does not fit the object; on every rank.
+        """
+        self._check_open()
+        gigabytes = max_file_size_gb
+        return save_object(self._bundles, obj, path, plan, gigabytes, self.device, tiers=tiers, copies=copies)
+
+    def load(
+        self, obj: Any, path: PathLike, plan: str = "huggingface", *, tiers: Sequence[PathLike] | None = None
+    ) -> None:
+        """Fill a model, an optimizer or an lr scheduler from the files of `save` or `checkpoint`. Collective.
+
+        Args:
+            obj: A model, an optimizer or an lr scheduler that `initialize` returned.
+            path: The folder or the file that was written.
+            plan: "huggingface" for a folder, "torch" for a file of `torch.save` or `save`, "peft" for a folder of
+                adapters.
+            tiers: The tiers that were written, in which `path` is a name. The nearest one that is complete is read.
+        """
+        self._check_open()
+        load_object(self._bundles, obj, path, plan, tiers=tiers)
+
+    def checkpoint(self, root: PathLike, *, step: int, async_: bool = False) -> list[Save]:
+        """Write everything that training needs to resume, as `root/step-00000100`. Collective.
+
+        It is `checkpoints(root).save(step, async_=async_)`.
+        """
+        return self.checkpoints(root).save(step, async_=async_)
+
+    def resume(self, root: PathLike, *, step: int | None = None) -> int | None:
+        """Restore everything from the newest checkpoint, or from that of a step. Collective.
+
+        It is `checkpoints(root).resume(step)`.
+        """
+        return self.checkpoints(root).resume(step)
+
+    def checkpoints(
+        self,
+        root: PathLike,
+        *,
+        keep_last: int | Sequence[int | None] | None = None,
+        tiers: Sequence[PathLike] | None = None,
+        copies: int | None = None,
+    ) -> RunCheckpoints:
+        """Return the checkpoints of a run in one root folder: to save, to find the latest, to resume.
+
+        Args:
+            root: The folder of the checkpoints; with tiers, its name in each of them, such as "gpt". Several models
+                have a folder `0`, `1`, ... each.
+            keep_last: The number of newest checkpoints to keep; with tiers perhaps a list, one for each. Default: all.
+            tiers: Folders or URLs, the nearest first, such as "/dev/shm/run" and "s3://bucket/run". A step waits only
+                for the first; see `par_checkpoint.save`. Default: the one folder `root`.
+            copies: The number of hosts that hold each host's part, if the first tier is local to each host.
+        """
+        self._check_open()
+        asked = repr((str(root), keep_last, tiers, copies))
+        if asked not in self._checkpoints:
+            made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers, copies=copies)
+            self._checkpoints[asked] = made
+        return self._checkpoints[asked]
 
 
 def save_object(
-    pairs: Sequence[Pair],
+    bundles: Sequence[ModelBundle],
     obj: Any,
     path: PathLike,
     plan: str,
@@ -35,16 +306,16 @@ def save_object(
     tiers: Sequence[PathLike] | None = None,
     copies: int | None = None,
 ) -> Save | None:
-    """Writes one object; see `Strategy.save`."""
-    kind, keywords = _described(pairs, obj, plan, tiered=tiers is not None or copies is not None)
+    """Write one object; see `StrategyFiles.save`."""
+    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None or copies is not None)
     size = round(gigabytes * 1e9)
     if plan == "huggingface":
         with together("save", None):
             if kind == "model" and has_adapters(obj):
                 raise ValueError(
-                    f"this {type(obj).__name__} has adapters, for which transformers' own folders have no place; give "
-                    "plan='peft' to write these alone, 'merged' for a model that they are part of; checkpoint() "
-                    "writes what training needs to go on"
+                    f"plan={plan!r}: this {type(obj).__name__} has adapters, for which transformers' folders have no "
+                    "place; use plan='peft' to write only the adapters, plan='merged' to add them to the weights, or "
+                    "checkpoint() to resume training"
                 )
         return save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=size, tiers=tiers, copies=copies)
     if plan == "peft":
@@ -56,16 +327,16 @@ def save_object(
     with together("save", None):
         if "://" in os.fspath(path):
             raise ValueError(
-                f"path={os.fspath(path)!r}: a single file of torch.save is written to local disks; pass a local path, "
-                "or plan='huggingface'"
+                f"path={os.fspath(path)!r}: a single file of torch.save is written to local disks only; pass a local "
+                "path, or plan='huggingface'"
             )
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
-    with together(kind, None):  # the file is there when any rank returns
+    with together(kind, None):  # on each rank, this returns when the file exists
         if dist.get_rank() == 0:
             try:
                 sums = Path(f"{os.fspath(path)}.json")
-                sums.unlink(missing_ok=True)  # a file without sums can be read, one with those of another one cannot
+                sums.unlink(missing_ok=True)  # the old sums would not fit the new file; a file without sums can be read
                 Path(staging, f"{kind}.pt").replace(path)
                 Path(staging, "par_checkpoint.json").replace(sums)
             finally:
@@ -74,10 +345,10 @@ def save_object(
 
 
 def load_object(
-    pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, *, tiers: Sequence[PathLike] | None = None
+    bundles: Sequence[ModelBundle], obj: Any, path: PathLike, plan: str, *, tiers: Sequence[PathLike] | None = None
 ) -> None:
-    """Reads one object; see `Strategy.load`."""
-    kind, keywords = _described(pairs, obj, plan, tiered=tiers is not None)
+    """Fill one object; see `Strategy.load`."""
+    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None)
     if plan == "peft":
         load_adapters(obj, path)
         return
@@ -92,116 +363,41 @@ def load_object(
     load(own if Path(own, "par_checkpoint.json").exists() else path, **keywords)
 
 
-@dataclass(frozen=True)
-class Root:
-    """Where checkpoints of everything are, by what tells one such place from another.
+def _parts(bundle: ModelBundle) -> dict[str, Any]:
+    """Return the arguments of `par_checkpoint.save` for a bundle."""
+    scaling = [bundle.optimizer.scaling] if isinstance(bundle.optimizer, MixedOptimizer) else []
+    return {"model": bundle.module, "optimizer": bundle.optimizer, "scheduler": [*scaling, *bundle.schedulers] or None}
+
+
+def _described(
+    bundles: Sequence[ModelBundle], obj: Any, plan: str, *, tiered: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Return the kind of an object, and the keyword argument of par-checkpoint for it, agreed on by all ranks.
 
     Args:
-        path: Their folder; with tiers, its name in each of them.
-        tiers: Folders or URLs, the nearest first; None: there is that folder alone.
-        copies: On how many hosts each host's part of the first tier is kept; None: all ranks share that tier.
-        keep_last: Number of the newest that stay, or of each tier; None: all do.
-    """
-
-    path: str
-    tiers: tuple[str, ...] | None = None
-    copies: int | None = None
-    keep_last: int | tuple[int | None, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        path: PathLike,
-        tiers: Sequence[PathLike] | None,
-        copies: int | None = None,
-        keep_last: int | Sequence[int | None] | None = None,
-    ) -> "Root":
-        """The place, as the methods of `Strategy` are told it."""
-        if tiers is not None and (isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence)):
-            raise TypeError(f"tiers is {tiers!r}; give a list of folders or URLs, the nearest first")
-        return cls(
-            path=os.fspath(path),
-            tiers=None if tiers is None else tuple(os.fspath(tier) for tier in tiers),
-            copies=copies,
-            keep_last=tuple(keep_last) if isinstance(keep_last, Sequence) else keep_last,
-        )
-
-    def checkpoints(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Checkpoints]]:
-        """Each optimizer's checkpoints; one has the root for itself."""
-        if not pairs:
-            raise ValueError("there is no model to save or to resume; call initialize() first")
-        roots = [self.path] if len(pairs) == 1 else [f"{self.path}/{number}" for number in range(len(pairs))]
-        return [
-            (pair, Checkpoints(path, keep_last=self.keep_last, tiers=self.tiers, copies=self.copies))
-            for pair, path in zip(pairs, roots, strict=True)
-        ]
-
-
-def save_run(
-    folders: Sequence[tuple[Pair, Checkpoints]], state: Mapping[str, Any], step: int, keywords: Mapping[str, Any]
-) -> list[Save]:
-    """Writes everything; see `Strategy.checkpoint`."""
-    handles = []
-    for pair, folder in folders:
-        # copy="background" is how `async_` copies
-        handle = folder.save(step, force=True, extra=dict(state), copy="background", **_parts(pair), **keywords)
-        handles.extend([] if handle is None else [handle])
-    return handles
-
-
-def newest_step(folders: Sequence[tuple[Pair, Checkpoints]]) -> int | None:
-    """The newest step that all models have whole; see `Strategy.newest_step`."""
-    newest = [folder.latest() for _, folder in folders]
-    steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
-    return min(steps) if len(steps) == len(newest) else None
-
-
-def load_run(folders: Sequence[tuple[Pair, Checkpoints]], loaders: int, step: int) -> Report:
-    """Reads everything, and gives what `save_run` was given and where it was; see `Strategy.resume`."""
-    tiers = folders[0][1].tiers
-    first = load(folders[0][1].name(step), strict=False, tiers=tiers)  # fills nothing yet
-    saved = len(first.extra["loaders"])
-    if saved != loaders:
-        raise ValueError(f"step {step} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
-    report = first
-    for pair, folder in folders:
-        report = load(folder.name(step), tiers=tiers, **_parts(pair))
-    return report
-
-
-def _parts(pair: Pair) -> dict[str, Any]:
-    """Lists what is saved of a pair."""
-    scaling = [pair.optimizer.scaling] if isinstance(pair.optimizer, MixedOptimizer) else []
-    return {"model": pair.module, "optimizer": pair.optimizer, "scheduler": [*scaling, *pair.schedulers] or None}
-
-
-def _described(pairs: Sequence[Pair], obj: Any, plan: str, *, tiered: bool = False) -> tuple[str, dict[str, Any]]:
-    """The kind of an object, and the keyword that par-checkpoint takes it by; agreed on by all ranks.
-
-    Args:
-        pairs: What has been initialized.
+        bundles: The objects that were initialized.
         obj: One of these objects.
-        plan: What is written or read.
-        tiered: Whether that is in tiers.
+        plan: The format of the files.
+        tiered: Whether the files are in tiers.
     """
-    pairs_of = (
-        ("model", lambda pair: pair.models),
-        ("optimizer", lambda pair: [pair.optimizer]),
-        ("scheduler", lambda pair: pair.schedulers),
-    )
-    kinds = [kind for kind, of in pairs_of if any(obj is one for pair in pairs for one in of(pair))]
+    held: dict[str, list[Any]] = {
+        "model": [one for bundle in bundles for one in bundle.models],
+        "optimizer": [bundle.optimizer for bundle in bundles],
+        "scheduler": [one for bundle in bundles for one in bundle.schedulers],
+    }
+    kinds = [kind for kind, each in held.items() if any(obj is one for one in each)]
     problem = None
     if plan not in PLANS:
-        problem = ValueError(f"plan is {plan!r}; it can be one of {', '.join(PLANS)}")
+        problem = ValueError(f"plan={plan!r}: it must be one of {', '.join(PLANS)}; pass one of these")
     elif tiered and plan != "huggingface":
         problem = ValueError(
-            f"plan is {plan!r}, whose files one rank writes to one place, but tiers or copies are given; use "
-            "plan='huggingface', or leave them out"
+            f"plan={plan!r}: one rank writes its files to one folder, so tiers and copies have no meaning; use "
+            "plan='huggingface', or remove them"
         )
     elif not kinds or obj is None:
-        problem = ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
+        problem = ValueError(f"this {type(obj).__name__} is not from initialize(); pass an object that it returned")
     elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):
-        problem = ValueError(f"plan is {plan!r}, but this {type(obj).__name__} has no adapters; use 'huggingface'")
+        problem = ValueError(f"plan={plan!r}: this {type(obj).__name__} has no adapters; use plan='huggingface'")
     check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
     return kinds[0], {kinds[0]: obj}
 
@@ -212,7 +408,7 @@ def _folder(path: PathLike, kind: str) -> str:
 
 @contextmanager
 def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
-    """A torch file, and its checksums if it has some, as the folder that par-checkpoint reads. Collective."""
+    """A context with a folder that par-checkpoint reads, made of a torch file and its checksums, if any. Collective."""
     folder = f"{os.fspath(path)}.loading"
     with together(kind, None):
         if dist.get_rank() == 0:
@@ -231,9 +427,11 @@ def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
 
 
 def _stand_in(path: Path, name: Path) -> None:
-    """Makes a file to be found under another name, too: a link; or a copy where the file system has no links."""
+    """Link a file under another name; copy it if the file system has no links."""
     if not path.exists():
-        raise FileNotFoundError(f"there is no file {str(path)!r}; give one that torch.save or Strategy.save wrote")
+        raise FileNotFoundError(
+            f"path={str(path)!r}: there is no such file; pass one that torch.save or Strategy.save wrote"
+        )
     try:
         name.symlink_to(path.absolute())
     except OSError:

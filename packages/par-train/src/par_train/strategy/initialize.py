@@ -1,4 +1,4 @@
-"""What `Strategy.initialize` does: objects are sorted into pairs, and each pair goes through all plugins in order."""
+"""The steps of `Strategy.initialize`: check all objects, then take each bundle of models through all plugins."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,100 +7,164 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_groups import agree, together
+from par_data import GlobalDataLoader, WorkerSignals
+from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
+from .axes import replica_axes
+from .bundles import MARK, ModelBundle, bundles_of
 from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
 from .mixture.factor import LossFactor, adds_losses
-from .pairs import Pair, find_pairs
+from .mixture.share import has_experts, no_experts
+from .optimizers import check_sees_enough, joined
 from .plugin import Plugin
+from .plugins import ZeroPlugin
+from .pretrained.causal import pretrained_in
+from .pretrained.sequence import attend_over_, check_pretrained, no_use, reaches_other_tokens
 from .setup import Setup
+from .stages import check_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-_MARK = "par_train"  # on what was initialized
 
+def check_objects(
+    objects: tuple[Any, ...], strategy: Setup, initialized: Sequence[ModelBundle], signals: WorkerSignals
+) -> tuple[tuple[Any, ...], list[ModelBundle], dict[int, GlobalDataLoader]]:
+    """Check everything that can be wrong with the arguments of `initialize` before any of them changes. Collective.
 
-def paired(objects: Sequence[Any]) -> list[Pair]:
-    """Sorts what `initialize` was given by kind, and finds what belongs together. Nothing is changed.
+    Args:
+        objects: The arguments.
+        strategy: The strategy, with the `plans` of its models.
+        initialized: The bundles of earlier calls.
+        signals: The signals that workers of data loaders outlive.
+
+    Returns:
+        The arguments, each list of optimizers as one optimizer; the bundles; and the new data loaders, by the `id` of
+        the argument.
 
     Raises:
-        ValueError, TypeError: What cannot be initialized, or was before.
+        ValueError, TypeError: The arguments do not fit together, or differ between ranks; on every rank.
     """
-    kinds: dict[type, list[Any]] = {nn.Module: [], Optimizer: [], DataLoader: []}
-    schedulers = []
-    for given in objects:
-        kind = next((kind for kind in kinds if isinstance(given, kind)), None)
-        if _MARK in getattr(given, "__dict__", {}):
-            raise ValueError(f"this {type(given).__name__} was initialized before; initialize once")
-        if kind is not None:
-            kinds[kind].append(given)
-        elif hasattr(given, "optimizer") and callable(getattr(given, "step", None)):
-            schedulers.append(given)
-        else:
-            raise TypeError(
-                f"initialize() was given a {type(given).__name__}; it takes modules, optimizers, DataLoaders and lr "
-                "schedulers" + ("; first: Strategy.build(layers)" if isinstance(given, list | tuple) else "")
+    problem: Exception | None = None
+    bundles: list[ModelBundle] = []
+    loaders: dict[int, GlobalDataLoader] = {}
+    models: list[nn.Module] = []
+    groups, context = strategy.groups, strategy.context if strategy.cuts_sequence else None
+    try:
+        objects = tuple(map(joined, objects))
+        bundles = bundles_of(objects)
+        models = [model for bundle in bundles for model in bundle.models]
+        for model in strategy.plans:
+            if not any(model is given for given in objects):
+                raise ValueError(f"plans has a {type(model).__name__} that initialize() did not receive; pass it too")
+        alone = not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins)
+        for bundle in bundles:
+            if bundle.optimizer is not None:
+                keywords = strategy.options.zero_keywords
+                check_sees_enough(bundle.optimizer, bundle.models, groups, keywords, alone=alone)
+            for model in bundle.models if context is not None else ():
+                trained = bundle.optimizer is not None
+                check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)
+        check_stages(models, strategy.schedule, groups.rank("pipeline"))
+        replicas, axes = groups.size(strategy.data_axes), replica_axes(groups.topology)
+        is_broadcast = strategy.options.broadcast_batches and groups.size(axes) > 1
+        for given in (given for given in objects if isinstance(given, DataLoader)):
+            if bundles or initialized:  # a loader without any model is not trained on
+                strategy.check_last_batch(given, replicas)
+            loaders[id(given)] = GlobalDataLoader(
+                given,
+                replica=groups.rank(strategy.data_axes),
+                replicas=replicas,
+                seed=strategy.options.seed,
+                group=groups[axes] if is_broadcast else None,
+                data_group=groups[strategy.data_axes] if replicas > 1 else None,
+                signals=signals,
             )
-    if len({id(given) for given in objects}) < len(objects):
-        raise ValueError("initialize() was given an object twice; give each once")
-    return find_pairs(kinds[nn.Module], kinds[Optimizer], schedulers)
+    except Exception as error:  # of any kind: every rank raises what one rank has raised
+        problem = error
+    check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
+    if strategy.deals_experts and models:
+        _check_has_experts([*models, *(model for bundle in initialized for model in bundle.models)], models, strategy)
+    if context is not None:
+        # A stage may hold no attention: the model is wrong only if no stage reaches the tokens of other ranks.
+        found = agree(None, [reaches_other_tokens(model) for model in models], None)
+        for number, model in enumerate(models):
+            if not any(by_model[number] for by_model in found.values()):
+                raise no_use(model, context.ranks)
+        with together("attention over a sequence", None):
+            for model in models:
+                attend_over_(model, context)
+    return objects, bundles, loaders
+
+
+def _check_has_experts(every: Sequence[nn.Module], new: Sequence[nn.Module], strategy: Setup) -> None:
+    """Raise ValueError on all ranks if no model has experts to distribute.
+
+    A model that is still to be parallelized raises its own error then.
+    """
+    found = agree(None, any(has_experts(one) or one in strategy.plans or pretrained_in(one) for one in every), None)
+    if not any(found.values()):
+        raise no_experts(new, strategy.groups.size("expert_parallel"))
 
 
 def wire(
-    pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Callable[..., None]
+    bundle: ModelBundle, plugins: Sequence[Plugin], strategy: Setup, after_step: Callable[..., None]
 ) -> tuple[dict[int, Any], "RemovableHandle | None"]:
-    """Takes a pair through all plugins, in place. Collective.
+    """Take a bundle through all plugins, in place. Collective.
 
     Args:
-        pair: Models, their optimizer and its schedulers.
+        bundle: Models, their optimizer and its schedulers.
         plugins: All plugins, in the order in which they are applied.
-        strategy: The strategy, which plugins may ask.
-        after_step: Called after each step of the optimizer.
+        strategy: The strategy, which plugins may use.
+        after_step: A function to call after each step of the optimizer.
 
     Returns:
-        What has become of the pair's objects, by the `id` of what was given; and what takes `after_step` away from the
-        optimizer again.
+        What each object of the bundle has become, by the `id` of the argument; and the handle that removes
+        `after_step` from the optimizer, None without an optimizer.
     """
-    before = [*pair.models, pair.optimizer, *pair.schedulers]
-    model = pair.module
+    before = [*bundle.models, bundle.optimizer, *bundle.schedulers]
+    model = bundle.module
     for plugin in plugins:
         with together(f"plugin {plugin.name!r}", None):
-            if plugin.name in ("zero", "precision") and pair.sizes is None:
-                pair.sizes = strategy.sizes_of(model, pair.optimizer)
-            model = plugin.setup_model(model, pair.optimizer, strategy)
-            if pair.optimizer is not None:
-                pair.optimizer = plugin.setup_optimizer(pair.optimizer, model, strategy)
+            # The sizes are those of whole parameters on this rank, before ZeRO packs them and before they are cast.
+            if plugin.name in ("zero", "precision") and bundle.sizes is None:
+                bundle.sizes = strategy.sizes_of(model, bundle.optimizer)
+            model = plugin.setup_model(model, bundle.optimizer, strategy)
+            if bundle.optimizer is not None:
+                bundle.optimizer = plugin.setup_optimizer(bundle.optimizer, model, strategy)
     with together("routers", None):
         pipeline = strategy.groups["pipeline"] if strategy.schedule is not None else None
         travels = pipeline is not None and any(agree(None, adds_losses(model), pipeline).values())
-        pair.factor = LossFactor(model, travels=travels, device=strategy.device)
-    pair.models = list(model) if isinstance(model, nn.ModuleList) and len(pair.models) > 1 else [model]
-    for one in pair.models:
-        if hasattr(model, "no_sync"):  # what torch.compile returns has the one of the module inside
+        bundle.factor = LossFactor(model, travels=travels, device=strategy.device)
+    bundle.models = list(model) if isinstance(model, nn.ModuleList) and len(bundle.models) > 1 else [model]
+    for one in bundle.models:
+        if hasattr(model, "no_sync"):  # torch.compile returns a wrapper, which lacks the attribute of the module inside
             one.__dict__["no_sync"] = model.no_sync
-    if isinstance(pair.optimizer, MixedOptimizer) and pair.optimizer.scaling.scale is not None:
-        pair.schedulers = [pair.optimizer.schedule(scheduler) for scheduler in pair.schedulers]
+    if isinstance(bundle.optimizer, MixedOptimizer) and bundle.optimizer.scaling.scale is not None:
+        bundle.schedulers = [bundle.optimizer.schedule(scheduler) for scheduler in bundle.schedulers]
     handle = None
     with together("gradient handlers", None):
-        if pair.optimizer is not None:
+        if bundle.optimizer is not None:
             kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
-            _complete_before_step(pair.optimizer, make_handlers(kinds, model, pair.optimizer, strategy.groups))
-            handle = pair.optimizer.register_step_post_hook(after_step)
-    after = [*pair.models, pair.optimizer, *pair.schedulers]
+            _complete_before_step(bundle.optimizer, make_handlers(kinds, model, bundle.optimizer, strategy.groups))
+            handle = bundle.optimizer.register_step_post_hook(after_step)
+    after = [*bundle.models, bundle.optimizer, *bundle.schedulers]
     for one in (*before, *after):
         if one is not None:
-            one.__dict__[_MARK] = True
+            one.__dict__[MARK] = True
     return {id(old): new for old, new in zip(before, after, strict=True)}, handle
 
 
 def _complete_before_step(optimizer: Optimizer, handlers: Sequence[GradientHandler]) -> None:
-    """Lets handlers complete the gradients before each step."""
+    """Let gradient handlers complete the gradients before each step of an optimizer."""
 
     def complete(_: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if any(given is not None for given in (*args[1:], *keywords.values())):
-            raise ValueError("step() was given a closure; call Strategy.backward() first, then step() without one")
+            raise ValueError(
+                "step() received a closure, which it would run before the gradients are complete; call "
+                "Strategy.backward() first, then step() without arguments"
+            )
         for handler in handlers:
             handler.handle_gradient()
 

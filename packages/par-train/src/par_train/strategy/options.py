@@ -1,8 +1,8 @@
-"""The options of a strategy."""
+"""The options of a strategy, checked before anything communicates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from par_groups import ProcessGroups
 from par_plan import read_budget
@@ -11,73 +11,79 @@ from par_recompute import Keep, Layers
 
 from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from .plugin import Plugin
-from .recompute import policy_of
+from .settings import policy_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The options of a strategy: the keywords of `Strategy`, whose documentation says what each of them means.
+    """The keywords of `Strategy`, checked and frozen; `Strategy` documents each of them.
 
     Raises:
-        ValueError, TypeError: A value that makes no sense.
+        ValueError, TypeError: An option has a wrong value, or two options contradict each other.
     """
 
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = "fp32"
+    parallel: Mapping[str, Any] | ProcessGroups = field(default_factory=dict)
+    precision: str | Mapping[str, Any] = "fp32"
     zero: int | Mapping[str, Any] = 0
     clip_norm: float | None = None
     pipeline: Mapping[str, Any] = field(default_factory=dict)
-    mixed: Mapping[str, Any] = field(default_factory=dict)
+    recompute: Any = None
+    memory: Mapping[str, Any] | None = None
     gradient_handlers: Sequence[Mapping[str, Any]] = DEFAULT
     plugins: Sequence[Plugin | str] = ()
     device: str = "auto"
     seed: int = 0
-    groups: ProcessGroups | None = None
-    name: str = ""
-    recompute: Any = None
-    memory: Mapping[str, Any] | None = None
-    readers: Literal["one", "every"] = "one"
+    broadcast_batches: bool = True
 
     def __post_init__(self) -> None:
         for name, given in (("plugins", self.plugins), ("gradient_handlers", self.gradient_handlers)):
-            if isinstance(given, str) or not isinstance(given, Sequence):  # a string would be taken letter by letter
+            # A string is a sequence too: each of its letters would be looked up as a plugin.
+            if isinstance(given, str) or not isinstance(given, Sequence):
                 raise TypeError(f"{name}={given!r}: it must be a list; pass {name}=[{given!r}]")
-        precision_of(self.precision)
         policy_of(self.recompute)
         read_budget(self.memory)
         if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
-        if self.readers not in ("one", "every"):
-            raise ValueError(f"readers is {self.readers!r}; it can be 'one' or 'every'")
+            raise ValueError(f"zero={self.stage!r}: it must be 0, 1, 2 or 3; pass one of these")
+        if not isinstance(self.broadcast_batches, bool):
+            raise TypeError(f"broadcast_batches={self.broadcast_batches!r}: it must be a bool; pass True or False")
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
         if own:
-            raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
-        autocast = precision_of(self.precision).autocast
-        if self.stage == 3 and autocast is not None and "param_dtype" not in self.zero_keywords:
+            raise ValueError(f"pipeline={dict(self.pipeline)}: the strategy sets {own[0]!r} itself; remove it")
+        name = self.precision_name
+        is_autocast = precision_of(name).autocast is not None
+        if self.stage == 3 and is_autocast and "param_dtype" not in self.zero_keywords:
             raise ValueError(
-                f"zero is 3 with precision {self.precision!r}, which would keep a cast copy of every weight until "
-                f"backward; use precision {self.precision.removesuffix('-amp')!r}, whose weights are gathered in 16 "
-                "bits, or zero=2"
+                f"zero=3 with precision={name!r}: autocast would keep a cast copy of every weight until backward; use "
+                f"precision={name.removesuffix('-amp')!r}, which gathers weights in 16 bits, or zero=2"
             )
-        if self.groups is not None and self.parallel:
-            raise ValueError(f"parallel is {dict(self.parallel)} and groups are given; give one of them")
         if self.stage and not self.shards:
             raise ValueError(
-                f"zero is {self.stage}, which reduces gradients itself, but gradient_handlers leave out "
-                f"{DATA_PARALLEL!r}; add it, or use zero=0"
+                f"zero={self.stage}: it reduces gradients itself, but gradient_handlers lacks {DATA_PARALLEL!r}; add "
+                "it, or use zero=0"
             )
-
         if self.memory is not None and "offload" in self.zero_keywords:
-            raise ValueError(f"memory is {dict(self.memory)}, and zero has an offload of its own; give one of them")
+            raise ValueError(f"memory={dict(self.memory)}: zero has an `offload` of its own; pass one of them")
         if self.memory is not None and not self.shards:
             raise ValueError(
-                f"memory is {dict(self.memory)}, but gradient_handlers leave out {DATA_PARALLEL!r}, which keeps "
-                "what lies elsewhere; add it, or leave memory out"
+                f"memory={dict(self.memory)}: gradient_handlers lacks {DATA_PARALLEL!r}, which does the offloading; "
+                "add it, or remove memory"
             )
 
     @property
+    def precision_keywords(self) -> dict[str, Any]:
+        """The keywords of `par_precision.mixed`, `precision` among them."""
+        given = self.precision if isinstance(self.precision, Mapping) else {"precision": self.precision}
+        return {"precision": "fp32", "clip_norm": self.clip_norm, **given}
+
+    @property
+    def precision_name(self) -> str:
+        """The name of the precision, such as "bf16"."""
+        name: str = self.precision_keywords["precision"]
+        return name
+
+    @property
     def zero_keywords(self) -> dict[str, Any]:
-        """The keywords of `par_zero.shard`."""
+        """The keywords of `par_zero.shard`, `stage` among them."""
         return {"stage": 0, **self.zero} if isinstance(self.zero, Mapping) else {"stage": self.zero}
 
     @property
@@ -88,20 +94,20 @@ class StrategyOptions:
 
     @property
     def shards(self) -> bool:
-        """Whether par-zero averages gradients, and not a handler of the user's."""
+        """Whether par-zero averages gradients, rather than a gradient handler of the user's."""
         return any(kind == DATA_PARALLEL for kind, _ in kinds_of(self.gradient_handlers or DEFAULT))
 
     def described(self) -> str:
-        """What all ranks must have alike, as text."""
+        """A text that must be identical on all ranks."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
-        again = policy_of(self.recompute)
-        fields: tuple[Any, ...] = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
-        fields += (self.name, self.memory, self.readers, repr(again) if isinstance(again, Layers | Keep) else again)
-        return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
+        policy = policy_of(self.recompute)
+        fields: tuple[Any, ...] = (self.parallel, self.precision, self.zero, self.clip_norm, self.pipeline, self.seed)
+        fields += (self.memory, self.broadcast_batches, repr(policy) if isinstance(policy, Layers | Keep) else policy)
+        return repr(_plain((*fields, self.gradient_handlers, plugins)))
 
 
 def _plain(value: Any) -> Any:
-    """The value without objects, whose addresses differ between ranks: their types stand for them."""
+    """Replace objects by the names of their types, since their addresses differ between ranks."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

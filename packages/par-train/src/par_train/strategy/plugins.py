@@ -13,30 +13,43 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, attributes, together
 from par_layers import initialize, parallelize
-from par_plan import (
-    Budget,
-    BudgetPlan,
-    MeasuredStep,
-    TrainingJob,
-    pipeline_cost,
-    plan_budget,
-    plan_measured,
-    read_budget,
-)
+from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import Offload, OnDisk, count_bytes_of_steps, make_alike_, on_disk, recall, shard, slots_of_steps
 
-from .existing import pretrained_of
+from .handlers import kinds_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
-from .plugin import Plugin
-from .recompute import policy_of
+from .options import StrategyOptions
+from .plugin import Plugin, check_support, find_plugin, in_order
+from .pretrained.causal import pretrained_of
+from .settings import policy_of
 from .setup import Setup
 from .stages import Stages, build_model_stages, build_stages, leave_foreign_
 
 
-class Adopted(Plugin):
+def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
+    """Return the built-in plugins that the options need and the user's, in the order in which they are applied.
+
+    Args:
+        options: The options of the strategy.
+        device: The device type, such as "cuda".
+
+    Raises:
+        ValueError, TypeError: A plugin or a gradient handler is unknown, or plugins contradict each other.
+    """
+    kinds_of(options.gradient_handlers)
+    recompute = [RecomputePlugin()] if options.recompute or options.memory is not None else []
+    zero = [ZeroPlugin()] if options.shards else []
+    first: list[Plugin] = [TensorPlugin(), PipelinePlugin(), DevicePlugin()]
+    built_in = [*first, *recompute, TiedPlugin(), *zero, PrecisionPlugin()]
+    plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
+    check_support(plugins, device, options.precision_name)
+    return plugins
+
+
+class TensorPlugin(Plugin):
     """Cuts models that know nothing of ranks over the tensor group, and deals their experts out over ranks.
 
     Those are models of transformers, and those with a plan.
@@ -56,13 +69,13 @@ class Adopted(Plugin):
                 parallelize(each, strategy.groups, "auto" if plan is None else plan)
         if optimizer is not None:
             cut_state_(optimizer, model)
-        if optimizer is not None and not any(isinstance(plugin, Zero) for plugin in strategy.plugins):
+        if optimizer is not None and not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins):
             options = strategy.options.zero_keywords
             check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)  # only now are there records
         return model
 
 
-class Pipelined(Plugin):
+class PipelinePlugin(Plugin):
     """Keeps this rank's stages of a model, and takes the others' parameters out of its optimizer."""
 
     name = "pipeline"
@@ -93,10 +106,10 @@ class Pipelined(Plugin):
         return model
 
 
-class Device(Plugin):
+class DevicePlugin(Plugin):
     """Brings what this rank has to the device, and batches. par-layers' layers get their memory and values there.
 
-    At stage 3 `Zero` does that, one unit after the other, so that the whole model never needs memory.
+    At stage 3 `ZeroPlugin` does that, one unit after the other, so that the whole model never needs memory.
     """
 
     name = "device"
@@ -122,7 +135,7 @@ class Device(Plugin):
         return dataloader
 
 
-class Recompute(Plugin):
+class RecomputePlugin(Plugin):
     """Lets layers of models that are trained keep less for backward, and compute the rest again.
 
     Where there is a budget of memory it is spent here, where this rank's part of the model is known. It comes after
@@ -166,7 +179,6 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
             "memory is one budget, and was spent on another optimizer; give each a Strategy of its own, or say what "
             "lies where with zero=dict(stage=..., offload=...)"
         )
-    options = strategy.options
     optimizers = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     widths = [
@@ -183,12 +195,7 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
         budget,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
         ranks=[strategy.groups.size(axes) for axes in (strategy.averaged_over, EXPERT_COPIES)[: len(sizes.parts)]],
-        job=TrainingJob(
-            batch=1,
-            zero=options.stage,
-            precision=options.precision,
-            microbatches=1 if strategy.schedule is None else strategy.schedule.microbatches,
-        ),
+        job=strategy.job(),
         gloo=strategy.device.type == "cpu",
         measures=measures,
     )
@@ -237,7 +244,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-class Tied(Plugin):
+class TiedPlugin(Plugin):
     """Makes alike, and keeps so, the parameters that stages of several ranks use, once they lie where they stay."""
 
     name = "tied"
@@ -251,7 +258,7 @@ class Tied(Plugin):
         return model
 
 
-class Zero(Plugin):
+class ZeroPlugin(Plugin):
     """Data parallelism: gradients are averaged during backward, and nothing is kept twice that need not be."""
 
     name = "zero"
@@ -267,7 +274,7 @@ class Zero(Plugin):
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
             others = share_of_experts(model, strategy.groups)
             return make_alike_(model, group=strategy.groups[averaged], others=others)
-        precision = precision_of(options.precision)
+        precision = precision_of(options.precision_name)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
             stay = _computed_buffers(model) | {id(buffer) for buffer in kept_buffers(model)}
@@ -303,8 +310,8 @@ def _is_abstract(model: nn.Module) -> bool:
 
 def _zero_fills(strategy: Setup) -> bool:
     """Whether parameters may stay on the meta device until they are cut: nobody comes between that needs values."""
-    kinds = [type(plugin) for plugin in strategy.plugins if type(plugin) is not Recompute]  # which has hooks alone
-    follows = kinds[kinds.index(Device) + 1 :][:2] == [Tied, Zero]
+    kinds = [type(plugin) for plugin in strategy.plugins if type(plugin) is not RecomputePlugin]  # it adds hooks only
+    follows = kinds[kinds.index(DevicePlugin) + 1 :][:2] == [TiedPlugin, ZeroPlugin]
     return follows and strategy.options.stage == 3 and strategy.schedule is None
 
 
@@ -316,7 +323,7 @@ def _fill(strategy: Setup, unit: nn.Module, prefix: str) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-class Precision(Plugin):
+class PrecisionPlugin(Plugin):
     """Casts, loss scale, clipping and skipped steps."""
 
     name = "precision"
@@ -324,15 +331,13 @@ class Precision(Plugin):
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Setup) -> Optimizer:
         """The one that goes on wraps the user's."""
         options = strategy.options
-        given, found = mixed(
-            model,
-            optimizer,
-            options.precision,
-            group=dist.group.WORLD,
-            **{"replicas": strategy.groups[strategy.averaged_over], "clip_norm": options.clip_norm, **options.mixed},
-        )
+        keywords = {"replicas": strategy.groups[strategy.averaged_over], **options.precision_keywords}
+        given, found = mixed(model, optimizer, group=dist.group.WORLD, **keywords)
         if given is not model:
-            raise ValueError(f"under {options.precision!r} an nn.Linear alone is replaced; put it in an nn.Sequential")
+            raise ValueError(
+                f"precision={options.precision_name!r}: it replaces an nn.Linear, which is this whole model; put the "
+                "layer in an nn.Sequential"
+            )
         return found
 
 

@@ -1,105 +1,124 @@
-"""What is decided before there is a model: options, this rank's place, groups, the schedule of a pipeline."""
+"""The parts of a strategy that exist before a model does: options, groups, plugins and the schedule of a pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
+from par_data import check_last_batch
+from par_groups import Axes, Channels, ProcessGroups, Topology, agree, check_alike, launch
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
-from par_plan import NUMBER_WIDTHS, BudgetPlan, ModelSizes, model_sizes
+from par_plan import NUMBER_WIDTHS, ModelSizes, TrainingJob, model_sizes
 from par_zero import ShardOptions, Share
 
-from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes
+from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes, replica_axes
 from .mixture.share import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
-from .schedules import make_schedule, microbatches_of
+from .settings import make_schedule, microbatches_of
 
-
-def check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
-    """Checks that there are the groups that a strategy needs.
-
-    Args:
-        topology: The axes.
-        groups: Live groups that were given; None: they are made as the topology says.
-
-    Raises:
-        ValueError: Gradients are averaged over axes over which there is no group, or an axis "expert" says nothing of
-            who has which experts.
-    """
-    apart = data_axes(topology)
-    if apart != "data" and EXPERTS not in topology.views:
-        raise ValueError(
-            f"the topology has expert={topology.size('expert')} and no view {EXPERTS!r}, which says who has which "
-            "experts; make it with Topology.from_config"
-        )
-    if groups is not None:
-        groups[averaged_over(topology)]
-        if EXPERTS in topology.views:
-            groups["data", "expert_data"]
+if TYPE_CHECKING:
+    from par_plan import BudgetPlan
 
 
 class Setup:
-    """What plugins may ask a strategy, which is one: its attributes are documented there."""
+    """The part of a strategy that plugins may use; `Strategy` documents its attributes.
 
-    options: StrategyOptions
-    environment: Environment
-    groups: ProcessGroups
-    device: torch.device
-    schedule: Schedule | None
-    plugins: list[Plugin]
-    _owns_groups: bool
-    _private_groups: dict[Axes, int]
-    plans: Mapping[nn.Module, Any]
-    spent: BudgetPlan | None
+    Args:
+        options: The keywords of `Strategy`.
+        choose_plugins: A function of the checked options that returns the plugins in their order.
+
+    Raises:
+        ValueError, TypeError: An option has a wrong value, or options differ between ranks; on every rank.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]
+    ) -> None:
+        with ExitStack() as started:  # if anything below raises, whatever was started ends
+            device = options["device"]
+            self.environment = started.enter_context(launch(device=None if device == "auto" else device))
+            self.device = self.environment.device
+            self.options, self.plugins = StrategyOptions(), []
+            problem: Exception | None = None
+            given = options["parallel"]
+            try:
+                self.options = StrategyOptions(**options)
+                self.plugins = choose_plugins(self.options, self.device.type)
+                if isinstance(given, ProcessGroups):
+                    topology = given.topology
+                else:
+                    topology = Topology.from_config(given, self.environment.world_size)
+                _check_axes(topology, given if isinstance(given, ProcessGroups) else None)
+            except Exception as error:  # of any kind: every rank raises what one rank has raised
+                problem = error
+            check_alike(agree(problem, self.options.described(), None), "options")
+            # Groups that plugins and data loaders use are made here, once: ranks make groups together, in one order.
+            shared = [data_axes(topology), *([replica_axes(topology)] if self.options.broadcast_batches else [])]
+            if isinstance(given, ProcessGroups):
+                self.groups = given
+                for axes in shared:
+                    self.groups.add(axes)
+            else:
+                self.groups = started.enter_context(ProcessGroups(topology, device=self.device, declare=shared))
+            self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
+            self.started = started.pop_all()  # they run until close()
+        self._closed = False
+        self._private_groups: dict[Axes, int] = {}
+        self.plans: Mapping[nn.Module, Any] = {}  # of the models that are being initialized
+        self.spent: BudgetPlan | None = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the strategy is closed; make a new Strategy(...), and initialize new objects with it")
 
     @cached_property
     def layers(self) -> LayerSet:
-        """The layers of the tensor mode; those of one device, where there is none."""
+        """The layers of the tensor mode; layers of one device if there is no tensor axis."""
         return layer_set("auto", self.groups)
 
     @property
     def context(self) -> Context:
-        """What cuts batches over the ranks of the axis `sequence`, and attends over them: that of `layers`.
+        """The context parallelism of `layers`: it splits batches along the sequence and computes attention over them.
 
-        Without such an axis it cuts nothing, so that a loop can be written once.
+        Without an axis `sequence` it splits nothing, so that one loop serves both cases.
         """
         return self.layers.context
 
     @property
     def data_axes(self) -> Axes:
-        """The axes whose ranks see other samples: "data", and "expert" where experts have ranks of their own."""
+        """The axes whose ranks read different samples: "data", and "expert" if experts have ranks of their own."""
         return data_axes(self.groups.topology)
 
     @property
     def averaged_over(self) -> Axes:
-        """The axes over which gradients are averaged: those of the data, and "sequence" where a sequence is cut."""
+        """The axes over which gradients are averaged: the data axes, and "sequence" if the sequence is split."""
         return averaged_over(self.groups.topology)
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether each sequence is cut over several ranks."""
+        """Whether each sequence is split over several ranks."""
         return cuts_sequence(self.groups.topology)
 
     @property
     def deals_experts(self) -> bool:
-        """Whether experts are dealt out over ranks, which the topology's view "experts" tells."""
+        """Whether experts are distributed over ranks: the topology then has a view "experts"."""
         return EXPERTS in self.groups.topology.views
 
     def private_group(self, axes: Axes) -> dist.ProcessGroup | None:
-        """Another communicator over `axes`, which nothing else uses and which ends with the strategy. Collective.
+        """Make another communicator over `axes` that nothing else uses and that ends with the strategy. Collective.
 
         Returns:
-            None where the groups are not this strategy's own, and so end with another one.
+            The communicator; None if the groups belong to the caller and may outlive this strategy.
         """
-        if not self._owns_groups:
+        if isinstance(self.options.parallel, ProcessGroups):
             return None
         if self.groups.size(axes) == 1:
             return self.groups[axes]
@@ -108,28 +127,31 @@ class Setup:
         return self.groups.channels(axes, count)[-1]
 
     def inflight_of(self, others: Sequence[Share]) -> int | None:
-        """How many chunks may be reduced at a time: what `zero` says, or what a budget counts; None: any number.
+        """Return how many chunks may be reduced at a time: the option of `zero`, or 2 under a budget; None: no limit.
 
-        At stages 0 to 2 no rank waits in backward where it also exchanges, so that a budget counts all chunks there.
+        At stages 0 to 2 no rank waits in a backward pass in which it also exchanges tokens of experts, so that a budget
+        counts all chunks there.
 
         Args:
-            others: Who shares experts in the place of all data ranks.
+            others: The groups that share experts, instead of all data ranks.
         """
         given: int | None = self.options.zero_keywords.get("inflight")
         bounds = self.options.memory is not None and (self.options.stage == 3 or not others)
         return 2 if given is None and bounds else given
 
     def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSizes:
-        """The sizes of what this rank has of a model, as its data ranks will share it.
+        """Return the sizes of this rank's part of a model, as its data ranks will shard it.
 
         Args:
-            model: The model, whose parameters have been made.
-            optimizer: Its optimizer; None: it is only run.
+            model: The model, whose parameters exist, perhaps on the meta device.
+            optimizer: Its optimizer; None for a model that only runs forward.
         """
         given, ranks = self.options.zero_keywords, self.groups.size(self.averaged_over)
         options = ShardOptions(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
-        parameters, numbers = list(model.parameters()), NUMBER_WIDTHS[self.options.precision]
-        if parameters:  # what will be cast before it is packed has more elements in as many bytes
+        parameters, numbers = list(model.parameters()), NUMBER_WIDTHS[self.options.precision_name]
+        if parameters:
+            # par-zero counts the bytes of a bucket in the dtype that it packs: if parameters are cast to a narrower
+            # dtype first, as many bytes hold more elements.
             trained = optimizer is not None and all(each.requires_grad for each in parameters)
             more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
             options = replace(options, bucket=options.bucket_of(ranks) * max(1, more))
@@ -145,9 +167,15 @@ class Setup:
             experts=experts[0] if experts else ((), 1),
         )
 
+    def job(self) -> TrainingJob:
+        """Return the description of a training step from which par-plan predicts its cost."""
+        options = self.options
+        microbatches = 1 if self.schedule is None else self.schedule.microbatches
+        return TrainingJob(batch=1, zero=options.stage, precision=options.precision_name, microbatches=microbatches)
+
     @property
     def sequence_ranks(self) -> int:
-        """Over how many tensor ranks activations between two layers of an existing model are cut."""
+        """The number of tensor ranks over which the activations between two layers of an existing model are split."""
         return self.groups.size("tensor") if self.layers.rules.residual.sequence else 1
 
     @property
@@ -156,9 +184,42 @@ class Setup:
         return self.environment.is_master
 
     def make_schedule(self) -> Schedule:
-        """The schedule of a pipeline; without one, that of a single rank that takes one microbatch after the other."""
+        """Make the schedule of the pipeline; without a pipeline, one rank runs the microbatches consecutively."""
         ranks, options = self.groups.size("pipeline"), self.options.pipeline
         microbatches = microbatches_of(options.get("microbatches", 0), ranks)
         if ranks == 1:
             return schedule("1f1b", 1, microbatches)
         return make_schedule(options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.stage)
+
+    def check_last_batch(self, loader: DataLoader[Any], replicas: int = 1) -> None:
+        """Check that the last batch of an epoch has a row for each microbatch of each replica.
+
+        Without a pipeline and data ranks, `Execution` runs a small batch in fewer microbatches instead.
+
+        Args:
+            loader: The data loader.
+            replicas: The number of data ranks that share its batches.
+
+        Raises:
+            ValueError: The last batch is too small.
+        """
+        if self.schedule is not None or self.groups.size(self.data_axes) > 1:
+            check_last_batch(loader, replicas * self.make_schedule().microbatches)
+
+
+def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
+    """Check that the groups exist that a strategy needs.
+
+    Raises:
+        ValueError: Live groups lack one over which gradients are averaged, or an axis "expert" does not specify who
+            has which experts.
+    """
+    if data_axes(topology) != "data" and EXPERTS not in topology.views:
+        raise ValueError(
+            f"the topology has expert={topology.size('expert')} and no view {EXPERTS!r}, which specifies who has "
+            "which experts; make it with Topology.from_config"
+        )
+    if groups is not None:
+        groups[averaged_over(topology)]
+        if EXPERTS in topology.views:
+            groups["data", "expert_data"]

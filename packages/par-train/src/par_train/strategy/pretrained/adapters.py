@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from par_checkpoint import load
 from par_groups import sharding_of
 
-from ..existing import PathLike, pretrained_of
+from .causal import PathLike, pretrained_of
 from .draw import draw_adapter_, fill_part_
 
 PREFIX = "base_model.model."

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from par_checkpoint import save
 from par_groups import agree, attributes, set_sharding, sharding_of, together
 
-from ..existing import PathLike, pretrained_of
 from .adapters import (
     CONFIG,
     FILE,
@@ -24,6 +23,7 @@ from .adapters import (
     read_,
     write_config,
 )
+from .causal import PathLike, pretrained_of
 
 
 def save_adapters(model: nn.Module, path: PathLike) -> None:

@@ -14,12 +14,12 @@ from par_groups import together
 from par_layers import parallelize
 
 from ..._disk import config_file
-from ..existing import PathLike, Plan, sees_later_tokens
-from ..sequence import attend_over_, check_pretrained
 from ..setup import Setup
 from ..stages import build_model_stages
 from .adapters import base_name, fill_adapters_, put_around_
+from .causal import PathLike, Plan, sees_later_tokens
 from .draw import draw_
+from .sequence import attend_over_, check_pretrained
 
 
 def make_part(

@@ -22,9 +22,9 @@ from par_groups import ProcessGroups
 from par_layers import Context, parallelization_of
 from par_pipeline import Pipeline
 
-from .existing import TOKENS, logits_of, pretrained_of
+from ..stages import Stages
+from .causal import TOKENS, logits_of, pretrained_of
 from .sequence import cut_dict
-from .stages import Stages
 
 Ends = int | Sequence[int] | Literal["auto"] | None
 """Tokens that end a text: one, several, those that a model of transformers has in its config, or none."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from par_train.strategy.pairs import find_pairs
+from par_train.strategy.bundles import find_bundles
 
 
 def sgd(*models):
@@ -16,7 +16,7 @@ def test_models_find_their_optimizers_and_these_their_schedulers():
     actor, critic, teacher = nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(4, 4)
     of_critic, of_actor = sgd(critic), sgd(actor)
     scheduler = LambdaLR(of_actor, lambda _: 1.0)
-    pairs = find_pairs([actor, critic, teacher], [of_critic, of_actor], [scheduler])
+    pairs = find_bundles([actor, critic, teacher], [of_critic, of_actor], [scheduler])
     assert [each.models for each in pairs] == [[actor], [critic], [teacher]]
     assert [each.optimizer for each in pairs] == [of_actor, of_critic, None]
     assert [each.schedulers for each in pairs] == [[scheduler], [], []]
@@ -24,7 +24,7 @@ def test_models_find_their_optimizers_and_these_their_schedulers():
 
 def test_models_may_share_an_optimizer():
     actor, critic = nn.Linear(2, 2), nn.Linear(3, 3)
-    (found,) = find_pairs([actor, critic], [sgd(actor, critic)], [])
+    (found,) = find_bundles([actor, critic], [sgd(actor, critic)], [])
     assert found.models == [actor, critic]
 
 
@@ -40,7 +40,7 @@ def test_an_optimizer_in_train_mode_has_not_stepped():
     optimizer = Free(model.parameters(), lr=0.1)
     optimizer.train()
     assert optimizer.state
-    assert find_pairs([model], [optimizer], [])[0].optimizer is optimizer
+    assert find_bundles([model], [optimizer], [])[0].optimizer is optimizer
 
 
 def stepped():
@@ -75,11 +75,11 @@ def orphan():
     [
         (stepped, "the SGD has stepped already; initialize first"),
         (abstract, "the Adagrad has made state for parameters that are on the meta device"),
-        (foreign, r"param_groups\[0\].params\[0\] of the SGD, of shape \(3, 5\), is a parameter of no model here"),
-        (twice, "a Linear has two optimizers, SGD and SGD; give them as a list"),
-        (orphan, "the optimizer of the LambdaLR is not here"),
+        (foreign, r"param_groups\[0\].params\[0\] of the SGD, of shape \(3, 5\), is a parameter of no model that init"),
+        (twice, "a Linear has two optimizers, SGD and SGD; pass them as a list"),
+        (orphan, "received a LambdaLR without its optimizer"),
     ],
 )
 def test_what_does_not_belong_together_is_named(make, words):
     with pytest.raises(ValueError, match=words):
-        find_pairs(*make())
+        find_bundles(*make())

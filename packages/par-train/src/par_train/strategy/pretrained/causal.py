@@ -18,7 +18,7 @@ from par_data import IGNORED
 from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
 
-from .stages import Stages
+from ..stages import Stages
 
 Plan = str | Mapping[str, str | Style]
 """How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from par_data import IGNORED
 from par_layers import Context, LayerSet
 
-from .existing import TOKENS, next_labels, pretrained_in, unlike_causal
-from .stages import Stages
+from ..stages import Stages
+from .causal import TOKENS, next_labels, pretrained_in, unlike_causal
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
 
