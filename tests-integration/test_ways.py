@@ -14,7 +14,7 @@ MOST = {
     "load": (10, 46),
     "zero-step": (16, 16),  # one counts bytes, one finds writes outside of a step, one keeps stand-ins for gradients
     "pipeline-step": (17, 17),
-    "strategy-step": (42, 42),  # two of them pass the loss factor to routers; one seeds the next step
+    "strategy-step": (43, 43),  # two of them pass the loss factor to routers; one seeds the next step
 }
 
 

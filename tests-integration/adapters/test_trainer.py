@@ -326,3 +326,23 @@ def test_the_sft_trainer_of_trl(tmp_path):
         assert mine == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
     with pytest.raises(ValueError, match="this ParSFTTrainer has a compute_loss of its own, and over tensor=2"):
         fine_tuned(ParSFTTrainer, tmp_path, 4, strategy={"parallel": {"tensor": CUT}})
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_trained_model_runs_its_causal_loss_in_execute_pipeline(tmp_path):
+    """The Trainer wraps the model's loss function, which stays the causal one."""
+    for strategy in ({}, {"parallel": {"tensor": CUT}}):
+        trainer = ParTrainer(
+            make_model(),
+            arguments(tmp_path, max_steps=1, eval_strategy="no", save_strategy="no", load_best_model_at_end=False),
+            train_dataset=list(rows()),
+            strategy=strategy,
+        )
+        trainer.train()
+        batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(2)])}
+        model = trainer.model_wrapped
+        loss = trainer.strategy.execute_pipeline(iter([batch]), model, None, forward_only=True)
+        with torch.no_grad():
+            expected = model(**batch, labels=batch["input_ids"]).loss
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)  # fp32: a mean in another order
+        trainer.strategy.close()

@@ -194,3 +194,61 @@ def test_split_of_ones_own_gets_the_batch_as_it_is():
         model, optimizer = initialized(strategy)
         batch = (torch.ones(2, 1), torch.ones(2, 1))
         assert strategy.execute_pipeline(iter([batch]), model, functional.mse_loss, optimizer) >= 0
+
+
+class Split(nn.Module):
+    """Two layers over tensor ranks, which take and return full activations."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.up, self.down = layers.ColumnLinear(4, 8), layers.RowLinear(8, 4)
+
+    def forward(self, x, scale=1.0):
+        return self.down(self.up(x)) * scale
+
+
+@pytest.mark.ranks(2)
+def test_model_called_with_differing_inputs_raises_on_all_ranks():
+    """In calls 1, 2, 4, 8, ... of training, and counted apart in those of evaluation."""
+    with Strategy(**TENSOR) as strategy:
+        model = Split(strategy.layers)
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        same, mine = torch.ones(3, 4), torch.full((3, 4), float(dist.get_rank()))
+        rule = r"the inputs of Split: ranks \[1\] have another batch than rank 0, and all ranks of a replica"
+        for inputs, keywords in ((mine, {}), (same, {"scale": 1.0 + dist.get_rank()})):
+            strategy.comparison.restart()
+            with pytest.raises(ValueError, match=rule):
+                model(inputs, **keywords)
+        strategy.comparison.restart()
+        for inputs in (same, same, mine):  # the third call is not compared
+            strategy.backward(model(inputs).sum(), optimizer)
+        model.eval()
+        for inputs in (same, same, mine):
+            model(inputs)
+        with pytest.raises(ValueError, match=rule):
+            model(mine)
+        model.train()
+        with pytest.raises(ValueError, match=rule):
+            model(mine)
+
+
+@pytest.mark.ranks(2)
+def test_model_of_layers_that_take_parts_may_get_differing_inputs():
+    with Strategy(parallel={"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}) as strategy:
+        model = Split(strategy.layers)
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        strategy.backward(model(torch.full((1, 3, 4), float(dist.get_rank()))).sum(), optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_microbatches_of_a_compared_batch_are_not_compared():
+    with Strategy(**TENSOR, pipeline={"microbatches": 2}) as strategy:
+        model = Split(strategy.layers)
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        counted = []
+        compared = strategy.comparison.compared
+        strategy.comparison.compared = lambda read, name: counted.append(name) or compared(read, name)
+        for _ in range(3):
+            batch = (torch.ones(4, 4), torch.ones(4, 4))
+            strategy.execute_pipeline(iter([batch]), model, functional.mse_loss, optimizer)
+        assert counted == ["data_iter=list_iterator"] * 2  # calls 1 and 2

@@ -1,8 +1,8 @@
-"""What a model adds to the loss of its tokens, such as the balance of its routers, in a Trainer's step.
+"""The auxiliary losses of a model, such as load balancing, in the training step of a Trainer.
 
 The Trainer divides the loss of each batch by the tokens of the whole step, which it passes as `num_items_in_batch`, and
-adds up the batches of all data ranks and all accumulated parts. What a model adds to that loss is a mean already, so
-the sum would have it once for each rank and each part.
+sums over the batches of all data ranks and all accumulated microbatches. An auxiliary loss that the model adds is a
+mean already, so the sum would count it once for each rank and each microbatch.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,33 +15,33 @@ from par_data import IGNORED
 from .._torch_private import version_of
 from ..strategy.pretrained.causal import pretrained_of
 
-_Noted = tuple[Tensor, int, Tensor]
-"""A loss, its version, and a copy of it to which nothing is added."""
+_Recorded = tuple[Tensor, int, Tensor]
+"""A loss, its version counter, and a copy of it to which nothing is added."""
 
 
-class Additions:
-    """Weighs additions by the part that a batch has of the tokens of its step.
+class AuxiliaryLosses:
+    """Forward hooks that weigh auxiliary losses by the batch's part of the tokens of the step.
 
-    An addition is known as the difference between a model's loss and what its `loss_function` gave, whatever the model
-    calls it and wherever its factor is kept.
+    An auxiliary loss is the difference between the model's loss and the result of its `loss_function`, under whatever
+    name the model keeps it and its coefficient.
 
     Args:
-        pretrained: The model of transformers, whose `loss_function` is called once in a forward that adds to it.
+        pretrained: The transformers model. A forward that adds auxiliary losses calls its `loss_function` once.
         shifts: Whether the Trainer counts labels of the next token.
     """
 
     def __init__(self, pretrained: Any, *, shifts: bool) -> None:
         self._shifts = shifts
-        self._losses: list[_Noted] = []
-        pretrained.loss_function = _Noting(pretrained.loss_function, self._losses)
+        self._losses: list[_Recorded] = []
+        pretrained.loss_function = _RecordingLoss(pretrained.loss_function, self._losses)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forgets what an earlier forward gave."""
+        """Drop the losses of an earlier forward."""
         del module, args
         self._losses.clear()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], outputs: Any) -> Any:
-        """The outputs, with the loss that adds up to one device's."""
+        """Return the outputs with a loss that sums up to the loss of one device."""
         del module, args
         items, labels = keywords.get("num_items_in_batch"), self._labels(keywords)
         if items is None or labels is None or len(self._losses) != 1:
@@ -54,12 +54,12 @@ class Additions:
         count = (labels != IGNORED).sum()
         weighed = of_tokens + (loss - of_tokens) * (count / items)
         if isinstance(outputs, Mapping):
-            outputs["loss"] = weighed  # type: ignore[index]  # transformers' outputs are assigned to so
+            outputs["loss"] = weighed  # type: ignore[index]  # transformers' outputs allow assignment
             return outputs
         return (weighed, *outputs[1:])
 
     def _labels(self, keywords: dict[str, Any]) -> Tensor | None:
-        """The labels that the Trainer has counted."""
+        """Return the labels that the Trainer has counted."""
         shifted, labels = keywords.get("shift_labels"), keywords.get("labels")
         if shifted is not None or labels is None:
             return shifted
@@ -67,40 +67,40 @@ class Additions:
         return own
 
 
-class _Noting:
-    """In the place of a model's `loss_function`: the same, and notes what it gave.
+class _RecordingLoss:
+    """A model's `loss_function` that records its results.
 
     Args:
-        function: The function.
-        losses: What it gave.
+        function: The function, also as `__wrapped__`, so that `inspect.unwrap` finds it.
+        losses: The list to record in.
     """
 
-    def __init__(self, function: Callable[..., Any], losses: list[_Noted]) -> None:
-        self._function, self._losses = function, losses
+    def __init__(self, function: Callable[..., Any], losses: list[_Recorded]) -> None:
+        self.__wrapped__, self._losses = function, losses
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__name__":  # while it is copied
+        if name.startswith("__") and name != "__name__":  # while a copy has no attributes yet
             raise AttributeError(name)
-        return getattr(self.__dict__["_function"], name)
+        return getattr(self.__dict__["__wrapped__"], name)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """The loss; models add to it in place, so that what is noted is another tensor."""
-        loss = self._function(*args, **keywords)
+        """Return the loss. Models add to it in place, so a copy is recorded."""
+        loss = self.__wrapped__(*args, **keywords)
         if isinstance(loss, Tensor):
             self._losses.append((loss, version_of(loss), loss.clone()))
         return loss
 
 
-def weigh_additions_(model: nn.Module, *, shifts: bool) -> None:
-    """Weighs what a model adds to the loss of its tokens, from now on, in forwards with `num_items_in_batch`.
+def weigh_auxiliary_losses_(model: nn.Module, *, shifts: bool) -> None:
+    """Weigh the auxiliary losses of a model from now on, in forwards that receive `num_items_in_batch`.
 
     Args:
-        model: What the Trainer calls: a model of transformers, or one with adapters around it.
+        model: The model that the Trainer calls: a transformers model, or one with adapters around it.
         shifts: Whether the Trainer counts labels of the next token.
     """
     pretrained = pretrained_of(model)
     if pretrained is None or not hasattr(pretrained, "loss_function"):
         return
-    additions = Additions(pretrained, shifts=shifts)
-    model.register_forward_pre_hook(additions.before)
-    model.register_forward_hook(additions.after, with_kwargs=True)
+    losses = AuxiliaryLosses(pretrained, shifts=shifts)
+    model.register_forward_pre_hook(losses.before)
+    model.register_forward_hook(losses.after, with_kwargs=True)

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise missing("transformers", "transformers", "trainer") from error
 
-from ._additions import weigh_additions_
+from ._additions import weigh_auxiliary_losses_
 from ._arguments import check_arguments, check_trainer
 from .accelerate import ParAccelerator
 
@@ -147,8 +147,7 @@ class ParTrainerMixin:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of a batch. Returns what it adds to the mean loss of the step."""
         if not self._runs_batches:
-            self._weigh_additions(model)
-            self._compare(inputs, "training")
+            self._weigh_auxiliary_losses(model)
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return loss
         model.train()
@@ -159,16 +158,11 @@ class ParTrainerMixin:
         replicas = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         return (torch.where(count > 0, mean * count, 0.0) / items * replicas).float()
 
-    def _weigh_additions(self, model: nn.Module) -> None:
+    def _weigh_auxiliary_losses(self, model: nn.Module) -> None:
         """Lets what a model adds to the loss of its tokens count once a step, from its first forward on."""
         if getattr(self, "_weighed", None) is not model:
             self._weighed = model
-            weigh_additions_(model, shifts=getattr(self, "_loss_shifts_labels", True))
-
-    def _compare(self, inputs: Any, of: str) -> None:
-        """Compares first batches over tensor ranks, as `Strategy.execute_pipeline` does where they go through that."""
-        if self.strategy.comparison.is_due(of):
-            self.strategy.comparison.compared(lambda: inputs, f"{of} batches")
+            weigh_auxiliary_losses_(model, shifts=getattr(self, "_loss_shifts_labels", True))
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], optimizer: Any = None, outputs: bool = False) -> Any:
         """The mean loss of a batch and, if asked for, its logits on the last stage; each microbatch has a row."""
@@ -192,8 +186,7 @@ class ParTrainerMixin:
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logits and labels of a batch, on every rank."""
         if not self._runs_batches:
-            self._weigh_additions(model)
-            self._compare(inputs, "evaluation")
+            self._weigh_auxiliary_losses(model)
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
         if not prediction_loss_only and self.strategy.cuts_sequence:
             raise ValueError(

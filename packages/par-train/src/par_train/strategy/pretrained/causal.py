@@ -77,7 +77,8 @@ def unlike_causal(model: nn.Module) -> str | None:
         return f"{kind} moves its logits before"
     if getattr(pretrained.config, "z_loss_coefficient", None):
         return f"{kind} adds {pretrained.config.z_loss_coefficient} of a z-loss"
-    own = pretrained.loss_function  # over tensor ranks, par-layers' own in its place, which says what it does
+    # Over tensor ranks, par-layers replaces the function by one with an attribute `shifts`; a Trainer wraps it.
+    own = inspect.unwrap(pretrained.loss_function)
     shifts: bool = own is losses.ForCausalLMLoss
     if not getattr(own, "shifts", shifts):
         return f"{kind} computes {getattr(own, '__name__', 'its own')}"
