@@ -20,7 +20,15 @@ from travels import draw_travels
 from ways import draw_ways
 
 from par_groups import Topology
-from par_layers import LoadBalancing, Router, RouterLosses, TransformerShape, layer_cost, update_correction_bias_
+from par_layers import (
+    LoadBalancing,
+    Router,
+    RouterConfig,
+    RouterLosses,
+    TransformerShape,
+    layer_cost,
+    update_correction_bias_,
+)
 from par_pipeline import schedule, simulate
 from par_plan import Machine, Shape, TrainingJob, search_configurations
 from par_recompute import frontier, measure
@@ -356,9 +364,10 @@ def draw_memory(path: Path) -> None:
 def draw_expert_load(path: Path) -> None:
     """Routers of three layers that a bias of the choice balances: each expert's tokens over a hundred steps."""
     torch.manual_seed(0)
-    balance = LoadBalancing(bias_rate=2e-3)
+    balance = LoadBalancing(bias_update_rate=2e-3)
+    config = RouterConfig(scoring_func="sigmoid", correction_bias=True)
     routers = nn.ModuleDict(
-        {f"layer {number}": Router(16, 8, 2, score="sigmoid", choice_bias=True, balance=balance) for number in range(3)}
+        {f"layer {number}": Router(16, 8, 2, balance=balance, config=config) for number in range(3)}
     )
     losses, lines = RouterLosses(routers), []
     for step in range(2, 102, 2):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradientReducer, initialize, layer_set
+from par_layers import ExpertConfig, PartialGradientReducer, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
 
@@ -34,7 +34,7 @@ def tokens(replica):
 
 def mixture(layers):
     """Experts, shared ones, and a router, in fp64."""
-    layer = layers.MoE(8, 6, experts=8, top_k=2, shared=1, bias=True)
+    layer = layers.MoE(8, 6, num_experts=8, top_k=2, num_shared_experts=1, expert=ExpertConfig(bias=True))
     initialize(layer, seed=2, dtype=torch.float64)
     return layer
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import LoadBalancing, RouterLosses, initialize, layer_set, update_correction_bias_
+from par_layers import LoadBalancing, RouterConfig, RouterLosses, initialize, layer_set, update_correction_bias_
 from par_pipeline import Pipeline, one_f_one_b, zb_h1
 from par_testing import assert_equal_to_one_device
 
@@ -24,8 +24,10 @@ class Stage(nn.Module):
         self.inner = layers.RMSNorm(WIDTH)
         self.moe = None
         if has_experts:
-            balance = LoadBalancing(aux=0.1, over="microbatch", z=0.01, bias_rate=0.01)
-            self.moe = layers.MoE(WIDTH, 6, 4, 2, shared=1, choice_bias=True, balance=balance)
+            balance = LoadBalancing(aux_loss_coef=0.1, scope="microbatch", z_loss_coef=0.01, bias_update_rate=0.01)
+            self.moe = layers.MoE(
+                WIDTH, 6, 4, 2, num_shared_experts=1, balance=balance, router=RouterConfig(correction_bias=True)
+            )
         initialize(self, seed=3, prefix=f"{number}.", dtype=torch.float64)
 
     def forward(self, x):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import LoadBalancing, Router, RouterLosses, parallelize, update_correction_bias_
+from par_layers import LoadBalancing, Router, RouterConfig, RouterLosses, parallelize, update_correction_bias_
 from par_recompute import Drop, Keep, Ops, ToHost, checkpoint_layers, saved
 
 WIDTH, EXPERTS = 16, 8
@@ -26,8 +26,10 @@ class Block(nn.Module):
     def __init__(self, noise=0.0):
         super().__init__()
         self.norm, self.up, self.act = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()
-        balance = LoadBalancing(aux=0.1, over="microbatch", z=0.01, bias_rate=0.05)
-        self.gate = Router(WIDTH, EXPERTS, 2, score="sigmoid", choice_bias=True, balance=balance)
+        balance = LoadBalancing(aux_loss_coef=0.1, scope="microbatch", z_loss_coef=0.01, bias_update_rate=0.05)
+        self.gate = Router(
+            WIDTH, EXPERTS, 2, balance=balance, config=RouterConfig(scoring_func="sigmoid", correction_bias=True)
+        )
         self.table = nn.Parameter(torch.randn(EXPERTS, WIDTH))
         self.noise, self.runs, self.ids = noise, 0, []
 

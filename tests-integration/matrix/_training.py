@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_data import GlobalDataLoader
-from par_layers import Context, LayerSet, LoadBalancing, initialize, layer_set, normal
+from par_layers import Context, ExpertConfig, LayerSet, LoadBalancing, initialize, layer_set, normal
 from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import DynamicScale, MixedOptimizer, mixed
@@ -99,8 +99,17 @@ class Mixed(nn.Module):
     def __init__(self, layers: LayerSet, block: nn.Module) -> None:
         super().__init__()
         self.block, self.norm = block, layers.LayerNorm(WIDTH)
-        balance = LoadBalancing(aux=0.01, over="sequence")
-        self.mixture = layers.MoE(WIDTH, WIDTH, 4, 2, shared=1, activation="gelu", balance=balance, init=normal(0.1))
+        balance = LoadBalancing(aux_loss_coef=0.01, scope="sequence")
+        self.mixture = layers.MoE(
+            WIDTH,
+            WIDTH,
+            4,
+            2,
+            num_shared_experts=1,
+            balance=balance,
+            init=normal(0.1),
+            expert=ExpertConfig(activation="gelu"),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.block(hidden)

@@ -205,7 +205,7 @@ def limit(ours: "Ours", x: Tensor, upstream: Tensor) -> Callable[[], object]:
     experts: Any = ours.experts
     parameters = [ours.gate.weight, experts.gate_up_proj, experts.down_proj]
     router, up, down = (parameter.detach() for parameter in parameters)
-    weights = Weights(router=router, up=up, down=down, top_k=ours.gate.top_k, capacity=ours.dispatch.capacity)
+    weights = Weights(router=router, up=up, down=down, top_k=ours.gate.top_k, capacity=ours.dispatch.capacity_factor)
 
     def run() -> object:
         return forward_and_backward(x, upstream, weights, world())
@@ -239,14 +239,16 @@ class Ours(nn.Module):
     def __init__(self, case: Case, groups: ProcessGroups, capacity: float | None = None) -> None:
         super().__init__()
         self.gate = TopK(case)
-        self.dispatch = TokenDispatcher(case.experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
+        self.dispatch = TokenDispatcher(
+            case.experts, groups.channels("expert_parallel", 1)[0], capacity_factor=capacity
+        )
         self.experts = Experts(case.experts, case.hidden, case.intermediate, grid=Grid(groups))
         initialize(self.experts, seed=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, h] to [M, h]."""
         ids, gates = self.gate(x)
-        return self.dispatch.send(x, ids, gates).through(self.experts)
+        return self.dispatch.dispatch(x, ids, gates).apply(self.experts)
 
 
 class Theirs(nn.Module):

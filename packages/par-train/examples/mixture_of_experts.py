@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_layers import LayerSet, LoadBalancing, normal
+from par_layers import LayerSet, LoadBalancing, RouterConfig, normal
 from par_train import Run, Strategy
 
 WORDS, LENGTH = 32, 3
@@ -33,8 +33,16 @@ class Block(nn.Module):
         self.attention_norm, self.mixture_norm = layers.LayerNorm(width), layers.LayerNorm(width)
         self.query_key_value = layers.ColumnLinear(width, 3 * width, blocks=3, unit=self.head)
         self.output = layers.RowLinear(width, width)
-        balance = LoadBalancing(aux=1e-3, over="sequence", bias_rate=1e-3)
-        self.mixture = layers.MoE(width, 2 * width, experts, 2, shared=1, choice_bias=True, balance=balance)
+        balance = LoadBalancing(aux_loss_coef=1e-3, scope="sequence", bias_update_rate=1e-3)
+        self.mixture = layers.MoE(
+            width,
+            2 * width,
+            experts,
+            2,
+            num_shared_experts=1,
+            balance=balance,
+            router=RouterConfig(correction_bias=True),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, width] to the same."""

@@ -19,6 +19,7 @@ from .context.cost import AttentionMemory, AttentionShape, attention_memory, att
 from .context.mask import Mask
 from .context.tokens import Tokens
 from .experts.balance import LoadBalancing, TokenAxes
+from .experts.config import ExpertConfig, RouterConfig
 from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
 from .experts.dispatch import DispatchHandle, TokenDispatcher
 from .experts.experts import Experts
@@ -66,6 +67,7 @@ __all__ = [
     "DispatchHandle",
     "EmbeddingParallel",
     "EmbeddingShape",
+    "ExpertConfig",
     "ExpertParallel",
     "ExpertSplit",
     "ExpertTensorParallel",
@@ -90,6 +92,7 @@ __all__ = [
     "PlanComparison",
     "Replicated",
     "Router",
+    "RouterConfig",
     "RouterLosses",
     "Routing",
     "RowParallel",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,9 @@ from ._torch_private import disable_dynamo
 from .context.context import Context
 from .context.mask import Mask
 from .context.tokens import Tokens
-from .experts.balance import LoadBalancing, TokenAxes
-from .experts.dispatch import TokenDispatcher
-from .experts.entrance import Entrance
-from .experts.experts import Experts
-from .experts.moe import MoE
-from .experts.products import Activation
-from .experts.router import Router
-from .experts.shared import SharedExperts, gate_of_shared
+from .experts.balance import LoadBalancing
+from .experts.config import ExpertConfig, RouterConfig
+from .experts.moe import MoE, make_moe
 from .layers.classifier import ParallelClassifier, ParallelVocabClassifier
 from .layers.debug import Mark, check, common, mark, watched
 from .layers.dropout import ParallelDropout, numbers_of_rank
@@ -313,130 +308,66 @@ class LayerSet:
 
     def MoE(  # noqa: N802
         self,
-        hidden: int,
-        intermediate: int,
-        experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
         top_k: int,
         *,
-        score: Literal["softmax", "sigmoid"] = "softmax",
-        normalise: bool = True,
-        scale: float = 1.0,
-        group_limit: tuple[int, int] | None = None,
-        router_bias: bool = False,
-        choice_bias: bool = False,
-        shared: int = 0,
-        shared_gate: bool = False,
-        activation: str | Activation = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        transposed: bool = False,
-        capacity: float | None = None,
+        router: RouterConfig | None = None,
+        expert: ExpertConfig | None = None,
+        num_shared_experts: int = 0,
+        shared_expert_gate: bool = False,
+        capacity_factor: float | None = None,
         balance: LoadBalancing | None = None,
         init: Init | None = None,
     ) -> MoE:
-        """A mixture of experts in the residual layout: each token goes to a few experts, wherever they live.
+        """Make a mixture of experts in the residual layout, whose experts are partitioned over ranks.
 
-        Experts are dealt out as the topology's view "experts" says, and not at all where it has none. The names and
-        global shapes of parameters are those of transformers' models.
+        The topology's view "experts" determines which rank holds which experts. The names and global shapes of the
+        parameters are those of Hugging Face Transformers models.
 
         Args:
-            hidden: Features of the residual stream, h.
-            intermediate: Features of an expert's activation, f.
-            experts: Number of experts of all ranks, E.
-            top_k: Number of experts that a token goes to, k.
-            score: How logits become scores, "softmax" over all experts or "sigmoid" of each.
-            normalise: Whether the gates of a token are divided by their sum.
-            scale: What gates are multiplied by in the end.
-            group_limit: (groups, kept): a token may go to experts of the `kept` best groups alone.
-            router_bias: Whether the router's logits have a bias.
-            choice_bias: Whether there is a bias that decides who is chosen and is no part of the gates.
-            shared: Number of shared experts, which every token goes to; together they are one of `shared` * f features.
-            shared_gate: Whether their output is multiplied by the sigmoid of a number that each token makes.
-            activation: "swiglu", "gelu", which has no gate, "clamped_swiglu" (gpt-oss's), or an `Activation`.
-            bias: Whether the products of experts have a bias; those of shared experts have none.
-            interleaved: Whether gate and up alternate in experts' weights, feature by feature.
-            transposed: Whether experts' weights are [E, h, 2 f] and [E, f, h], rather than [E, 2 f, h] and [E, h, f].
-            capacity: Number of rows that an expert takes of each rank, as a multiple of the mean; None drops nothing.
-            balance: What keeps experts equally busy; default: nothing.
-            init: How weights are filled, those of experts one expert at a time; default: as torch.nn.Linear, uniform in
+            hidden_size: Features of the residual stream, h.
+            intermediate_size: Features of an expert's activation, f.
+            num_experts: Number of experts on all ranks, E.
+            top_k: Number of experts per token, k.
+            router: Scoring and selection options; default: Mixtral's, `RouterConfig()`.
+            expert: Activation, bias and weight layout of an expert; default: SwiGLU without bias, `ExpertConfig()`.
+            num_shared_experts: Number of experts that every token uses in addition. They are one feed-forward layer of
+                `num_shared_experts` * f features.
+            shared_expert_gate: Whether a linear layer's sigmoid multiplies the output of the shared experts.
+            capacity_factor: Capacity of an expert for each rank, as a multiple of the mean M * k / E; None drops none.
+            balance: Load balancing; default: none.
+            init: Init rule of the weights, applied to each expert separately; default: torch.nn.Linear's, uniform in
                 +-1/sqrt(inputs).
 
         Raises:
-            ValueError: Experts or features do not divide by the ranks, a number makes no sense, or the layers are cut
-                otherwise than by mode "1d".
+            ValueError: Experts or features do not divide by the ranks, numbers do not fit together, or the mode of the
+                layers is neither "1d" nor one device.
 
         Example:
-            balance = LoadBalancing(bias_rate=1e-3)
-            moe = layers.MoE(64, 32, experts=8, top_k=2, shared=1, choice_bias=True, balance=balance)
+            balance = LoadBalancing(bias_update_rate=1e-3)
+            router = RouterConfig(correction_bias=True)
+            moe = layers.MoE(64, 32, num_experts=8, top_k=2, router=router, num_shared_experts=1, balance=balance)
         """
-        grid, rules = self.grid, self.rules
-        spread, axes = Grid(grid.groups, view=EXPERTS), rules.inner.features
-        exchanging, cutting = (spread.size((axis,)) for axis in ("expert_parallel", "expert_tensor"))
-        if self.mode not in (None, "1d") and rules != ModeRules():
-            raise ValueError(
-                f"experts need tensor mode '1d' or none, the layers have {self.mode!r}; make them by layer_set('1d')"
-            )
-        unsplit = () if grid.topology is None else tuple(grid.topology.axes)
-        products = () if grid.topology is None else tuple(grid.topology.products)
-        if not axes and "tensor" in unsplit + products and grid.size(("tensor",)) > 1:
-            raise ValueError(
-                f"experts on {grid.size(('tensor',))} tensor ranks need layers that know of these, but the layers have "
-                "no tensor mode; use layer_set('1d', groups)"
-            )
-        if shared < 0 or (shared_gate and not shared):
-            raise ValueError(f"shared is {shared} with shared_gate={shared_gate}; give a number of shared experts")
-        entrance = Entrance(
-            group=grid.group(axes) if axes else None, sequence=bool(rules.residual.sequence), whole=cutting == 1
-        )
-        alike = {*axes, *rules.residual.context, "pipeline"}
-        tokens = TokenAxes(
-            context=rules.residual.context,
-            partial=axes if entrance.cuts_tokens else (),
-            replicas=grid.larger([axis for axis in unsplit if axis not in alike]),
-        )
-        gate = Router(
-            hidden,
-            experts,
+        if self.mode not in (None, "1d") and self.rules != ModeRules():
+            raise ValueError(f"mode={self.mode!r}: experts need mode '1d' or one device; use layer_set('1d', groups)")
+        made = make_moe(
+            hidden_size,
+            intermediate_size,
+            num_experts,
             top_k,
-            score=score,
-            normalise=normalise,
-            scale=scale,
-            group_limit=group_limit,
-            bias=router_bias,
-            choice_bias=choice_bias,
+            router=RouterConfig() if router is None else router,
+            expert=ExpertConfig() if expert is None else expert,
+            num_shared_experts=num_shared_experts,
+            shared_expert_gate=shared_expert_gate,
+            capacity_factor=capacity_factor,
             balance=balance,
-            grid=grid,
-            tokens=tokens,
             init=init,
+            residual=self.rules.residual,
+            axes=self.rules.inner.features,
+            grid=self.grid,
         )
-        routed = Experts(
-            experts,
-            hidden,
-            intermediate,
-            activation=activation,
-            bias=bias,
-            interleaved=interleaved,
-            transposed=transposed,
-            grid=spread,
-            init=init,
-        )
-        private = None if grid.groups is None or exchanging == 1 else grid.groups.channels("expert_parallel", 1)[0]
-        dispatch = TokenDispatcher(experts, private, capacity=capacity)
-        every, its_gate = None, None
-        if shared:
-            every = SharedExperts(
-                hidden,
-                shared * intermediate,
-                activation=activation,
-                interleaved=interleaved,
-                axes=axes,
-                grid=grid,
-                init=init,
-            )
-        if shared_gate:
-            partial = axes if entrance.sequence and entrance.cuts_tokens else ()
-            its_gate = gate_of_shared(hidden, partial, grid, init)
-        made = MoE(gate, routed, dispatch, entrance, every, its_gate)
         return self._made(made, self.rules.residual, self.rules.residual)
 
     def Classifier(self, hidden: int, classes: int, bias: bool = True) -> ParallelClassifier:  # noqa: N802

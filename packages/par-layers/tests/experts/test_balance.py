@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Grid, LoadBalancing, RouterLosses, TokenAxes
+from par_layers import Grid, LoadBalancing, RouterConfig, RouterLosses, TokenAxes
 
 from ..helpers import numbers
 from .toy import EXPERTS, HIDDEN, TOP_K, Layer, backward, filled, whole_gradients
@@ -17,10 +17,10 @@ LENGTH = 6
 def expected(router, x, mask, balance):
     """The loss by its formulas, token by token, [B, S, h] at once."""
     logits = x @ router.weight.T
-    scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if router.config.scoring_func == "softmax" else logits.sigmoid()
     ids = scores.topk(TOP_K).indices
     normal = scores / scores.sum(-1, keepdim=True)
-    sequences = range(len(x)) if balance.over == "sequence" else [slice(None)]
+    sequences = range(len(x)) if balance.scope == "sequence" else [slice(None)]
     aux = []
     for sequence in sequences:
         real = mask[sequence].flatten()
@@ -28,7 +28,7 @@ def expected(router, x, mask, balance):
         f = torch.stack([(chosen == expert).sum() for expert in range(EXPERTS)]) * EXPERTS / (TOP_K * real.sum())
         aux.append((f * normal[sequence].flatten(0, -2)[real].mean(0)).sum())
     z = logits[mask].logsumexp(-1).square().mean()
-    return balance.aux * torch.stack(aux).mean() + balance.z * z
+    return balance.aux_loss_coef * torch.stack(aux).mean() + balance.z_loss_coef * z
 
 
 def masks(rows):
@@ -39,8 +39,8 @@ def masks(rows):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "step"])
 def test_gradients_are_those_of_the_formulas(score, over):
-    balance = LoadBalancing(aux=0.3, over=over, z=0.2)
-    layer = filled(Layer(score=score, balance=balance))
+    balance = LoadBalancing(aux_loss_coef=0.3, scope=over, z_loss_coef=0.2)
+    layer = filled(Layer(balance=balance, config=RouterConfig(scoring_func=score)))
     x, mask = numbers(3, LENGTH, HIDDEN), masks(3)
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     layer(mine, mask, 3).mul(0.0).sum().backward()
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_formulas(score, over):
 
 
 def test_perfect_balance_has_the_loss_one():
-    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=1.0, scope="microbatch")))
     with torch.no_grad():
         layer.gate.weight.zero_()
         layer.gate.weight[:, :EXPERTS] = torch.eye(EXPERTS)
@@ -69,7 +69,7 @@ def test_perfect_balance_has_the_loss_one():
 
 
 def test_a_step_counts_the_microbatches_so_far():
-    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="step")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=1.0, scope="step")))
     first, second = numbers(1, LENGTH, HIDDEN), numbers(1, LENGTH, HIDDEN, seed=9)
     layer(first)
     ids = layer(second) is not None and torch.cat(layer.ids)
@@ -85,10 +85,9 @@ def test_the_scale_of_the_main_loss_is_that_of_the_routers_losses():
     """As a loss scale of fp16, on two layers; Megatron-Core keeps it in a class, for all models of a process."""
     gradients = []
     for scale in (1.0, 1024.0):
-        model = torch.nn.Sequential(
-            *(filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch", z=0.1))) for _ in "ab")
-        )
-        other = filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch", z=0.1)))
+        balance = LoadBalancing(aux_loss_coef=0.3, scope="microbatch", z_loss_coef=0.1)
+        model = torch.nn.Sequential(*(filled(Layer(balance=balance)) for _ in "ab"))
+        other = filled(Layer(balance=balance))
         RouterLosses(other).scale = 7.0
         x = numbers(2, LENGTH, HIDDEN)
         backward(model, model(x), numbers(2, LENGTH, HIDDEN, seed=7), scale)
@@ -99,7 +98,7 @@ def test_the_scale_of_the_main_loss_is_that_of_the_routers_losses():
 
 def test_the_scale_is_as_exact_as_the_losses():
     """A third of fp32 is another number than that of fp64, which the main loss is divided by."""
-    layer = filled(Layer(balance=LoadBalancing(aux=0.3, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=0.3, scope="microbatch")))
     gradients = []
     for scale in (1.0, 1 / 3):
         RouterLosses(layer).scale = scale
@@ -110,7 +109,7 @@ def test_the_scale_is_as_exact_as_the_losses():
 
 
 def test_a_scale_on_the_device_may_change_in_place():
-    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=1.0, scope="microbatch")))
     scale = torch.tensor(1.0)
     RouterLosses(layer).scale = scale
     loss = layer(numbers(1, LENGTH, HIDDEN)).mul(0.0).sum()
@@ -120,7 +119,7 @@ def test_a_scale_on_the_device_may_change_in_place():
     scale.fill_(1.0)
     layer(numbers(1, LENGTH, HIDDEN)).mul(0.0).sum().backward()
     assert torch.equal(four, layer.gate.weight.grad * 4)
-    with pytest.raises(ValueError, match="scale has 2 elements; give one number"):
+    with pytest.raises(ValueError, match="scale has 2 elements: it is one factor; pass one number"):
         RouterLosses(layer).scale = torch.ones(2)
 
 
@@ -153,13 +152,13 @@ def check(parallel, tokens, averaged, balance, scale=1.0):
     world = dist.get_world_size()
     with ProcessGroups(Topology.from_config(parallel, world)) as groups:
         replicas = groups.size(tokens.replicas)
-        if balance.over == "microbatch" and replicas > 1:  # each replica's rows are a microbatch
+        if balance.scope == "microbatch" and replicas > 1:  # each replica's rows are a microbatch
             parts = zip(other.chunk(replicas), upstream.chunk(replicas), mask.chunk(replicas), strict=True)
             for part, of_output, real in parts:
                 backward(whole, whole(part, real), of_output, scale / replicas)
         else:
             backward(whole, whole(other, mask, rows), upstream / replicas, scale)
-        layer = filled(Layer(balance=balance, grid=Grid(groups), tokens=tokens))
+        layer = filled(Layer(balance=balance, grid=Grid(groups), token_axes=tokens))
         mine = x.clone().requires_grad_()
         own = torch.arange(rows).chunk(replicas)[groups.rank(tokens.replicas)]
         along, cuts = (*tokens.context, *tokens.partial), groups.size((*tokens.context, *tokens.partial))
@@ -185,7 +184,7 @@ def check(parallel, tokens, averaged, balance, scale=1.0):
 def test_gradients_do_not_depend_on_how_tokens_are_cut(over):
     """Megatron-Core's auxiliary losses depended on the tensor size (#5047)."""
     for cut in CUTS.values():
-        check(*cut, LoadBalancing(aux=0.3, over=over, z=0.2), scale=64.0)
+        check(*cut, LoadBalancing(aux_loss_coef=0.3, scope=over, z_loss_coef=0.2), scale=64.0)
 
 
 @pytest.mark.storm
@@ -193,22 +192,22 @@ def test_gradients_do_not_depend_on_how_tokens_are_cut(over):
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "step"])
 def test_gradients_do_not_depend_on_how_tokens_are_cut_along_two_axes(over):
     for cut in FOUR.values():
-        check(*cut, LoadBalancing(aux=0.3, over=over, z=0.2))
+        check(*cut, LoadBalancing(aux_loss_coef=0.3, scope=over, z_loss_coef=0.2))
 
 
 def test_sequences_must_be_known_where_balance_is_over_them():
-    layer = filled(Layer(balance=LoadBalancing(aux=0.3)))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=0.3)))
     x = numbers(6, HIDDEN)
-    with pytest.raises(ValueError, match=r"balance is over a 'sequence', but tokens \[M, h\] do not say where"):
+    with pytest.raises(ValueError, match=r"scope='sequence': tokens \[M, h\] have no sequence boundaries"):
         layer(x)
-    with pytest.raises(ValueError, match="6 tokens do not divide into 4 sequences"):
+    with pytest.raises(ValueError, match="sequences=4: 6 tokens do not divide"):
         layer(x, None, 4)
-    with pytest.raises(ValueError, match=r"sequences is \[2, 5\], but there are 6 tokens"):
+    with pytest.raises(ValueError, match=r"sequences has shape \[2, 5\]: there are 6 tokens"):
         layer(x, None, torch.ones(2, 5, dtype=torch.bool))
 
 
 def test_rows_of_sequences_may_be_of_any_length():
-    balance, x = LoadBalancing(aux=0.3), numbers(6, HIDDEN)
+    balance, x = LoadBalancing(aux_loss_coef=0.3), numbers(6, HIDDEN)
     members = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
     layer = filled(Layer(balance=balance))
     layer(x, None, members)
@@ -219,12 +218,12 @@ def test_rows_of_sequences_may_be_of_any_length():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aux": -1.0}, "aux is -1.0; give 0, which is none, or a positive number"),
-        ({"z": float("nan")}, "z is nan"),
-        ({"bias_rate": -1e-3}, "bias_rate is -0.001"),
-        ({"over": "batch"}, "over is 'batch'; balance is over one 'sequence', a 'microbatch' or a 'step'"),
+        ({"aux_loss_coef": -1.0}, "aux_loss_coef=-1.0: it must not be negative; pass 0 to disable it"),
+        ({"z_loss_coef": float("nan")}, "z_loss_coef=nan"),
+        ({"bias_update_rate": -1e-3}, "bias_update_rate=-0.001"),
+        ({"scope": "batch"}, "scope='batch': unknown scope; pass 'sequence', 'microbatch' or 'step'"),
     ],
 )
-def test_a_balance_that_makes_no_sense_is_refused(options, message):
+def test_load_balancing_rejects_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         LoadBalancing(**options)

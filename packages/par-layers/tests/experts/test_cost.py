@@ -17,7 +17,7 @@ H, F, TOKENS = 8, 12, 16
 def made(groups, grid, experts, dtype, *, capacity=None, **options):
     module = Experts(experts, H, F, grid=grid, **options)
     initialize(module, seed=1, dtype=dtype)
-    return TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity), module
+    return TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity_factor=capacity), module
 
 
 def even(tokens, experts, top_k):
@@ -31,17 +31,25 @@ def even(tokens, experts, top_k):
 )
 def test_a_uniform_routing_sends_what_is_said(dtype, capacity):
     shape = MoEShape(
-        tokens=TOKENS, hidden=H, intermediate=F, experts=8, top_k=2, element=dtype.itemsize, capacity=capacity
+        tokens=TOKENS,
+        hidden_size=H,
+        intermediate_size=F,
+        num_experts=8,
+        top_k=2,
+        element_size=dtype.itemsize,
+        capacity_factor=capacity,
     )
     with live(expert_parallel=4) as (groups, grid):
         dispatch, experts = made(groups, grid, 8, dtype, capacity=capacity)
         x = numbers(TOKENS, H, seed=dist.get_rank(), dtype=dtype).requires_grad_()
         gates = torch.rand(TOKENS, 2).requires_grad_()
         ids = even(TOKENS, 8, 2)
-        dispatch.send(x.detach(), ids, gates.detach()).receive()  # with a capacity the first tells the number of tokens
+        dispatch.dispatch(
+            x.detach(), ids, gates.detach()
+        ).wait()  # with a capacity the first tells the number of tokens
         with count_collectives() as counted:
-            sent = dispatch.send(x, ids, gates)
-            sent.combine(experts(*sent.receive())).sum().backward()
+            sent = dispatch.dispatch(x, ids, gates)
+            sent.combine(experts(*sent.wait())).sum().backward()
         said = moe_cost(shape, ExpertSplit(parallel=4))
         assert counted.calls() == said.collectives == (4 if capacity else 5)
         assert counted.bytes() * Fraction(3, 4) == said.send == said.receive
@@ -62,10 +70,12 @@ def test_a_measured_routing_sends_what_is_said():
         routing = torch.stack(routing)
         x, gates = numbers(TOKENS, H, seed=rank).requires_grad_(), torch.rand(TOKENS, top_k).double().requires_grad_()
         with count_collectives() as counted:
-            sent = dispatch.send(x, ids, gates)
-            rows, *rest = sent.receive()
+            sent = dispatch.dispatch(x, ids, gates)
+            rows, *rest = sent.wait()
             sent.combine(module(rows, *rest)).sum().backward()
-        shape = MoEShape(tokens=TOKENS, hidden=H, intermediate=F, experts=experts, top_k=top_k, element=8)
+        shape = MoEShape(
+            tokens=TOKENS, hidden_size=H, intermediate_size=F, num_experts=experts, top_k=top_k, element_size=8
+        )
         said = moe_cost(shape, split, routing.tolist(), rank=rank)
         home = int(mine.view(p, -1)[rank].sum())  # what a rank sends to itself is counted, but does not travel
         own = Fraction(experts * 8, p) + home * (2 * (8 * H + 16) + 2 * 8 * H)
@@ -87,11 +97,13 @@ def test_experts_save_what_is_said(dtype):
             p, rank = groups.size("expert_parallel"), groups.rank("expert_parallel")
             ids = even(TOKENS, 8 // imbalance, 2)  # with half of the experts all rows come to the first rank
             x, gates = numbers(TOKENS, H, seed=1, dtype=dtype), torch.rand(TOKENS, 2, dtype=torch.float32)
-            sent = dispatch.send(x.requires_grad_(), ids, gates.requires_grad_())
-            rows, gate, counts = sent.receive()
+            sent = dispatch.dispatch(x.requires_grad_(), ids, gates.requires_grad_())
+            rows, gate, counts = sent.wait()
             saved = saved_bytes(lambda: experts(rows, gate, counts), ignore=experts.parameters())  # noqa: B023
             sent.combine(rows).sum().backward()
-            shape = MoEShape(tokens=TOKENS, hidden=H, intermediate=F, experts=8, top_k=2, element=dtype.itemsize)
+            shape = MoEShape(
+                tokens=TOKENS, hidden_size=H, intermediate_size=F, num_experts=8, top_k=2, element_size=dtype.itemsize
+            )
             said = moe_cost(shape, ExpertSplit(parallel=p, tensor=groups.size("expert_tensor")), imbalance=imbalance)
             assert said.imbalance == imbalance
             assert saved == (said.saved if rank == 0 or imbalance == 1 else 0)
@@ -104,9 +116,9 @@ def test_experts_that_are_cut_reduce_what_is_said():
         x, gates = numbers(TOKENS, H, seed=1).requires_grad_(), numbers(TOKENS, 2, seed=2).requires_grad_()
         tensor = groups["expert_tensor"]
         with count_collectives() as counted:
-            sent = dispatch.send(copy_to(x, tensor), even(TOKENS, 8, 2), copy_to(gates, tensor))
-            reduce_from(sent.combine(experts(*sent.receive())), tensor).sum().backward()
-        shape = MoEShape(tokens=TOKENS, hidden=H, intermediate=F, experts=8, top_k=2, element=8)
+            sent = dispatch.dispatch(copy_to(x, tensor), even(TOKENS, 8, 2), copy_to(gates, tensor))
+            reduce_from(sent.combine(experts(*sent.wait())), tensor).sum().backward()
+        shape = MoEShape(tokens=TOKENS, hidden_size=H, intermediate_size=F, num_experts=8, top_k=2, element_size=8)
         said = moe_cost(shape, ExpertSplit(tensor=2))
         assert counted.received() * 8 == said.tensor
         assert said.send == said.receive == said.collectives == 0
@@ -114,7 +126,9 @@ def test_experts_that_are_cut_reduce_what_is_said():
 
 def test_a_layer_of_671_billion_parameters_costs_what_others_computed():
     """DeepSeek-V3-like, 64 ranks, 4096 tokens in bf16: 462 MB an exchange, 1.85 GB a layer, 738 MB kept."""
-    shape = MoEShape(tokens=4096, hidden=7168, intermediate=2048, experts=256, top_k=8, shared=1)
+    shape = MoEShape(
+        tokens=4096, hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8, num_shared_experts=1
+    )
     said = moe_cost(shape, ExpertSplit(parallel=64))
     assert 462e6 < said.dispatch < 463e6
     assert 1.84e9 < said.receive < 1.86e9
@@ -125,14 +139,14 @@ def test_a_layer_of_671_billion_parameters_costs_what_others_computed():
 
 
 def test_costs_of_sizes_that_do_not_fit_are_refused():
-    shape = MoEShape(tokens=4, hidden=8, intermediate=6, experts=6, top_k=2)
+    shape = MoEShape(tokens=4, hidden_size=8, intermediate_size=6, num_experts=6, top_k=2)
     with pytest.raises(ValueError, match="6 experts of 6 features do not divide by 4 and 1 ranks"):
         moe_cost(shape, ExpertSplit(parallel=4))
     with pytest.raises(ValueError, match="the routing has 1 rows of"):
         moe_cost(shape, ExpertSplit(parallel=2), [[4, 4, 0, 0, 0, 0]])
     with pytest.raises(ValueError, match="imbalance is 3"):
         moe_cost(shape, ExpertSplit(parallel=2), imbalance=3)
-    with pytest.raises(ValueError, match="top_k is 7, but there are 6 experts"):
-        MoEShape(tokens=4, hidden=8, intermediate=6, experts=6, top_k=7)
+    with pytest.raises(ValueError, match="top_k=7: there are 6 experts; pass 1 to 6"):
+        MoEShape(tokens=4, hidden_size=8, intermediate_size=6, num_experts=6, top_k=7)
     with pytest.raises(ValueError, match="where experts are cut, tokens are not"):
         ExpertSplit(tensor=2, joined=2)

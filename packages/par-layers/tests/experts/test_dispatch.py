@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Activation, Experts, TokenDispatcher, grouped_linear, grouped_weight_gradient, initialize
+from par_layers import (
+    Activation,
+    ExpertConfig,
+    Experts,
+    TokenDispatcher,
+    grouped_linear,
+    grouped_weight_gradient,
+    initialize,
+)
 from par_layers.experts.capacity import assigned
 from par_layers.experts.products import is_one_by_one
 
@@ -30,8 +38,8 @@ def routed(tokens, dtype=torch.float64, *, top_k=2, seed=3):
 
 
 def mixed(dispatch, experts, x, ids, gates):
-    sent = dispatch.send(x, ids, gates)
-    return sent.combine(experts(*sent.receive()))
+    sent = dispatch.dispatch(x, ids, gates)
+    return sent.combine(experts(*sent.wait()))
 
 
 def gradients(y, *tensors):
@@ -47,8 +55,8 @@ def test_with_slots_for_all_rows_a_capacity_changes_nothing():
         parameters = [x, gates, *experts.parameters()]
         results = []
         for capacity in (None, float(E)):
-            sent = TokenDispatcher(E, group, capacity=capacity).send(x, ids, gates)
-            y = sent.combine(experts(*sent.receive()))
+            sent = TokenDispatcher(E, group, capacity_factor=capacity).dispatch(x, ids, gates)
+            y = sent.combine(experts(*sent.wait()))
             results.append([y, *gradients(y, *parameters)])
             assert sent.dropped is None if capacity is None else sent.dropped.item() == 0
         for plain, slotted in zip(*results, strict=True):
@@ -65,10 +73,10 @@ def test_rows_beyond_a_capacity_are_those_with_the_smallest_gates():
 
 
 def test_a_dropped_row_gives_nothing_and_gets_nothing():
-    experts, dispatch = made(), TokenDispatcher(E, None, capacity=0.5)
+    experts, dispatch = made(), TokenDispatcher(E, None, capacity_factor=0.5)
     x, ids, gates = routed(8)
-    sent = dispatch.send(x, ids, gates)
-    y = sent.combine(experts(*sent.receive()))
+    sent = dispatch.dispatch(x, ids, gates)
+    y = sent.combine(experts(*sent.wait()))
     each = 2  # 0.5 * 8 tokens * 2 / 4 experts
     kept = torch.zeros_like(gates)
     for expert in range(E):
@@ -90,39 +98,39 @@ def test_ids_out_of_range_on_one_rank_are_refused_on_every_rank():
             x, ids, gates = routed(5)
             if dist.get_rank() == 1:
                 ids[3, 1] = wrong
-            with pytest.raises(ValueError, match=r"ids of rank 1 are none of 0 \.\. 3; a router"):
-                dispatch.send(x, ids, gates)
+            with pytest.raises(ValueError, match=r"ids of rank 1 are out of range 0 \.\. 3: a router"):
+                dispatch.dispatch(x, ids, gates)
 
 
 def test_what_does_not_fit_is_refused():
     experts, (x, ids, gates) = made(), routed(5)
     for capacity in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="give a positive multiple of the mean"):
-            TokenDispatcher(E, None, capacity=capacity)
-    with pytest.raises(ValueError, match="0 experts do not divide"):
+        with pytest.raises(ValueError, match="it must be positive; pass None to drop no tokens"):
+            TokenDispatcher(E, None, capacity_factor=capacity)
+    with pytest.raises(ValueError, match="num_experts=0: not a multiple"):
         TokenDispatcher(0, None)
     dispatch = TokenDispatcher(E, None)
-    with pytest.raises(ValueError, match=r"must be \[M, h\], \[M, k\] and \[M, k\]"):
-        dispatch.send(x, ids[:4], gates)
-    with pytest.raises(ValueError, match=r"ids of rank 0 .* none of 0 \.\. 3"):
-        dispatch.send(x, ids + 1, gates)
-    with pytest.raises(RuntimeError, match=r"none of 0 \.\. 3"):
-        TokenDispatcher(E, None, capacity=1.0).send(x, ids + 1, gates)
-    sent = dispatch.send(x, ids, gates)
-    rows, gate, counts = sent.receive()
-    with pytest.raises(ValueError, match="but 10 rows were received"):
+    with pytest.raises(ValueError, match=r"they do not fit; pass \[M, h\], \[M, k\] and \[M, k\]"):
+        dispatch.dispatch(x, ids[:4], gates)
+    with pytest.raises(ValueError, match=r"ids of rank 0 .* out of range 0 \.\. 3"):
+        dispatch.dispatch(x, ids + 1, gates)
+    with pytest.raises(RuntimeError, match=r"out of range 0 \.\. 3"):
+        TokenDispatcher(E, None, capacity_factor=1.0).dispatch(x, ids + 1, gates)
+    sent = dispatch.dispatch(x, ids, gates)
+    rows, gate, counts = sent.wait()
+    with pytest.raises(ValueError, match="10 tokens were received; pass"):
         sent.combine(rows[:9])
     with pytest.raises(ValueError, match="11 together, but there are 10 rows"):
         experts(rows, gate, counts + torch.tensor([1, 0, 0, 0]))
-    with pytest.raises(ValueError, match=r"these experts take \[R, 8\]"):
+    with pytest.raises(ValueError, match=r"matching routed tokens; pass \[R, 8\] and \[R\]"):
         experts(rows[:, :7], gate, counts)
-    with pytest.raises(ValueError, match="counts of 3 experts, but this rank has 4 of 4"):
+    with pytest.raises(ValueError, match="counts has 3 elements: this rank has 4 of 4"):
         experts(rows, gate, counts[:3])
     with pytest.raises(ValueError, match="there is no activation 'relu'"):
-        Experts(E, H, F, activation="relu")
+        Experts(E, H, F, config=ExpertConfig(activation="relu"))
     for activation in ("gelu", Activation(functional.relu, gated=False)):
-        with pytest.raises(ValueError, match="has no gate; give interleaved=False"):
-            Experts(E, H, F, activation=activation, interleaved=True)
+        with pytest.raises(ValueError, match="has no gate; pass ExpertConfig"):
+            Experts(E, H, F, config=ExpertConfig(activation=activation, interleaved=True))
     with pytest.raises(ValueError, match=r"must be \[R, k\], \[E, n, k\] and E"):
         grouped_linear(rows, experts.down_proj, counts)
     with pytest.raises(ValueError, match=r"must be \[R, n\] and \[R, k\]"):
@@ -132,19 +140,24 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.ranks(2)
 def test_sizes_that_do_not_divide_are_refused():
     for axes, sizes, match in (
-        ({"expert_parallel": 2}, (3, H, F), "3 experts do not divide by 2 ranks of 'expert_parallel'"),
-        ({"expert_tensor": 2}, (4, H, 5), r"intermediate is 5, .* 2 ranks of 'expert_tensor'; use 6"),
+        ({"expert_parallel": 2}, (3, H, F), "num_experts=3: not a multiple of the 2 ranks of 'expert_parallel'"),
+        ({"expert_tensor": 2}, (4, H, 5), r"intermediate_size=5: .* 2 ranks of 'expert_tensor'; pass 6"),
     ):
         with live(**axes) as (groups, grid):
             with pytest.raises(ValueError, match=match):
                 Experts(*sizes, grid=grid)
             if "expert_parallel" in axes:
-                with pytest.raises(ValueError, match="3 experts do not divide by 2 ranks"):
+                with pytest.raises(ValueError, match="num_experts=3: not a multiple of the 2 ranks"):
                     TokenDispatcher(3, groups.channels("expert_parallel", 1)[0])
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"transposed": True, "bias": True, "interleaved": True}, {"activation": "gelu"}]
+    "options",
+    [
+        {},
+        {"config": ExpertConfig(transposed=True, bias=True, interleaved=True)},
+        {"config": ExpertConfig(activation="gelu")},
+    ],
 )
 @pytest.mark.parametrize("tokens", [9, 600], ids=["few rows", "many rows"])
 def test_weight_gradients_can_be_put_off(options, tokens):
@@ -168,7 +181,7 @@ def test_a_checkpoint_changes_no_gradient(tokens):
     """Saved tensors of a checkpoint can be asked for once."""
     found = []
     for again in (False, True):
-        experts, (x, ids, gates) = made(bias=True), routed(tokens)
+        experts, (x, ids, gates) = made(config=ExpertConfig(bias=True)), routed(tokens)
         dispatch = TokenDispatcher(E, None)
         y = (
             checkpoint(mixed, dispatch, experts, x, ids, gates, use_reentrant=False)
@@ -180,7 +193,7 @@ def test_a_checkpoint_changes_no_gradient(tokens):
 
 
 def test_a_gelu_without_a_gate_equals_the_loop():
-    experts, (x, ids, gates) = made(activation="gelu"), routed(20)
+    experts, (x, ids, gates) = made(config=ExpertConfig(activation="gelu")), routed(20)
     assert [name for name, _ in experts.named_parameters()] == ["up_proj", "down_proj"]
     y = mixed(TokenDispatcher(E, None), experts, x, ids, gates)
     expected = loop(x, ids, gates, [experts.up_proj, experts.down_proj, None, None], functional.gelu)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from par_groups import sharding_of
-from par_layers import copy_to, initialize, reduce_from
+from par_layers import ExpertConfig, copy_to, initialize, reduce_from
 from par_layers.experts.dispatch import TokenDispatcher
 from par_layers.experts.experts import Experts
 from par_layers.experts.products import Activation
@@ -39,7 +39,7 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
                     full = numbers(*sharding_of(parameter).shape, seed=4)
                     for box in sharding_of(parameter).boxes:
                         box.of(parameter.data).copy_(full[box.slices])
-        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
+        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity_factor=capacity)
         tokens = tokens_of(place, p)
         x, gates = numbers(tokens, H, seed=place).requires_grad_(), numbers(tokens, top_k, seed=9).requires_grad_()
         ids = chosen(tokens, experts, top_k, 5 + place, among(experts, p))
@@ -49,10 +49,10 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
         if parts > 1:
             into = [copy_to(each, groups["expert_tensor"]) for each in into]
         if capacity:
-            dispatch.send(x.detach(), ids, gates.detach()).receive()  # the first tells how many tokens there are
+            dispatch.dispatch(x.detach(), ids, gates.detach()).wait()  # the first tells how many tokens there are
         with count_collectives() as counted:
-            sent = dispatch.send(into[0], ids, into[1])
-            y = sent.combine(mine(*sent.receive()))
+            sent = dispatch.dispatch(into[0], ids, into[1])
+            y = sent.combine(mine(*sent.wait()))
             if p > 1:
                 assert counted.calls("all_to_all") == (2 if capacity else 3)
             y = y if parts == 1 else reduce_from(y, groups["expert_tensor"])
@@ -62,7 +62,7 @@ def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **option
 
         names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
         given = whole_weights(whole, names)
-        views = [w.transpose(1, 2) if options.get("transposed") and w.dim() == 3 else w for w in given if w is not None]
+        views = [w.transpose(1, 2) if whole.transposed and w.dim() == 3 else w for w in given if w is not None]
         expected = loop(x, ids, gates, [*views, *[None] * (4 - len(views))], activation)
         parameters = [w for w in given if w is not None]
         of_x, of_gates, *of_weights = torch.autograd.grad(expected, [x, gates, *parameters], upstream)
@@ -113,21 +113,23 @@ def clamped(wide):
 
 @pytest.mark.ranks(4)
 def test_biases_interleaved_and_transposed_weights_equal_the_loop():
-    gpt_oss = {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "transposed": True}
+    gpt_oss = {"config": ExpertConfig(activation="clamped_swiglu", bias=True, interleaved=True, transposed=True)}
     for axes in ({"expert_parallel": 4}, {"expert_parallel": 2, "expert_tensor": 2}):
         assert_equals_loop(axes, 8, 2, "uneven", reference=clamped, **gpt_oss)
-        assert_equals_loop(axes, 8, 2, "one rank has none", bias=True)
-        assert_equals_loop(axes, 8, 2, "one rank has none", transposed=True)
+        assert_equals_loop(axes, 8, 2, "one rank has none", config=ExpertConfig(bias=True))
+        assert_equals_loop(axes, 8, 2, "one rank has none", config=ExpertConfig(transposed=True))
     own = Activation(lambda wide: wide[:, :F] * wide[:, F:].exp())
-    assert_equals_loop({"expert_parallel": 4}, 8, 2, "uneven", activation=own, reference=own.forward)
+    assert_equals_loop(
+        {"expert_parallel": 4}, 8, 2, "uneven", config=ExpertConfig(activation=own), reference=own.forward
+    )
 
 
 def test_a_gradient_of_the_gradient_is_refused():
     experts, dispatch = Experts(4, H, F), TokenDispatcher(4, None)
     initialize(experts, seed=3, dtype=torch.float64)
     x, gates = numbers(5, H, seed=1).requires_grad_(), numbers(5, 2, seed=2).requires_grad_()
-    sent = dispatch.send(x, chosen(5, 4, 2, 5, range(4)), gates)
-    y = sent.combine(experts(*sent.receive()))
+    sent = dispatch.dispatch(x, chosen(5, 4, 2, 5, range(4)), gates)
+    y = sent.combine(experts(*sent.wait()))
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -137,7 +139,10 @@ def test_a_gradient_of_the_gradient_is_refused():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("tokens", "is_cast"), [(13, False), (13, True), (600, False), (0, False)])
 def test_through_gives_the_bits_of_its_pieces(capacity, bias, tokens, is_cast):
-    dispatch, experts = TokenDispatcher(4, None, capacity=capacity), Experts(4, 8, 16, bias=bias, transposed=bias)
+    dispatch, experts = (
+        TokenDispatcher(4, None, capacity_factor=capacity),
+        Experts(4, 8, 16, config=ExpertConfig(bias=bias, transposed=bias)),
+    )
     initialize(experts, seed=3)
     ids, upstream = chosen(tokens, 4, 2, 5), torch.randn(tokens, 8)
     results = []
@@ -146,8 +151,8 @@ def test_through_gives_the_bits_of_its_pieces(capacity, bias, tokens, is_cast):
         x, gates = torch.randn(tokens, 8, requires_grad=True), torch.rand(tokens, 2, requires_grad=True)
         experts.zero_grad()
         with torch.autocast("cpu", enabled=is_cast):
-            sent = dispatch.send(x, ids, gates)
-            y = sent.through(experts) if is_through else sent.combine(experts(*sent.receive()))
+            sent = dispatch.dispatch(x, ids, gates)
+            y = sent.apply(experts) if is_through else sent.combine(experts(*sent.wait()))
         y.backward(upstream.to(y.dtype))
         results.append([y.detach(), x.grad, gates.grad, *(parameter.grad for parameter in experts.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -158,7 +163,7 @@ def test_with_a_capacity_ranks_may_have_any_number_of_tokens():
     """Slots are a multiple of the highest number; an exchange more tells of it, where it is not that of last time."""
     top_k, experts = 2, 4
     with live(expert_parallel=2) as (groups, grid):
-        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity=1.0)
+        dispatch = TokenDispatcher(experts, groups.channels("expert_parallel", 1)[0], capacity_factor=1.0)
         free = TokenDispatcher(experts, dispatch.group)
         module = Experts(experts, H, F, grid=grid)
         initialize(module, seed=3, dtype=torch.float64)
@@ -174,8 +179,8 @@ def test_with_a_capacity_ranks_may_have_any_number_of_tokens():
                 mine = x.clone().requires_grad_()
                 module.zero_grad()
                 with count_collectives() as counted:
-                    sent = each.send(mine, ids, gates)
-                    y = sent.combine(module(*sent.receive()))
+                    sent = each.dispatch(mine, ids, gates)
+                    y = sent.combine(module(*sent.wait()))
                     assert counted.calls("all_to_all") == expected, of_ranks
                     y.square().sum().backward()
                 found.append([y, mine.grad, module.gate_up_proj.grad, module.down_proj.grad])
@@ -183,6 +188,6 @@ def test_with_a_capacity_ranks_may_have_any_number_of_tokens():
             for here, there in zip(*found, strict=True):
                 torch.testing.assert_close(here, there, rtol=0, atol=EXACT)
         x, ids = numbers(2 - rank, H, seed=rank), torch.zeros(2 - rank, 1, dtype=torch.int64)
-        crowded = dispatch.send(x, ids, torch.ones(2 - rank, 1))
+        crowded = dispatch.dispatch(x, ids, torch.ones(2 - rank, 1))
         assert crowded.dropped == 1 - rank  # two tokens are the most, for which each expert has one slot of a rank
-        crowded.receive()
+        crowded.wait()

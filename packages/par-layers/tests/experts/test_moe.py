@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import Experts, Grid, LoadBalancing, Router, TokenDispatcher, initialize, layer_set
+from par_layers import (
+    ExpertConfig,
+    Experts,
+    Grid,
+    LoadBalancing,
+    Router,
+    RouterConfig,
+    TokenDispatcher,
+    initialize,
+    layer_set,
+)
 from par_testing import assert_equal_to_one_device, storm
 
 from ..helpers import whole_state
@@ -101,7 +111,7 @@ def run(pairs, **options):
 
 @pytest.mark.ranks([2, 4])
 def test_a_layer_over_ranks_is_the_dense_loop():
-    run(covering(WORLDS[dist.get_world_size()]), shared=1)
+    run(covering(WORLDS[dist.get_world_size()]), num_shared_experts=1)
 
 
 @pytest.mark.ranks([2, 4, 8])
@@ -111,10 +121,24 @@ def test_a_layer_over_any_ranks_with_any_tokens_is_the_dense_loop():
 
 
 OPTIONS = [
-    {"shared": 2, "shared_gate": True, "activation": "gelu", "bias": True, "router_bias": True},
-    {"shared": 1, "shared_gate": True, "score": "sigmoid", "group_limit": (4, 2), "scale": 2.5, "choice_bias": True},
-    {"bias": True, "activation": "clamped_swiglu", "interleaved": True, "transposed": True, "normalise": False},
-    {"shared": 1, "activation": "clamped_swiglu", "capacity": 100.0},
+    {
+        "num_shared_experts": 2,
+        "shared_expert_gate": True,
+        "router": RouterConfig(bias=True),
+        "expert": ExpertConfig(activation="gelu", bias=True),
+    },
+    {
+        "num_shared_experts": 1,
+        "shared_expert_gate": True,
+        "router": RouterConfig(
+            scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5, correction_bias=True
+        ),
+    },
+    {
+        "router": RouterConfig(norm_topk_prob=False),
+        "expert": ExpertConfig(bias=True, activation="clamped_swiglu", interleaved=True, transposed=True),
+    },
+    {"num_shared_experts": 1, "capacity_factor": 100.0, "expert": ExpertConfig(activation="clamped_swiglu")},
 ]
 
 
@@ -169,7 +193,7 @@ def test_weights_after_three_steps_do_not_depend_on_expert_parallelism_deepspeed
     after = {}
     for parallel in ({}, {"expert": 2}, {"expert": 4}):
         with world(parallel) as here:
-            layer = TOKENS["uneven"].make(here.layers, shared=1)
+            layer = TOKENS["uneven"].make(here.layers, num_shared_experts=1)
             optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
             for step in range(3):
                 layer(TOKENS["uneven"].of(4 * step + dist.get_rank())).square().sum().backward()
@@ -212,7 +236,7 @@ def test_every_parameter_has_a_finite_gradient_transformers_48205_48687():
         for rows in ((2, 0), (0, 0)):
             with world(parallel) as here:
                 tokens = Tokens(rows=rows, favoured=(0,), top_k=1)
-                layer = tokens.make(here.layers, shared=1)
+                layer = tokens.make(here.layers, num_shared_experts=1)
                 x = tokens.of(here.replica).requires_grad_()
                 layer(here.layers.split(x)).square().sum().backward()
                 assert x.grad.isfinite().all()
@@ -250,7 +274,7 @@ def test_weights_start_alike_wherever_experts_live():
     for parallel in ({"expert": 4}, {"tp": 2, "expert": {"size": 2, "tensor": 1}}, {"sp": 2, "expert": 2}, {}):
         for init in (None, fill):
             with world(parallel) as here:
-                layer = here.layers.MoE(8, 6, experts=8, top_k=2, shared=1, init=init)
+                layer = here.layers.MoE(8, 6, num_experts=8, top_k=2, num_shared_experts=1, init=init)
                 initialize(layer, seed=5)
                 states.append(whole_state(layer))
     for number, state in enumerate(states):
@@ -264,7 +288,7 @@ def fill(whole, generator):
 
 
 def test_an_expert_has_the_same_numbers_among_any_others():
-    few, many = (layer_set(None).MoE(8, 6, experts=number, top_k=2, init=fill) for number in (4, 64))
+    few, many = (layer_set(None).MoE(8, 6, num_experts=number, top_k=2, init=fill) for number in (4, 64))
     for layer in (few, many):
         initialize(layer, seed=5)
     assert torch.equal(few.experts.gate_up_proj, many.experts.gate_up_proj[:4])
@@ -303,20 +327,20 @@ class Plain(torch.nn.Module):
 
     def __init__(self, groups):
         super().__init__()
-        self.router = Router(8, experts=8, top_k=2)
+        self.router = Router(8, num_experts=8, top_k=2)
         self.dispatch = TokenDispatcher(8, groups.channels("expert_parallel", 1)[0])
         self.experts = Experts(8, 8, 6, grid=Grid(groups, view="experts"))
 
     def forward(self, x):
         routing = self.router(x)
-        sent = self.dispatch.send(x, routing.ids, routing.gates)
-        return sent.combine(self.experts(*sent.receive()))
+        sent = self.dispatch.dispatch(x, routing.ids, routing.gates)
+        return sent.combine(self.experts(*sent.wait()))
 
 
 @pytest.mark.ranks(2)
 def test_a_copy_of_a_layer_has_weights_of_its_own_and_the_same_ranks():
     with world({"expert": 2}) as here:
-        layer = TOKENS["uneven"].make(here.layers, shared=1)
+        layer = TOKENS["uneven"].make(here.layers, num_shared_experts=1)
         again = copy.deepcopy(layer)
         x = TOKENS["uneven"].of(here.replica)
         assert torch.equal(again(x), layer(x))
@@ -338,28 +362,28 @@ def test_debug_layers_check_the_layout_of_what_a_mixture_is_given():
 
 
 WRONG = [
-    ({"experts": 9}, {}, "9 experts do not divide by 2 ranks"),
-    ({"intermediate": 5}, {"expert": 2, "tp": 2}, "intermediate is 5, which does not divide by 2 ranks"),
-    ({"top_k": 9}, {}, "top_k is 9, but there are 8 experts"),
-    ({"capacity": 0.0}, {}, "capacity is 0.0"),
-    ({"group_limit": (3, 1)}, {}, "8 experts do not divide into 3 groups"),
-    ({"shared_gate": True}, {}, "shared is 0 with shared_gate=True"),
-    ({"balance": LoadBalancing(bias_rate=0.1)}, {}, "give choice_bias=True"),
+    ({"num_experts": 9}, {}, "num_experts=9: not a multiple of the 2 ranks"),
+    ({"intermediate_size": 5}, {"expert": 2, "tp": 2}, "intermediate_size=5: not a multiple of the 2 ranks"),
+    ({"top_k": 9}, {}, "top_k=9: there are 8 experts"),
+    ({"capacity_factor": 0.0}, {}, "capacity_factor=0.0: it must be positive"),
+    ({"router": RouterConfig(n_group=3, topk_group=1)}, {}, "8 experts do not divide into 3 groups"),
+    ({"shared_expert_gate": True}, {}, "num_shared_experts=0: it does not fit shared_expert_gate=True"),
+    ({"balance": LoadBalancing(bias_update_rate=0.1)}, {}, r"pass RouterConfig\(correction_bias=True\)"),
 ]
 
 
 @pytest.mark.ranks(4)
 def test_what_cannot_be_is_refused_before_anything_is_made():
-    good = {"hidden": 8, "intermediate": 6, "experts": 8, "top_k": 2}
+    good = {"hidden_size": 8, "intermediate_size": 6, "num_experts": 8, "top_k": 2}
     for options, parallel, message in WRONG:
         with world(parallel or {"expert": 2}) as here, pytest.raises(ValueError, match=message):
             here.layers.MoE(**(good | options))
     with (
         world({"tensor": {"size": 4, "mode": "2d"}}) as here,
-        pytest.raises(ValueError, match=r"mode '1d' or none, .*'2d'"),
+        pytest.raises(ValueError, match="mode='2d': experts need mode '1d' or one device"),
     ):
         here.layers.MoE(**good)
-    with world({"tp": 2}) as here, pytest.raises(ValueError, match=r"2 tensor ranks .* use layer_set\('1d', groups\)"):
+    with world({"tp": 2}) as here, pytest.raises(ValueError, match=r"2 tensor ranks, .* use layer_set\('1d'"):
         layer_set(None, here.groups).MoE(**good)
 
 
@@ -367,7 +391,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made():
 def test_no_rows_of_one_token_for_each_rank_are_balanced():
     """A part of the sequence of length one, of which a batch of no rows has none."""
     with world({"sp": 2, "expert": {"size": 2, "tensor": 1}}) as here:
-        layer = Tokens(rows=(0,)).make(here.layers, balance=LoadBalancing(aux=0.1, z=0.1))
+        layer = Tokens(rows=(0,)).make(here.layers, balance=LoadBalancing(aux_loss_coef=0.1, z_loss_coef=0.1))
         x = torch.zeros(0, 1, 8, dtype=torch.float64, requires_grad=True)
         layer(x, torch.ones(0, 2, dtype=torch.bool)).sum().backward()
         assert x.grad.shape == x.shape
@@ -381,7 +405,7 @@ def test_what_a_layer_cannot_be_given_is_refused():
         x = here.layers.split(TOKENS["uneven"].of(0))
         for wrong, mask, message in [
             (x[0], None, r"activations \[2, 8\]; give \[B, S, h\]"),
-            (x[..., :7], None, r"8 features was given \[8, 7\]"),
+            (x[..., :7], None, r"x has shape \[8, 7\]: this router needs tokens; pass \[M, 8\]"),
             (
                 x,
                 torch.ones(2, 2, dtype=torch.bool),
@@ -391,8 +415,8 @@ def test_what_a_layer_cannot_be_given_is_refused():
             with pytest.raises(ValueError, match=message):
                 layer(wrong, mask)
     with world({"expert": 2}) as here:
-        layer = TOKENS["uneven"].make(here.layers, balance=LoadBalancing(aux=0.1))
-        with pytest.raises(ValueError, match=r"tokens \[M, h\] do not say where one begins"):
+        layer = TOKENS["uneven"].make(here.layers, balance=LoadBalancing(aux_loss_coef=0.1))
+        with pytest.raises(ValueError, match=r"tokens \[M, h\] have no sequence boundaries"):
             layer(TOKENS["uneven"].of(0).flatten(0, 1))
 
 
@@ -402,9 +426,9 @@ def test_every_rank_hears_of_scores_that_are_no_numbers():
     for parallel in ({"expert": 2}, {"expert": {"size": 2, "tensor": 1}, "sp": 2}):
         for bad in range(2):
             with world(parallel) as here:
-                layer = TOKENS["uneven"].make(here.layers, shared=1)
+                layer = TOKENS["uneven"].make(here.layers, num_shared_experts=1)
                 x = here.layers.split(TOKENS["uneven"].of(here.replica)).detach()
                 if dist.get_rank() == bad:
                     x[0, 1, 3] = torch.nan
-                with pytest.raises(ValueError, match=rf"router 'gate': ids of rank {bad} are .* scores are NaN"):
+                with pytest.raises(ValueError, match=rf"router 'gate': ids of rank {bad} are .* NaN scores"):
                     layer(x)

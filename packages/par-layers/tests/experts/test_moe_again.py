@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import LoadBalancing, RouterLosses, layer_set, update_correction_bias_
+from par_layers import LoadBalancing, RouterConfig, RouterLosses, layer_set, update_correction_bias_
 from par_testing import storm
 
 from .worlds import TOKENS, Tokens, world
@@ -25,9 +25,14 @@ def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
         with world(parallel) as here:
             found = []
             for reentrant, times in ((None, 0), (False, 1), (False, 2), (True, 2)):
-                balance = LoadBalancing(aux=0.1, z=0.01, bias_rate=1e-3)
+                balance = LoadBalancing(aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_rate=1e-3)
                 tokens = Tokens(rows=(2, 2) if "sequence" in parallel else (2, 1))
-                layers = [tokens.make(here.layers, shared=1, choice_bias=True, balance=balance) for _ in range(2)]
+                layers = [
+                    tokens.make(
+                        here.layers, num_shared_experts=1, balance=balance, router=RouterConfig(correction_bias=True)
+                    )
+                    for _ in range(2)
+                ]
                 torch.manual_seed(1)
                 x = here.layers.split(tokens.of(here.replica)).detach().requires_grad_()
                 y = x
@@ -46,7 +51,9 @@ def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
 def test_layers_that_run_again_leave_no_tensor_behind_torchtitan_1467():
     """There, each step of a checkpoint around torch's own exchange with autograd kept its results for ever."""
     with world({"expert": 2}) as here:
-        layer = TOKENS["uneven"].make(here.layers, shared=1, balance=LoadBalancing(aux=0.1, z=0.01))
+        layer = TOKENS["uneven"].make(
+            here.layers, num_shared_experts=1, balance=LoadBalancing(aux_loss_coef=0.1, z_loss_coef=0.01)
+        )
         alive = []
         for _ in range(4):
             for reentrant in (False, True):
@@ -67,7 +74,7 @@ def test_rows_beyond_a_capacity_are_dropped_and_counted_where_tokens_are_cut_une
     """Three tokens over two tensor ranks; all go to one expert, which takes one of each rank."""
     with world({"expert": {"size": 2, "tensor": 1}, "tp": 2}) as here:
         tokens = Tokens(rows=(1,), favoured=(5,), top_k=1)
-        layer = tokens.make(here.layers, capacity=1.0)
+        layer = tokens.make(here.layers, capacity_factor=1.0)
         free = tokens.make(layer_set(None))
         x = tokens.of(0)[:, :3]
         y, every = layer(x), free(x)
@@ -84,7 +91,8 @@ def test_half_precision_routes_as_one_device_and_is_near_it():
     for parallel in WORLDS[2]:
         with world(parallel) as here:
             layer, whole = (
-                TOKENS["uneven"].make(layers, shared=1).to(torch.bfloat16) for layers in (here.layers, layer_set(None))
+                TOKENS["uneven"].make(layers, num_shared_experts=1).to(torch.bfloat16)
+                for layers in (here.layers, layer_set(None))
             )
             x = TOKENS["uneven"].of(here.replica).to(torch.bfloat16)
             y = here.layers.gather(layer(here.layers.split(x)))
@@ -96,7 +104,7 @@ def test_half_precision_routes_as_one_device_and_is_near_it():
 def test_the_input_may_need_no_gradient_and_the_router_may_be_frozen():
     for parallel in WORLDS[2]:
         with world(parallel) as here:
-            layer = TOKENS["uneven"].make(here.layers, shared=1)
+            layer = TOKENS["uneven"].make(here.layers, num_shared_experts=1)
             layer.gate.requires_grad_(False)
             x = here.layers.split(TOKENS["uneven"].of(here.replica)).detach()
             layer(x).square().sum().backward()

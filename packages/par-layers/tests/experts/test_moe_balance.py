@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import LoadBalancing, RouterLosses, layer_set, update_correction_bias_
+from par_layers import LoadBalancing, RouterConfig, RouterLosses, layer_set, update_correction_bias_
 from par_testing import assert_equal_to_one_device, storm
 
 from .worlds import Tokens, world
@@ -43,14 +43,17 @@ def joined(here):
 def check_losses(parallel, over):
     """The gradient of the losses alone, and what they were."""
     with world(parallel) as here:
-        balance = LoadBalancing(aux=0.1, over=over, z=0.01)
+        balance = LoadBalancing(aux_loss_coef=0.1, scope=over, z_loss_coef=0.01)
         layer = EVEN.make(here.layers, balance=balance)
         y = layer(here.layers.split(EVEN.of(here.replica)))
         (y * 0.0).sum().backward()
         here.average_(layer)
         batches = joined(here)
         if over == "step":
-            batches, balance = [torch.cat(batches)], LoadBalancing(aux=0.1, over="microbatch", z=0.01)
+            batches, balance = (
+                [torch.cat(batches)],
+                LoadBalancing(aux_loss_coef=0.1, scope="microbatch", z_loss_coef=0.01),
+            )
         whole = EVEN.make(layer_set(None), balance=balance)
         RouterLosses(whole).scale = 1 / len(batches)
         for batch in batches:
@@ -84,7 +87,7 @@ def test_counts_and_the_bias_of_the_choice_are_those_of_one_device_torchtitan_41
     """Four microbatches a step, with masked tokens and an evaluation between: neither counts, which it did there."""
     for parallel in WORLDS[dist.get_world_size()]:
         with world(parallel) as here:
-            options = {"choice_bias": True, "balance": LoadBalancing(bias_rate=1e-3)}
+            options = {"balance": LoadBalancing(bias_update_rate=1e-3), "router": RouterConfig(correction_bias=True)}
             layer, whole = EVEN.make(here.layers, **options), EVEN.make(layer_set(None), **options)
             for step in range(3):
                 for micro in range(4):
@@ -111,7 +114,9 @@ def test_a_rank_without_sequences_has_a_loss_of_zero():
     tokens = Tokens(rows=(2, 0))
     for parallel in ({"expert": 2}, {"data": 2}):
         with world(parallel) as here:
-            layer = tokens.make(here.layers, balance=LoadBalancing(aux=0.1, over="sequence", z=0.1))
+            layer = tokens.make(
+                here.layers, balance=LoadBalancing(aux_loss_coef=0.1, scope="sequence", z_loss_coef=0.1)
+            )
             layer(tokens.of(here.replica)).sum().backward()
             taken = RouterLosses(layer).take()
             assert torch.isfinite(taken["aux"])
@@ -122,7 +127,7 @@ def test_a_rank_without_sequences_has_a_loss_of_zero():
 @pytest.mark.ranks(2)
 def test_parts_of_other_sequences_are_refused_on_every_rank():
     with world({"sequence": 2}) as here:
-        layer = EVEN.make(here.layers, balance=LoadBalancing(aux=0.1))
+        layer = EVEN.make(here.layers, balance=LoadBalancing(aux_loss_coef=0.1))
         x = EVEN.of(0)[: 1 + dist.get_rank()]
-        with pytest.raises(ValueError, match="ranks of 'sequence' have parts of 1 to 2 sequences; cut one batch"):
+        with pytest.raises(ValueError, match=r"ranks of 'sequence' hold parts of 1 to 2 sequences.* split one batch"):
             layer(x)

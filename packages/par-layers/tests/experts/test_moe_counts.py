@@ -34,7 +34,7 @@ COUNTS = [
 def test_collectives_over_the_tensor_group():
     for parallel, shared, forward, backward in COUNTS:
         with world(parallel) as here:
-            layer = EVEN.make(here.layers, shared=shared)
+            layer = EVEN.make(here.layers, num_shared_experts=shared)
             x = here.layers.split(EVEN.of(0)).detach().requires_grad_()
             with count_collectives() as there:
                 y = layer(x)

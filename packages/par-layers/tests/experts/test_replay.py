@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import LoadBalancing, initialize, layer_set, update_correction_bias_
+from par_layers import LoadBalancing, RouterConfig, initialize, layer_set, update_correction_bias_
 
 from ..helpers import numbers
 from .toy import EXPERTS, HIDDEN, TOP_K, Layer, filled
@@ -34,7 +34,9 @@ class Noisy(nn.Module):
 
 
 def noisy(**options):
-    return Noisy(filled(Layer(balance=LoadBalancing(aux=0.1, over="microbatch", z=0.1), **options)))
+    return Noisy(
+        filled(Layer(balance=LoadBalancing(aux_loss_coef=0.1, scope="microbatch", z_loss_coef=0.1), **options))
+    )
 
 
 def start(seed=5):
@@ -57,7 +59,9 @@ def test_a_recompute_takes_the_choice_of_its_forward_though_scores_have_changed(
 @reentrant_or_not
 def test_a_row_keeps_its_slot_in_recompute_though_gates_have_swapped(reentrant):
     """Two tokens of the same scores and other features compete, and noise of 1e-8 says each time which is first."""
-    layer = layer_set(None).MoE(HIDDEN, 6, EXPERTS, TOP_K, capacity=1.0, normalise=False)
+    layer = layer_set(None).MoE(
+        HIDDEN, 6, EXPERTS, TOP_K, capacity_factor=1.0, router=RouterConfig(norm_topk_prob=False)
+    )
     initialize(layer, seed=1, dtype=torch.float64)
     x, upstream = numbers(4, 16, HIDDEN), numbers(4, 16, HIDDEN, seed=7)
     x[0] = x[1]
@@ -114,7 +118,7 @@ def test_a_checkpoint_within_a_checkpoint_chooses_once(reentrant):
 def test_gradients_are_those_without_a_checkpoint(reentrant):
     gradients = []
     for kind in (None, reentrant):
-        layer, x = filled(Layer(balance=LoadBalancing(aux=0.1, over="step", z=0.1))), start()
+        layer, x = filled(Layer(balance=LoadBalancing(aux_loss_coef=0.1, scope="step", z_loss_coef=0.1))), start()
         for _ in range(2):  # over a step, the second microbatch counts the first one's choices, and its own once
             y = layer(x) if kind is None else checkpoint(layer, x, use_reentrant=kind)
             y.square().sum().backward()
@@ -138,7 +142,7 @@ def test_a_frozen_router_is_replayed_too(reentrant):
 def test_without_the_generators_state_a_recompute_is_refused(reentrant):
     layer = filled(Layer())
     y = checkpoint(layer, start(), use_reentrant=reentrant, preserve_rng_state=False)
-    with pytest.raises(ValueError, match="call the checkpoint with preserve_rng_state=True"):
+    with pytest.raises(ValueError, match="pass preserve_rng_state=True to the checkpoint"):
         y.sum().backward()
 
 
@@ -148,7 +152,7 @@ def test_forwards_that_begin_with_the_same_seed_are_not_mixed_up():
     for seed in (5, 6):
         torch.manual_seed(0)
         waiting.append(checkpoint(layer, start(seed), use_reentrant=False))
-    with pytest.raises(ValueError, match="do not seed it anew between microbatches"):
+    with pytest.raises(ValueError, match="remove the calls that seed it between microbatches"):
         waiting[1].sum().backward()
 
 
@@ -183,11 +187,11 @@ def test_what_a_reentrant_checkpoint_left_is_dropped_by_the_next_forward_or_the_
 
 
 def test_evaluation_draws_no_numbers_and_keeps_nothing():
-    layer = filled(Layer(balance=LoadBalancing(aux=0.1, over="microbatch"))).eval()
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=0.1, scope="microbatch"))).eval()
     state = torch.get_rng_state()
     checkpoint(layer, start(), use_reentrant=False).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
-    assert layer.gate.tally.counts is None
+    assert layer.gate.load.counts is None
     assert len(layer.gate.replay) == 0
 
 

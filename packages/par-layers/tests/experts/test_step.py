@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Grid, LoadBalancing, Router, RouterLosses, TokenAxes, update_correction_bias_
+from par_layers import Grid, LoadBalancing, Router, RouterConfig, RouterLosses, TokenAxes, update_correction_bias_
 from par_testing import count_collectives
 
 from ..helpers import numbers
@@ -22,9 +22,10 @@ class Model(nn.Module):
 
     def __init__(self, again=(), reentrant=None, **options):
         super().__init__()
-        balance = LoadBalancing(bias_rate=RATE, aux=0.1, over="microbatch")
+        balance = LoadBalancing(bias_update_rate=RATE, aux_loss_coef=0.1, scope="microbatch")
         self.layers = nn.ModuleList(
-            filled(Layer(choice_bias=True, balance=balance, **options), seed=seed) for seed in (3, 4, 5)
+            filled(Layer(balance=balance, **options, config=RouterConfig(correction_bias=True)), seed=seed)
+            for seed in (3, 4, 5)
         )
         self.again, self.reentrant = again, reentrant
 
@@ -65,9 +66,9 @@ def test_the_bias_is_the_same_whichever_layers_run_again(kind, again):
 
 
 def test_the_bias_moves_by_the_rate_towards_the_mean():
-    router = filled(Layer(choice_bias=True, balance=LoadBalancing(bias_rate=RATE))).gate
+    router = filled(Layer(balance=LoadBalancing(bias_update_rate=RATE), config=RouterConfig(correction_bias=True))).gate
     router(numbers(20, HIDDEN))
-    counts = router.tally.counts
+    counts = router.load.counts
     update_correction_bias_(router)
     moved = torch.sign(20 * TOP_K - counts * EXPERTS).float() * RATE
     assert torch.equal(router.e_score_correction_bias, moved)
@@ -76,7 +77,13 @@ def test_the_bias_moves_by_the_rate_towards_the_mean():
 
 
 def test_a_bias_balances():
-    router = Router(HIDDEN, EXPERTS, 1, score="sigmoid", choice_bias=True, balance=LoadBalancing(bias_rate=0.002))
+    router = Router(
+        HIDDEN,
+        EXPERTS,
+        1,
+        balance=LoadBalancing(bias_update_rate=0.002),
+        config=RouterConfig(scoring_func="sigmoid", correction_bias=True),
+    )
     router.load_state_dict({"weight": numbers(EXPERTS, HIDDEN, seed=3)}, strict=False)
     x = numbers(600, HIDDEN, dtype=torch.float32)
     imbalances, losses = [], RouterLosses(router)
@@ -93,7 +100,7 @@ def test_a_bias_balances():
 def test_the_bias_of_two_ranks_is_that_of_one_in_one_collective_a_step():
     rank, expected = dist.get_rank(), trained(Model())
     with ProcessGroups(Topology.from_config({"data": 2}, 2)) as groups:
-        options = {"grid": Grid(groups), "tokens": TokenAxes(replicas=("data",))}
+        options = {"grid": Grid(groups), "token_axes": TokenAxes(replicas=("data",))}
         for model, given in (
             (Model((1,), False, **options), groups),
             (Model((1,), False), dist.group.WORLD),  # routers that were made without groups
@@ -107,20 +114,20 @@ def test_the_bias_of_two_ranks_is_that_of_one_in_one_collective_a_step():
 
 
 def test_masked_tokens_are_routed_and_not_counted():
-    layer = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=1.0, scope="microbatch")))
     x, mask = numbers(2, LENGTH, HIDDEN), torch.arange(LENGTH).expand(2, -1) < 4
     layer(x, mask)
     padded = RouterLosses(layer).take()
     update_correction_bias_(layer)
     assert RouterLosses(layer).load()["gate"].sum() == 2 * 4 * TOP_K
     assert (layer.ids[0] < EXPERTS).all()
-    alone = filled(Layer(balance=LoadBalancing(aux=1.0, over="microbatch")))
+    alone = filled(Layer(balance=LoadBalancing(aux_loss_coef=1.0, scope="microbatch")))
     alone(x[:, :4])
     torch.testing.assert_close(padded["aux"], RouterLosses(alone).take()["aux"], rtol=1e-12, atol=0)
 
 
 def test_what_was_taken_is_of_all_microbatches_since():
-    layer = filled(Layer(balance=LoadBalancing(aux=0.5, over="microbatch")))
+    layer = filled(Layer(balance=LoadBalancing(aux_loss_coef=0.5, scope="microbatch")))
     losses, values = RouterLosses(layer), []
     for seed in (1, 2):
         layer(numbers(2, LENGTH, HIDDEN, seed=seed))

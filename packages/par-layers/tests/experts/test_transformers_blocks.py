@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from par_layers import initialize, layer_set
+from par_layers import ExpertConfig, RouterConfig, initialize, layer_set
 
 from ..helpers import numbers
 from ..models.helpers import stays_wide
@@ -22,7 +22,7 @@ BLOCKS = {
     "Qwen3Moe": (
         "Qwen3MoeSparseMoeBlock",
         {"moe_intermediate_size": 12, "num_experts": 8, "norm_topk_prob": False},
-        {"normalise": False},
+        {"router": RouterConfig(norm_topk_prob=False)},
     ),
     "Qwen2Moe": (
         "Qwen2MoeSparseMoeBlock",
@@ -32,22 +32,24 @@ BLOCKS = {
             "norm_topk_prob": True,
             "shared_expert_intermediate_size": 24,
         },
-        {"shared": 2, "shared_gate": True},
+        {"num_shared_experts": 2, "shared_expert_gate": True},
     ),
     "DeepseekV3": (
         "DeepseekV3MoE",
         {"moe_intermediate_size": 12, "n_routed_experts": 8, "n_shared_experts": 2, **GROUPS},
-        {"shared": 2, "score": "sigmoid", "scale": 2.5, "group_limit": (4, 2), "choice_bias": True},
+        {
+            "num_shared_experts": 2,
+            "router": RouterConfig(
+                scoring_func="sigmoid", routed_scaling_factor=2.5, n_group=4, topk_group=2, correction_bias=True
+            ),
+        },
     ),
     "GptOss": (
         "GptOssMLP",
         {"intermediate_size": 12, "num_local_experts": 8},
         {
-            "router_bias": True,
-            "bias": True,
-            "activation": "clamped_swiglu",
-            "interleaved": True,
-            "transposed": True,
+            "router": RouterConfig(bias=True),
+            "expert": ExpertConfig(bias=True, activation="clamped_swiglu", interleaved=True, transposed=True),
         },
     ),
 }
@@ -74,7 +76,7 @@ def test_outputs_and_gradients_are_those_of_the_block(family):
     with torch.no_grad():
         for number, tensor in enumerate([*theirs.parameters(), *theirs.buffers()]):
             tensor.copy_(numbers(*tensor.shape, seed=number))
-    ours = layer_set(None).MoE(16, 12, experts=8, top_k=3, **options)
+    ours = layer_set(None).MoE(16, 12, num_experts=8, top_k=3, **options)
     initialize(ours, seed=None, dtype=torch.float64)
     ours.load_state_dict({ours_of(family, name): tensor for name, tensor in theirs.state_dict().items()})
     x = numbers(2, 9, 16, seed=40)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from par_layers import LoadBalancing, Router, RouterLosses
+from par_layers import LoadBalancing, Router, RouterConfig, RouterLosses
 
 from ..helpers import numbers
 
@@ -57,7 +57,7 @@ def test_gates_and_gradients_are_those_of_qwen3_moe(normalise):
     )
     assert_equal_to(
         transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter(config),
-        Router(HIDDEN, EXPERTS, TOP_K, normalise=normalise),
+        Router(HIDDEN, EXPERTS, TOP_K, config=RouterConfig(norm_topk_prob=normalise)),
         torch.float32,
         0.0,
     )
@@ -74,14 +74,18 @@ def test_gates_and_gradients_are_those_of_deepseek_v3_with_groups_and_a_bias_of_
     )
     theirs = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
     theirs.e_score_correction_bias.copy_(numbers(EXPERTS, seed=8))
-    options = {"score": "sigmoid", "scale": 2.5, "group_limit": (4, 2), "choice_bias": True}
+    options = {
+        "config": RouterConfig(
+            scoring_func="sigmoid", routed_scaling_factor=2.5, n_group=4, topk_group=2, correction_bias=True
+        )
+    }
     exact = 2e-6  # theirs adds the gates of a token in another order, in fp32
     assert_equal_to(theirs, Router(HIDDEN, EXPERTS, TOP_K, **options), torch.float32, exact)
 
 
 def test_gates_and_gradients_are_those_of_gpt_oss():
     config = transformers.GptOssConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K)
-    ours = Router(HIDDEN, EXPERTS, TOP_K, bias=True)
+    ours = Router(HIDDEN, EXPERTS, TOP_K, config=RouterConfig(bias=True))
     assert_equal_to(
         transformers.models.gpt_oss.modeling_gpt_oss.GptOssTopKRouter(config), ours, torch.float64, 1e-12
     )  # softmax of the chosen, or of all
@@ -90,7 +94,7 @@ def test_gates_and_gradients_are_those_of_gpt_oss():
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_of_balance_is_that_of_transformers_by_the_number_of_chosen_experts(masked):
     function = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
-    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux=1.0, over="microbatch"))
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=LoadBalancing(aux_loss_coef=1.0, scope="microbatch"))
     router.load_state_dict({"weight": numbers(EXPERTS, HIDDEN, seed=1)})
     mask = torch.arange(TOKENS) % 5 > 0 if masked else None
     x = numbers(TOKENS, HIDDEN, dtype=torch.float32)

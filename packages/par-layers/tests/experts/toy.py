@@ -40,7 +40,7 @@ def filled(layer, seed=3):
 
 def whole_gradients(layer, groups, averaged):
     """Sums what is partial, and averages over the ranks of other tokens."""
-    if layer.gate.tally.tokens.partial:  # which a parameter of ours says itself; that of this test does not
+    if layer.gate.load.axes.partial:  # which a parameter of ours says itself; that of this test does not
         dist.all_reduce(layer.outputs.grad, group=groups["tensor"])
     PartialGradientReducer(layer.gate, groups).handle_gradient()
     for parameter in layer.parameters():

@@ -308,7 +308,7 @@ def test_a_weight_alone_is_not_dealt_out():
 
 def test_sizes_that_do_not_divide_are_refused():
     topology = Topology.from_config({"expert": 8}, 8)
-    with pytest.raises(ValueError, match="'experts': 4 experts do not divide by 8 ranks"):
+    with pytest.raises(ValueError, match="'experts': num_experts=4: not a multiple of the 8 ranks"):
         plan_shardings(block(), topology, 0, DEALT)
     topology = Topology.from_config({"expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)
     with pytest.raises(ValueError, match="'experts' has a norm after each expert, which needs whole outputs"):

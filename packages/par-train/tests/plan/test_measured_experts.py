@@ -44,7 +44,9 @@ def with_experts(layers, choices=EVENLY):
     for number in range(SHAPE.dense_layers, SHAPE.layers):
         block = model.blocks[str(number)]
         del block.expand, block.contract
-        block.moe = layers.MoE(SHAPE.width, SHAPE.expert_hidden, SHAPE.experts, SHAPE.top_k, shared=SHAPE.shared)
+        block.moe = layers.MoE(
+            SHAPE.width, SHAPE.expert_hidden, SHAPE.experts, SHAPE.top_k, num_shared_experts=SHAPE.shared
+        )
         initialize(block.moe, 0)
         if choices:
             block.moe.gate.register_forward_hook(partial(in_turn, choices))
@@ -173,11 +175,11 @@ def assert_rows_as_routed(parallel):
         split = ExpertSplit(parallel=ranks, joined=groups.size("tensor"))
         shape = MoEShape(
             tokens=int(counts[0].sum()) // SHAPE.top_k,
-            hidden=SHAPE.width,
-            intermediate=SHAPE.expert_hidden,
-            experts=SHAPE.experts,
+            hidden_size=SHAPE.width,
+            intermediate_size=SHAPE.expert_hidden,
+            num_experts=SHAPE.experts,
             top_k=SHAPE.top_k,
-            element=4,
+            element_size=4,
         )
         routings = [[of_rank[layer].tolist() for of_rank in routing] for layer in range(len(counts))]
         said = [moe_cost(shape, split, each, rank=rank) for each in routings]

@@ -6,17 +6,23 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import set_sharding, sharding_of
-from par_layers import LoadBalancing, RouterLosses, initialize, layer_set, normal, update_correction_bias_
+from par_layers import LoadBalancing, RouterConfig, RouterLosses, initialize, layer_set, normal, update_correction_bias_
 from par_testing import assert_equal_to_one_device, storm
 from par_train import Strategy
 
 WIDTH, ROWS, LENGTH = 8, 8, 4
-BALANCE = LoadBalancing(aux=0.3, over="sequence", z=0.1, bias_rate=1e-2)
+BALANCE = LoadBalancing(aux_loss_coef=0.3, scope="sequence", z_loss_coef=0.1, bias_update_rate=1e-2)
 
 
 def blocks(layers, balance=BALANCE, *, number=2, dense_first=False, **options):
     """Norms and mixtures of experts, one after the other."""
-    mixture = {"experts": 4, "top_k": 2, "score": "sigmoid", "choice_bias": True, "shared": 1, "balance": balance}
+    mixture = {
+        "num_experts": 4,
+        "top_k": 2,
+        "num_shared_experts": 1,
+        "balance": balance,
+        "router": RouterConfig(scoring_func="sigmoid", correction_bias=True),
+    }
     mixture |= options
     made = [layers.LayerNorm(WIDTH)] if dense_first else []
     for _ in range(number):
@@ -203,7 +209,7 @@ def test_a_step_that_fp16_skips_still_moves_the_bias_of_the_choice():
             strategy.backward(loss * float("inf"), optimizer)
         assert bool(optimizer.step().skipped)
         bias = dict(model.named_buffers())["0.gate.e_score_correction_bias"]
-        assert bias.abs().max() == BALANCE.bias_rate
+        assert bias.abs().max() == BALANCE.bias_update_rate
         total = sum(counts.sum() for counts in strategy.expert_load(model).values())
         assert total == 2 * 3 * 2 * 2 * ROWS * LENGTH, "layers, microbatches, ranks, experts of a token"
 
@@ -226,7 +232,7 @@ def test_scores_that_are_nan_name_rank_and_layer_on_every_rank():
         inputs = batches(1)[0][0]
         if strategy.groups.rank("expert") == 1:
             inputs[0, 0, 0] = float("nan")
-        with pytest.raises(ValueError, match=r"router '0.gate': ids of rank 1 are none of 0 \.\. 3"):
+        with pytest.raises(ValueError, match=r"router '0.gate': ids of rank 1 are out of range 0 \.\. 3"):
             model(inputs)
 
 

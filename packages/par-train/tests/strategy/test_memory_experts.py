@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import part_of
-from par_layers import LoadBalancing, normal
+from par_layers import ExpertConfig, LoadBalancing, RouterConfig, normal
 from par_recompute import saved
 from par_testing import for_each, storm
 from par_train import Strategy
@@ -43,8 +43,10 @@ class Uneven(nn.Module):
 uneven = partial(Uneven, sizes=[(4, 8), (8, 24), (2, 16)])
 MAKES = {
     "uneven": uneven,
-    "capacity": partial(uneven, capacity=1.25),
-    "shared": partial(uneven, shared=1, choice_bias=True, bias=True),
+    "capacity": partial(uneven, capacity_factor=1.25),
+    "shared": partial(
+        uneven, num_shared_experts=1, router=RouterConfig(correction_bias=True), expert=ExpertConfig(bias=True)
+    ),
     "one layer": partial(Uneven, sizes=[(2, 40)]),
     "six alike": partial(Uneven, sizes=[(8, 16)] * 6),
 }

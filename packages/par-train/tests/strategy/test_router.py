@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_layers import LoadBalancing, Router
+from par_layers import LoadBalancing, Router, RouterConfig
 from par_train import Strategy
 
 
@@ -13,7 +13,13 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate = Router(8, 4, 2, score="sigmoid", choice_bias=True, balance=LoadBalancing(bias_rate=1e-3))
+        self.gate = Router(
+            8,
+            4,
+            2,
+            balance=LoadBalancing(bias_update_rate=1e-3),
+            config=RouterConfig(scoring_func="sigmoid", correction_bias=True),
+        )
         self.table = nn.Parameter(torch.ones(4, 8))
 
     def forward(self, x):

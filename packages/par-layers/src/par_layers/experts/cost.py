@@ -19,37 +19,39 @@ class MoEShape:
 
     Args:
         tokens: Number of tokens that each rank sends, M.
-        hidden: Features of a token, h.
-        intermediate: Features of an expert's activation, f.
-        experts: Number of experts of all ranks, E.
-        top_k: Number of experts of a token, k.
-        shared: Number of experts that every token goes to as well.
-        gated: Whether the first product gives a gate and an up part, 2 f features.
-        element: Bytes of an element of an activation, b.
-        capacity: As `TokenDispatcher` takes it; None drops nothing.
+        hidden_size: Features of a token, h.
+        intermediate_size: Features of an expert's activation, f.
+        num_experts: Number of experts on all ranks, E.
+        top_k: Number of experts per token, k.
+        num_shared_experts: Number of experts that every token uses in addition.
+        gated: Whether the first matmul returns a gate and an up part, 2 f features.
+        element_size: Bytes of an activation element, b.
+        capacity_factor: Capacity of an expert, as in `TokenDispatcher`; None drops no token.
 
     Raises:
-        ValueError: A token has more experts than there are.
+        ValueError: `top_k` exceeds the number of experts.
     """
 
     tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
     top_k: int
-    shared: int = 0
+    num_shared_experts: int = 0
     gated: bool = True
-    element: int = 2
-    capacity: float | None = None
+    element_size: int = 2
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k is {self.top_k}, but there are {self.experts} experts; choose 1 to {self.experts}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k={self.top_k}: there are {self.num_experts} experts; pass 1 to {self.num_experts}")
 
     @property
     def slots(self) -> int | None:
-        """Number of rows that an expert takes of each rank; None without a capacity."""
-        return None if self.capacity is None else math.ceil(self.capacity * self.tokens * self.top_k / self.experts)
+        """Number of routed tokens that an expert takes from each rank; None without a capacity."""
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * self.tokens * self.top_k / self.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +130,11 @@ def moe_cost(
     Raises:
         ValueError: Sizes do not divide, or the routing is that of other ranks or experts.
     """
-    p, experts = split.parallel, shape.experts
-    if experts % p or shape.intermediate % split.tensor:
+    p, experts = split.parallel, shape.num_experts
+    if experts % p or shape.intermediate_size % split.tensor:
         raise ValueError(
-            f"{experts} experts of {shape.intermediate} features do not divide by {p} and {split.tensor} ranks; change "
-            "the sizes"
+            f"{experts} experts of {shape.intermediate_size} features do not divide by {p} and {split.tensor} ranks; "
+            "change the sizes"
         )
     sent = _sent(shape, p, routing, imbalance)
     totals = [p // len(sent) * sum(column) for column in zip(*sent, strict=True)]
@@ -140,19 +142,19 @@ def moe_cost(
         rank = max(range(p), key=totals.__getitem__)
     rows, mine = totals[rank], sent[rank % len(sent)]
     away, arriving = sum(mine) - mine[rank], rows - mine[rank]
-    with_gates, plain = shape.hidden * shape.element + PADDING, shape.hidden * shape.element
+    with_gates, plain = shape.hidden_size * shape.element_size + PADDING, shape.hidden_size * shape.element_size
     counts = Fraction(0) if shape.slots is not None else Fraction(experts * COUNT * (p - 1), p)
-    first = shape.intermediate * (2 if shape.gated else 1) // split.tensor
-    second = shape.intermediate // split.tensor
-    products = rows + shape.tokens * shape.shared
+    first = shape.intermediate_size * (2 if shape.gated else 1) // split.tensor
+    second = shape.intermediate_size // split.tensor
+    products = rows + shape.tokens * shape.num_shared_experts
     return MoECost(
         send=counts + away * with_gates + arriving * plain + away * plain + arriving * with_gates,
         receive=counts + arriving * with_gates + away * plain + arriving * plain + away * with_gates,
         dispatch=arriving * with_gates,
         combine=away * plain,
         tensor=_over_tensor(shape, split),
-        flops=6 * shape.hidden * (shape.tokens * experts + products * (first + second)),
-        saved=rows * ((shape.hidden + first) * shape.element + max(GATE, shape.element)),
+        flops=6 * shape.hidden_size * (shape.tokens * experts + products * (first + second)),
+        saved=rows * ((shape.hidden_size + first) * shape.element_size + max(GATE, shape.element_size)),
         imbalance=p * max(totals) / sum(totals) if any(totals) else Fraction(1),
         collectives=0 if p == 1 else 5 - (shape.slots is not None),
         host_syncs=int(p > 1 and shape.slots is None),
@@ -162,26 +164,26 @@ def moe_cost(
 def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
     """Number of rows to each of p ranks from each, p lists; a single one where all ranks send alike."""
     if shape.slots is not None:
-        return [[Fraction(shape.experts // p * shape.slots)] * p]
+        return [[Fraction(shape.num_experts // p * shape.slots)] * p]
     if isinstance(routing, str):
         if not 1 <= imbalance <= p:
             raise ValueError(f"imbalance is {imbalance}; of {p} ranks one can have 1 to {p} times the mean")
         most = Fraction(imbalance) * shape.tokens * shape.top_k / p
         rest = (Fraction(shape.tokens * shape.top_k) - most) / max(p - 1, 1)
         return [[most, *[rest] * (p - 1)]]
-    if len(routing) != p or any(len(row) != shape.experts for row in routing):
+    if len(routing) != p or any(len(row) != shape.num_experts for row in routing):
         raise ValueError(
             f"the routing has {len(routing)} rows of {sorted({len(row) for row in routing})} numbers; give one of each "
-            f"of {p} ranks, with a number for each of {shape.experts} experts"
+            f"of {p} ranks, with a number for each of {shape.num_experts} experts"
         )
-    local = shape.experts // p
+    local = shape.num_experts // p
     return [[Fraction(sum(row[to * local : (to + 1) * local])) for to in range(p)] for row in routing]
 
 
 def _over_tensor(shape: MoEShape, split: ExpertSplit) -> Fraction:
     """Bytes that a rank receives over its tensor group, forward and backward."""
-    tokens = shape.tokens * shape.hidden * shape.element
+    tokens = shape.tokens * shape.hidden_size * shape.element_size
     if split.joined > 1:  # an all-gather of outputs, and in backward one of gradients
         return Fraction(2 * (split.joined - 1) * tokens)
-    gates = shape.tokens * shape.top_k * max(GATE, shape.element)
+    gates = shape.tokens * shape.top_k * max(GATE, shape.element_size)
     return Fraction(2 * (split.tensor - 1), split.tensor) * (2 * tokens + gates)  # all-reduces

@@ -1,4 +1,4 @@
-"""The experts of this rank: for each row up to its expert's activation, the row's gate, and down again."""
+"""The experts of this rank: two grouped matmuls with an activation and the gate of each routed token in between."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
 from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Axes, Grid
-from .dispatch import Route
+from .config import ExpertConfig
 from .products import (
     Activation,
     Segments,
@@ -32,97 +32,98 @@ from .products import (
     sums_of_rows,
     weight_product,
 )
+from .route import Route
 
 EXPERT, FEATURES = "expert_parallel", "expert_tensor"
-"""The axes of the view "experts" over which experts are dealt out, and each of them cut."""
+"""Axes of the view "experts": over the first, ranks hold different experts; over the second, shards of each expert."""
 
 
 class Experts(ParallelLayer):
-    """Experts whose weights are packed, one tensor for all of this rank's; plain functions of rows, without exchange.
+    """Experts of this rank, with one packed parameter per weight. They compute, and do not communicate.
 
-    The parameters are on the meta device until `initialize` fills them, or weights are loaded. With E' experts of this
-    rank and f' of f intermediate features they are `gate_up_proj` [E', 2 f', h], gate before up (`up_proj` [E', f', h]
-    where the activation has no gate), `down_proj` [E', h, f'], and with a bias `gate_up_proj_bias` [E', 2 f'] and
-    `down_proj_bias` [E', h]. Each pass gives every one a gradient, zeros for experts without rows.
+    The parameters stay on the meta device until `initialize` fills them or a checkpoint is loaded. With E' experts of
+    this rank and f' of the f intermediate features, they are `gate_up_proj` [E', 2 f', h], gate before up (`up_proj`
+    [E', f', h] for activations without a gate), `down_proj` [E', h, f'], and with a bias `gate_up_proj_bias` [E', 2 f']
+    and `down_proj_bias` [E', h]. Every backward gives each parameter a gradient, zeros for experts without tokens.
 
-    A row's gate multiplies its activation, before the product down, so that outputs are not needed for the gate's
-    gradient; rows, the result of the first product and gates are saved for backward, which makes the activation again.
+    The gate of a routed token multiplies its activation, before the second matmul, so the gradient of the gate needs no
+    outputs. Backward uses three saved tensors: the routed tokens, the result of the first matmul, and the gates. It
+    recomputes the activation.
 
     Args:
-        experts: Number of experts of all ranks, E.
-        hidden: Features of a row, h.
-        intermediate: Features of the activation, f.
-        activation: "swiglu" or "clamped_swiglu" (gpt-oss's), "gelu" (which has no gate), or an `Activation`.
-        bias: Whether both products have a bias.
-        interleaved: Whether gate and up alternate, feature by feature; an `Activation` of your own must expect it.
-        transposed: Whether weights are [E', h, 2 f'] and [E', f', h].
-        grid: This rank's place: experts are dealt out over its axis `expert_parallel`, and with an axis `expert_tensor`
-            features are cut and outputs partial sums over it. None for one device.
-        init: How weights are filled; default: as torch.nn.Linear, uniform in +-1/sqrt(inputs). Biases begin at zero.
+        num_experts: Number of experts on all ranks, E.
+        hidden_size: Features of a token, h.
+        intermediate_size: Features of the activation, f.
+        config: Activation, bias and weight layout; default: `ExpertConfig()`.
+        grid: Coordinates of this rank. The axis `expert_parallel` partitions the experts. The axis `expert_tensor`
+            shards each expert, whose outputs are then partial sums. None for one device.
+        init: Init rule of the weights; default: torch.nn.Linear's, uniform in +-1/sqrt(inputs). Biases start at zero.
 
     Raises:
-        ValueError: Experts or features do not divide by the ranks, or there is no such activation.
+        ValueError: Experts or features do not divide by the ranks, or the activation is unknown.
     """
 
     weight_grad_hook: WeightGradHook | None = None
-    """Set by those who want to compute weight gradients later, such as a pipeline schedule."""
+    """Receiver of deferred weight gradients, set by zero-bubble pipeline schedules; None computes them in backward."""
 
     def __init__(
         self,
-        experts: int,
-        hidden: int,
-        intermediate: int,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
         *,
-        activation: str | Activation = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        transposed: bool = False,
+        config: ExpertConfig | None = None,
         grid: Grid | None = None,
         init: Init | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation_of(activation, interleaved=interleaved)
-        if interleaved and not self.activation.gated:
-            raise ValueError("interleaved is True, but the activation has no gate; give interleaved=False")
-        self.experts, self.hidden, self.intermediate, self.transposed = experts, hidden, intermediate, transposed
-        place = _Place(Grid(None) if grid is None else grid, experts, intermediate, transposed)
-        self.local_experts, self._adds_bias = place.local_experts, place.rank == 0
+        config = ExpertConfig() if config is None else config
+        self.activation = activation_of(config.activation, interleaved=config.interleaved)
         gated = self.activation.gated
-        wide, runs = (2 * intermediate, 1 if interleaved else 2) if gated else (intermediate, 1)
-        up_init, down_init = init or uniform(1 / math.sqrt(hidden)), init or uniform(1 / math.sqrt(intermediate))
+        if config.interleaved and not gated:
+            raise ValueError("interleaved=True: the activation has no gate; pass ExpertConfig(interleaved=False)")
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.transposed = config.transposed
+        shards = _ExpertShards(Grid(None) if grid is None else grid, num_experts, intermediate_size, config.transposed)
+        self.num_local_experts, self._adds_bias = shards.local_experts, shards.rank == 0
+        # Gate and up are sharded separately, so that each rank has matching features of both. Interleaved weights hold
+        # pairs of neighbours, which one contiguous shard keeps together.
+        wide, runs = (2 * intermediate_size, 1 if config.interleaved else 2) if gated else (intermediate_size, 1)
+        up_init, down_init = (init or uniform(1 / math.sqrt(inputs)) for inputs in (hidden_size, intermediate_size))
         self._up = "gate_up_proj" if gated else "up_proj"
-        self.register_parameter(self._up, place.parameter((wide, hidden), up_init, cut=0, runs=runs))
-        self.down_proj = place.parameter((hidden, intermediate), down_init, cut=1)
-        up_bias = place.parameter((wide,), constant(0.0), cut=0, runs=runs) if bias else None
+        self.register_parameter(self._up, shards.parameter((wide, hidden_size), up_init, cut=0, runs=runs))
+        self.down_proj = shards.parameter((hidden_size, intermediate_size), down_init, cut=1)
+        up_bias = shards.parameter((wide,), constant(0.0), cut=0, runs=runs) if config.bias else None
         self.register_parameter(self._up + "_bias", up_bias)
-        self.down_proj_bias = place.parameter((hidden,), constant(0.0)) if bias else None
+        self.down_proj_bias = shards.parameter((hidden_size,), constant(0.0)) if config.bias else None
 
     def forward(
         self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int], *, route: Route | None = None
     ) -> Tensor:
-        """The experts' outputs, multiplied by the gates.
+        """Compute the experts' outputs, multiplied by the gates.
 
         Args:
-            rows: Rows [R, h], expert by expert.
-            gates: Their weights, [R].
-            counts: Number of rows of each of this rank's experts, int64 [E']; or a list.
-            route: Given by `Sent.through` alone, where nothing is exchanged: rows and gates are those of tokens, [M, h]
-                and [M, k], and what is returned is the sum of each token, [M, h].
+            rows: Routed tokens, sorted by expert, [R, h].
+            gates: Weights of the routed tokens, [R].
+            counts: Number of routed tokens of each expert of this rank, int64 [E'] or a list.
+            route: Internal argument of `DispatchHandle.apply` on one device. With it, rows are the tokens [M, h], gates
+                are [M, k], and the result is the sum per token, [M, h].
 
         Returns:
-            [R, h]; where features are cut over `expert_tensor`, this rank's part of the sum over it.
+            Outputs, [R, h]. With several ranks on `expert_tensor`, this rank's summand of the sum over them.
 
         Raises:
-            ValueError: Shapes do not fit, or counts do not add up to the rows.
+            ValueError: Shapes do not fit, or counts do not add up to R.
         """
-        if rows.ndim != 2 or rows.shape[1] != self.hidden or (route is None and gates.shape != rows.shape[:1]):
+        if rows.ndim != 2 or rows.shape[1] != self.hidden_size or (route is None and gates.shape != rows.shape[:1]):
             raise ValueError(
-                f"rows are {list(rows.shape)} and gates {list(gates.shape)}; these experts take [R, {self.hidden}] and "
-                "[R]"
+                f"rows have shape {list(rows.shape)} and gates {list(gates.shape)}: these experts need matching routed "
+                f"tokens; pass [R, {self.hidden_size}] and [R]"
             )
-        if len(counts) != self.local_experts:
+        if len(counts) != self.num_local_experts:
             raise ValueError(
-                f"there are counts of {len(counts)} experts, but this rank has {self.local_experts} of {self.experts}"
+                f"counts has {len(counts)} elements: this rank has {self.num_local_experts} of {self.num_experts} "
+                f"experts; pass {self.num_local_experts} counts"
             )
         if not is_compiling():
             return self._forward(rows, gates, counts, route)
@@ -140,7 +141,7 @@ class Experts(ParallelLayer):
         _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
         received = rows.shape[0] if route is None else route.splits.received
         segments = Segments(counts, received, rows, up, down)
-        y: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = _ExpertsFunction.apply(  # type: ignore[no-untyped-call]
             rows,
             gates,
             _Computation(self.activation, segments, self._adds_bias, up_hook, down_hook, self.transposed, route),
@@ -152,7 +153,7 @@ class Experts(ParallelLayer):
         return y
 
     def _batched(self, rows: Tensor, gates: Tensor) -> Tensor:
-        """As `_forward` where all experts have as many rows, in plain operations that a graph may fuse or run again."""
+        """Compute `_forward` for equal counts, in plain operations that torch.compile may fuse or recompute."""
         up: Tensor = getattr(self, self._up)
         down: Tensor = self.down_proj
         if self.transposed:
@@ -168,33 +169,33 @@ class Experts(ParallelLayer):
         return y
 
     def extra_repr(self) -> str:
-        """Number of experts here and everywhere, features, and what differs from the defaults."""
-        here = "" if self.local_experts == self.experts else f", {self.local_experts} here"
-        return f"{self.experts} experts{here}, hidden={self.hidden}, intermediate={self.intermediate}"
+        """Number of experts, in total and on this rank, and features."""
+        here = "" if self.num_local_experts == self.num_experts else f", {self.num_local_experts} on this rank"
+        return f"{self.num_experts} experts{here}, {self.hidden_size}, {self.intermediate_size}"
 
 
-class _Place:
-    """Which experts, and which of their features, a rank has.
+class _ExpertShards:
+    """Experts of one rank, and the features of them that it holds.
 
     Args:
-        grid: The rank's place.
-        experts: Number of experts of all ranks.
+        grid: Coordinates of the rank.
+        experts: Number of experts on all ranks.
         intermediate: Features of the activation.
-        transposed: Whether inputs come before outputs in weights.
+        transposed: Whether weights are stored as [inputs, outputs].
     """
 
     def __init__(self, grid: Grid, experts: int, intermediate: int, transposed: bool) -> None:
         ranks, self._parts = grid.size((EXPERT,)), grid.size((FEATURES,))
         if experts < 1 or experts % ranks:
             raise ValueError(
-                f"{experts} experts do not divide by {ranks} ranks of {EXPERT!r}; use a multiple of {ranks} experts, "
-                "or fewer ranks"
+                f"num_experts={experts}: not a multiple of the {ranks} ranks of {EXPERT!r}; pass a multiple of {ranks} "
+                "or use fewer ranks"
             )
         if intermediate % self._parts:
             near = math.ceil(intermediate / self._parts) * self._parts
             raise ValueError(
-                f"intermediate is {intermediate}, which does not divide by {self._parts} ranks of {FEATURES!r}; use "
-                f"{near}, or expert=dict(..., tensor=1)"
+                f"intermediate_size={intermediate}: not a multiple of the {self._parts} ranks of {FEATURES!r}; pass "
+                f"{near}, or use expert=dict(..., tensor=1)"
             )
         self._grid, self._experts, self._intermediate, self._transposed = grid, experts, intermediate, transposed
         self.local_experts = experts // ranks
@@ -203,13 +204,13 @@ class _Place:
     def parameter(
         self, features: tuple[int, ...], init: Init, *, cut: int | None = None, runs: int = 1
     ) -> nn.Parameter:
-        """A parameter on the meta device that stands for this rank's part.
+        """Return a meta parameter of this rank's shape, with sharding metadata.
 
         Args:
-            features: For one expert, the lengths of outputs and inputs; of outputs alone for a bias.
-            init: How the whole parameter is filled.
-            cut: Which of them is cut over `expert_tensor`; None for neither.
-            runs: Number of runs of equal length, each cut by itself, that it consists of.
+            features: Outputs and inputs of one expert; only outputs for a bias.
+            init: Init rule of the unsharded parameter.
+            cut: Index in `features` that is sharded over `expert_tensor`; None for neither.
+            runs: Number of equal blocks of that dimension that are sharded separately.
         """
         order = (0, 2, 1) if self._transposed and len(features) == 2 else range(1 + len(features))
         shape = [self._experts, *features]
@@ -217,7 +218,7 @@ class _Place:
         size, step = [self.local_experts, *features], 0
         axes: Axes = (EXPERT,)
         if cut is not None:
-            step = features[cut] // runs  # of the whole parameter from run to run
+            step = features[cut] // runs  # distance between runs in the unsharded parameter
             size[1 + cut] = step // self._parts
             axes = (EXPERT, FEATURES)
         local = list(size)
@@ -245,16 +246,16 @@ class _Place:
 
 @dataclass(eq=False)
 class _Computation:
-    """What `_Experts` is told beside tensors.
+    """Arguments of `_ExpertsFunction` that are not tensors.
 
     Args:
-        activation: What is computed between the products.
-        segments: Which rows are whose.
-        adds_bias: Whether this rank adds the bias of the product down, which one of those that cut an expert does.
-        up_hook: Takes the first weight's gradient for later, or None.
-        down_hook: Takes the second one's.
+        activation: Function between the two matmuls.
+        segments: Ranges of the routed tokens of each expert.
+        adds_bias: Whether this rank adds the bias of the second matmul. One of the ranks that shard an expert does.
+        up_hook: Receiver of the first weight's deferred gradient, or None.
+        down_hook: Receiver of the second weight's deferred gradient, or None.
         transposed: Whether the weights are transposed views of the parameters.
-        route: Where tokens are given, how their rows lie; None where rows are given.
+        route: Permutation from tokens to routed tokens, if tokens are passed; else None.
     """
 
     activation: Activation
@@ -267,19 +268,19 @@ class _Computation:
 
     @property
     def is_later(self) -> bool:
-        """Whether weight gradients are computed later, so that what they are made of is kept."""
+        """Whether weight gradients are deferred, so that their inputs must stay alive."""
         return self.up_hook is not None or self.down_hook is not None
 
     def middle(self, wide: Tensor, gates: Tensor, of_act: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What lies between the products, once more, and its gradients.
+        """Recompute the step between the matmuls, and differentiate it.
 
         Args:
-            wide: The results of the first product, [R, n].
-            gates: The gates, [R].
-            of_act: The gradient of what goes into the second product, [R, f]; it is overwritten.
+            wide: Result of the first matmul, [R, n].
+            gates: Gates, [R].
+            of_act: Gradient of the second matmul's input, [R, f]. It is overwritten.
 
         Returns:
-            What went into the second product, [R, f]; the gradient of gates, [R]; and that of `wide`, [R, n].
+            The second matmul's input, [R, f]; the gradient of the gates, [R]; and the gradient of `wide`, [R, n].
         """
         act, pull = self.activation.again(wide)
         of_gates = (of_act * act).sum(1, dtype=gates.dtype)
@@ -289,8 +290,10 @@ class _Computation:
     def weight_gradient(
         self, hook: WeightGradHook | None, weight: Tensor, left: Tensor, right: Tensor
     ) -> Tensor | None:
-        """The gradient of a weight [E', n, k], of rows [R, n] and [R, k]; or None, and the hook has it for later."""
-        if self.transposed:  # computed as the parameter lies in memory, which would else be copied
+        """Return the gradient of a weight [E', n, k] from [R, n] and [R, k]; None if the hook receives it."""
+        # A transposed weight is a view of the parameter. Computing the transposed product directly gives a gradient in
+        # the parameter's memory layout, which autograd would otherwise copy.
+        if self.transposed:
             left, right = right, left
         if hook is None:
             gradient = weight_product(left, right, self.segments)
@@ -299,22 +302,25 @@ class _Computation:
         return None
 
 
-class _Experts(torch.autograd.Function):
-    """down(gate * activation(up(row))), by the row's expert. Saved are rows, the result of `up`, and gates."""
+class _ExpertsFunction(torch.autograd.Function):
+    """down(gate * activation(up(row))) with the weights of the row's expert.
+
+    It saves rows, the result of `up` and gates: h + 2 f + 1 numbers per routed token. Saving outputs, too, would take
+    h more.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
         gates: Tensor,
-        told: _Computation,
+        call: _Computation,
         *parameters: Tensor | None,
     ) -> Tensor:
-        ctx.told = told
+        ctx.call = call
         up, down, up_bias, down_bias = parameters
-        if up is None or down is None:
-            raise RuntimeError("experts have no weights; a bug of par-layers")
-        segments, activation, route = told.segments, told.activation, told.route
+        assert up is not None and down is not None  # noqa: S101, PT018 - for the type checker: both are parameters
+        segments, activation, route = call.segments, call.activation, call.route
         if route is not None:
             rows, gates = route.taken(rows), route.taken_gates(gates)
         if is_one_by_one(segments.rows, segments.experts, rows.device.type):
@@ -325,7 +331,7 @@ class _Experts(torch.autograd.Function):
         else:
             wide = product(rows, up, segments, up_bias)
             y = product(activation.scaled(wide, gates), down, segments)
-        if down_bias is not None and told.adds_bias:
+        if down_bias is not None and call.adds_bias:
             y += scaled(of_each_row(down_bias, segments), gates)
         ctx.save_for_backward(rows, wide, gates, up, down, up_bias, down_bias)
         return y if route is None else route.summed(y)
@@ -333,24 +339,24 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        saved = ctx.saved_tensors  # read once: a checkpoint returns saved tensors only once
         rows, wide, gates, up, down, _, down_bias = saved
-        told: _Computation = ctx.told
-        segments, route = told.segments, told.route
+        call: _Computation = ctx.call
+        segments, route = call.segments, call.route
         gradient = gradient.contiguous() if route is None else route.taken(gradient)
-        if told.is_later or not is_one_by_one(segments.rows, segments.experts, rows.device.type):
+        if call.is_later or not is_one_by_one(segments.rows, segments.experts, rows.device.type):
             of_act = product(gradient, down.transpose(1, 2), segments)
-            act, of_gates, of_wide = told.middle(wide, gates, of_act)
+            act, of_gates, of_wide = call.middle(wide, gates, of_act)
             of_rows = product(of_wide, up.transpose(1, 2), segments) if ctx.needs_input_grad[0] else None
-            of_up = told.weight_gradient(told.up_hook, up, of_wide, rows) if ctx.needs_input_grad[3] else None
-            of_down = told.weight_gradient(told.down_hook, down, gradient, act) if ctx.needs_input_grad[4] else None
+            of_up = call.weight_gradient(call.up_hook, up, of_wide, rows) if ctx.needs_input_grad[3] else None
+            of_down = call.weight_gradient(call.down_hook, down, gradient, act) if ctx.needs_input_grad[4] else None
             of_up_bias = sums_of_rows(of_wide, segments) if ctx.needs_input_grad[5] else None
         else:
-            of_rows, of_gates, of_up, of_down, of_up_bias = _one_by_one(told, saved, ctx.needs_input_grad, gradient)
+            of_rows, of_gates, of_up, of_down, of_up_bias = _one_by_one(call, saved, ctx.needs_input_grad, gradient)
         of_down_bias = None
         if down_bias is not None:
             of_down_bias = sums_of_rows(scaled(gradient, gates), segments)
-            if told.adds_bias:
+            if call.adds_bias:
                 of_gates += (gradient * of_each_row(down_bias, segments)).sum(1, dtype=gates.dtype)
         if route is not None:
             of_rows = None if of_rows is None else route.summed(of_rows)
@@ -359,15 +365,15 @@ class _Experts(torch.autograd.Function):
 
 
 def _one_by_one(
-    told: _Computation, saved: Sequence[Tensor], needs: Sequence[bool], gradient: Tensor
+    call: _Computation, saved: Sequence[Tensor], needs: Sequence[bool], gradient: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of rows, gates, weights and the first bias, expert by expert.
+    """Compute the gradients of rows, gates, weights and the first bias, one expert after the other.
 
     Args:
-        told: What forward was told.
-        saved: What it saved.
-        needs: Which of its arguments need a gradient.
-        gradient: The gradient of its result, [R, h].
+        call: Arguments of forward that are not tensors.
+        saved: Saved tensors.
+        needs: Whether each argument of forward needs a gradient.
+        gradient: Gradient of the result, [R, h].
     """
     rows, wide, gates, up, down, up_bias, _ = saved
     needs_rows, _, _, needs_up, needs_down = needs[:5]
@@ -375,12 +381,13 @@ def _one_by_one(
     of_gates = torch.empty_like(gates)
     of_up, of_down = torch.empty_like(up) if needs_up else None, torch.empty_like(down) if needs_down else None
     of_up_bias = None if up_bias is None else torch.empty_like(up_bias)
+    # On a CPU, the rows of one expert stay in cache across its three matmuls.
     start = 0
-    for expert, size in enumerate(told.segments.sizes):
+    for expert, size in enumerate(call.segments.sizes):
         mine = slice(start, start + size)
         start += size
         row, outer = rows[mine], gradient[mine]
-        act, of_gates[mine], of_wide = told.middle(wide[mine], gates[mine], outer @ down[expert])
+        act, of_gates[mine], of_wide = call.middle(wide[mine], gates[mine], outer @ down[expert])
         if of_rows is not None:
             torch.mm(of_wide, up[expert], out=of_rows[mine])
         if of_up is not None:

@@ -1,32 +1,37 @@
-"""A mixture of experts as a layer: router, exchange and experts, in the residual layout of a layer set."""
+"""A mixture of experts as a layer: router, token dispatcher and experts, in the residual layout of a layer set."""
 
 from torch import Tensor, nn
 
 from ..layers.linear import ParallelLinear
+from ..layers.parameter import Init
+from ..modes.grid import EXPERTS, Grid
+from ..modes.layout import ActivationLayout
+from .balance import LoadBalancing, TokenAxes
+from .config import ExpertConfig, RouterConfig
 from .dispatch import TokenDispatcher
 from .entrance import Entrance
 from .experts import Experts
 from .router import Router
-from .shared import SharedExperts
+from .shared import SharedExperts, gate_of_shared
 
 
 class MoE(nn.Module):
-    """Sends each token to the experts that a router chooses, and adds their outputs up. `LayerSet.MoE` makes it.
+    """Layer that routes each token to a few experts and sums their outputs. `LayerSet.MoE` makes it.
 
     Args:
-        gate: The router.
-        experts: This rank's experts.
-        dispatch: Brings tokens to the experts' ranks and outputs back.
-        entrance: How the tokens of the tensor group reach the router and the experts.
-        shared_experts: What every token goes to as well, or None.
-        shared_expert_gate: Makes what its output is multiplied by, after a sigmoid; or None.
+        gate: Router.
+        experts: Experts of this rank.
+        dispatcher: Dispatcher between the ranks of the experts.
+        entrance: Path of the tensor group's tokens to the experts and back.
+        shared_experts: Experts that every token uses in addition, or None.
+        shared_expert_gate: Linear layer whose sigmoid multiplies the output of the shared experts, or None.
     """
 
     def __init__(
         self,
         gate: Router,
         experts: Experts,
-        dispatch: TokenDispatcher,
+        dispatcher: TokenDispatcher,
         entrance: Entrance,
         shared_experts: SharedExperts | None = None,
         shared_expert_gate: ParallelLinear | None = None,
@@ -34,19 +39,18 @@ class MoE(nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
-        self._dispatch, self._entrance = dispatch, entrance
+        self._dispatcher, self._entrance = dispatcher, entrance
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The residual layout to the same. Every rank that exchanges tokens must call it, one without tokens too.
+        """Compute the layer in the residual layout. Every rank of the expert group must call it, also without tokens.
 
         Args:
-            x: Activations [B, S, h], local; [M, h] where tokens are of no sequences.
-            mask: False where a token is padding: it is routed as others are, but balance does not count it. Bool
-                [B, S], of all tokens of the tensor group, as ids are. None: all count.
+            x: Local activations, [B, S, h]; or [M, h] for tokens that belong to no sequences.
+            mask: Mask of all tokens of the tensor group, bool [B, S], False for padding. Padding is routed, but load
+                balancing does not count it. None counts every token.
 
         Raises:
-            ValueError: The activation or the mask has another shape; or on some rank a token chose no expert that there
-                is, and then every rank raises.
+            ValueError: A shape does not fit. Or a token on some rank has NaN scores, and then every rank raises.
         """
         entrance = self._entrance
         entrance.check(x, mask)
@@ -55,13 +59,15 @@ class MoE(nn.Module):
         routing = self.gate(routed, counted, sequences=entrance.sequences(x))
         gates, most = entrance.factors(routing.gates), entrance.most_tokens(x)
         try:
-            sent = self._dispatch.send(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
+            handle = self._dispatcher.dispatch(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
         except ValueError as error:
             raise ValueError(f"{self.gate.title}: {error}") from None
-        shared = self._shared(x, routed, entering)  # while rows travel
-        if sent.dropped is not None:
-            self.gate.count_dropped(sent.dropped)
-        sums = sent.through(self.experts)
+        # The shared experts run while the routed tokens travel, forward and, by autograd's order, backward.
+        shared = self._shared(x, routed, entering)
+        # The number of dropped tokens is read after that, since it may wait for the rows of the exchange.
+        if handle.dropped is not None:
+            self.gate.count_dropped(handle.dropped)
+        sums = handle.apply(self.experts)
         if shared is None:
             return entrance.leave(sums, x)
         if entrance.sums_parts:
@@ -69,12 +75,97 @@ class MoE(nn.Module):
         return entrance.leave(sums, x) + shared
 
     def _shared(self, x: Tensor, routed: Tensor, entering: Tensor) -> Tensor | None:
-        """What the shared experts give: parts of sums that join those of the others, or the whole in x's layout."""
+        """Compute the shared experts: partial sums if the experts give partial sums, else full outputs like x."""
         if self.shared_experts is None:
             return None
         entrance, gate = self._entrance, self.shared_expert_gate
         if entrance.sums_parts:
+            # Both partial sums are added before one reduction, instead of a reduction each.
             parts: Tensor = self.shared_experts(entering)
             return parts if gate is None else parts * entrance.factors(gate(routed).sigmoid())
-        whole = entrance.reduce(self.shared_experts(entrance.gather(x)))
-        return whole if gate is None else whole * gate(x).sigmoid()
+        full = entrance.reduce(self.shared_experts(entrance.gather(x)))
+        return full if gate is None else full * gate(x).sigmoid()
+
+
+def make_moe(
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    router: RouterConfig,
+    expert: ExpertConfig,
+    num_shared_experts: int,
+    shared_expert_gate: bool,
+    capacity_factor: float | None,
+    balance: LoadBalancing | None,
+    init: Init | None,
+    residual: ActivationLayout,
+    axes: tuple[str, ...],
+    grid: Grid,
+) -> MoE:
+    """Make the MoE layer of a layer set whose mode is "1d" or one device.
+
+    Args:
+        hidden_size: Features of the residual stream, h.
+        intermediate_size: Features of an expert's activation, f.
+        num_experts: Number of experts on all ranks, E.
+        top_k: Number of experts per token, k.
+        router: Options of the router.
+        expert: Options of the experts.
+        num_shared_experts: Number of experts that every token uses.
+        shared_expert_gate: Whether a gate multiplies the output of the shared experts.
+        capacity_factor: Capacity of an expert, or None.
+        balance: Load balancing; None for none.
+        init: Init rule of the weights; None for torch.nn.Linear's.
+        residual: Layout of the activations.
+        axes: Axes of the tensor group.
+        grid: Coordinates of this rank.
+    """
+    experts_grid = Grid(grid.groups, view=EXPERTS)
+    unsplit = () if grid.topology is None else tuple(grid.topology.axes)
+    products = () if grid.topology is None else tuple(grid.topology.products)
+    if not axes and "tensor" in unsplit + products and grid.size(("tensor",)) > 1:
+        raise ValueError(
+            f"the layers have no tensor mode: the topology has {grid.size(('tensor',))} tensor ranks, and experts need "
+            "layers that are sharded over them; use layer_set('1d', groups)"
+        )
+    if num_shared_experts < 0 or (shared_expert_gate and not num_shared_experts):
+        raise ValueError(
+            f"num_shared_experts={num_shared_experts}: it does not fit shared_expert_gate={shared_expert_gate}; pass a "
+            "positive number"
+        )
+    # With one rank on `expert_tensor`, a rank holds full experts, and each token enters on one tensor rank. With more,
+    # every expert is sharded over the tensor group, and each token enters on all its ranks.
+    entrance = Entrance(
+        group=grid.group(axes) if axes else None,
+        sequence=bool(residual.sequence),
+        whole=experts_grid.size(("expert_tensor",)) == 1,
+    )
+    same_sequences = {*axes, *residual.context, "pipeline"}
+    token_axes = TokenAxes(
+        context=residual.context,
+        partial=axes if entrance.cuts_tokens else (),
+        replicas=grid.larger([axis for axis in unsplit if axis not in same_sequences]),
+    )
+    # The dispatcher gets a communicator of its own. On a shared one, an all-to-all could meet a reduction of ZeRO when
+    # ranks differ in which parameters they use.
+    exchanges = grid.groups is not None and experts_grid.size(("expert_parallel",)) > 1
+    private = grid.groups.channels("expert_parallel", 1)[0] if grid.groups is not None and exchanges else None
+    shared, shared_gate = None, None
+    if num_shared_experts:
+        features = num_shared_experts * intermediate_size
+        shared = SharedExperts(hidden_size, features, config=expert, axes=axes, grid=grid, init=init)
+    if shared_expert_gate:
+        partial = axes if entrance.sequence and entrance.cuts_tokens else ()
+        shared_gate = gate_of_shared(hidden_size, partial, grid, init)
+    return MoE(
+        Router(
+            hidden_size, num_experts, top_k, config=router, balance=balance, grid=grid, token_axes=token_axes, init=init
+        ),
+        Experts(num_experts, hidden_size, intermediate_size, config=expert, grid=experts_grid, init=init),
+        TokenDispatcher(num_experts, private, capacity_factor=capacity_factor),
+        entrance,
+        shared,
+        shared_gate,
+    )

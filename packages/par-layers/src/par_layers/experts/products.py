@@ -377,5 +377,5 @@ def activation_of(named: "str | Activation", *, interleaved: bool) -> Activation
             f"there is no activation {named!r}; there are 'swiglu', 'gelu' and 'clamped_swiglu', or give an Activation"
         )
     if interleaved:
-        raise ValueError("interleaved is True, but the activation 'gelu' has no gate; give interleaved=False")
+        raise ValueError("interleaved=True: the activation 'gelu' has no gate; pass ExpertConfig(interleaved=False)")
     return Activation(functional.gelu, _gelu_backward, gated=False)

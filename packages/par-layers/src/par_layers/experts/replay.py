@@ -1,9 +1,9 @@
-"""A recompute is given the choice of its forward.
+"""Routing replay: a recomputation uses the experts that its forward selected.
 
-Two scores that nearly tie may swap when a region runs again, since sums may be in another order, and then experts would
-get other rows than those whose gradients come back. So the choice is kept, and not made again. Each forward draws a key
-from torch's generator of the CPU, as Dropout does; a checkpoint restores that generator, so that the recompute draws
-the same key, and finds under it what was chosen.
+Two scores that nearly tie may swap when a region is recomputed, because a sum may run in another order. The experts
+would then get different tokens than in forward, while gradients return for the old ones. So a forward saves its
+selection. Each forward draws a key from torch's CPU generator, as Dropout does. A checkpoint restores that generator,
+so the recomputation draws the same key, and finds the selection under it.
 """
 
 from dataclasses import dataclass
@@ -14,68 +14,68 @@ import torch
 from torch import Tensor
 
 from .._torch_private import current_graph_task, hooks_of_saved_tensors
-from .balance import Shares
+from .balance import ExpertLoad
 
 
 @dataclass(eq=False)
-class Choice:
-    """What a forward has decided, that its recompute must not decide again.
+class SavedRouting:
+    """Routing of one forward, for its recomputation.
 
     Args:
-        ids: The experts of each token, [M, k]; of a block that is not ours, all that its topk found, flat.
-        gates: By what rows compete for the slots of a capacity, [M, k]; None where there is no capacity.
-        shares: How busy each expert was, which recompute must not count again; None without losses.
-        twice: Whether another forward drew the same key and chose otherwise.
+        ids: Expert ids of each token, [M, k]; for a block of an existing model, all results of its `topk`, flat.
+        gates: Priorities of the routed tokens for the slots of a capacity, [M, k]; None without a capacity.
+        load: Load of each expert, which the recomputation must not count again; None without losses.
+        twice: Whether another forward drew the same key and selected other experts.
     """
 
     ids: Tensor
     gates: Tensor | None = None
-    shares: Shares | None = None
+    load: ExpertLoad | None = None
     twice: bool = False
 
 
 def in_backward() -> bool:
-    """Whether a backward runs, so that a forward that is called now is a recompute."""
+    """Whether a backward pass is running, so that a forward that is called now is a recomputation."""
     return not torch.compiler.is_compiling() and current_graph_task() != -1
 
 
 def may_run_again() -> bool:
-    """Whether a forward that is called now may be within a checkpoint: what it saves is replaced, or nothing is."""
+    """Whether a forward may be inside a checkpoint now: saved-tensor hooks are set, or gradients are off."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return not torch.is_grad_enabled() or hooks_of_saved_tensors(True) is not None
 
 
-class Replay:
-    """The choices of one router, each kept as long as a recompute may ask for it.
+class RoutingReplay:
+    """Saved routing of one router, kept as long as a recomputation may need it.
 
-    A choice lives as long as the graph of the forward that made it. A reentrant checkpoint, whose forward has no graph,
-    leaves it here until the step ends (`clear`), or until a recompute has used it and another forward comes.
+    A saved routing lives as long as the autograd graph of its forward. The forward of a reentrant checkpoint has no
+    graph, so its routing stays until the step ends (`clear`), or until the first forward after its recomputation.
     """
 
     def __init__(self) -> None:
-        self._of_graphs: WeakValueDictionary[int, Choice] = WeakValueDictionary()
-        self._held: dict[int, Choice] = {}
+        self._of_graphs: WeakValueDictionary[int, SavedRouting] = WeakValueDictionary()
+        self._held: dict[int, SavedRouting] = {}
         self._used: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A new one: a copy of a model has run no forward."""
+        """Return an empty replay: the copy of a model has run no forward."""
         return type(self)()
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()
 
     def __len__(self) -> int:
-        """The number of choices that are kept."""
+        """Number of saved routings."""
         return len(self._of_graphs) + len(self._held)
 
-    def keep(self, key: int, choice: Choice, graph: Tensor) -> None:
-        """Keeps a choice.
+    def keep(self, key: int, choice: SavedRouting, graph: Tensor) -> None:
+        """Save the routing of a forward.
 
         Args:
-            key: What the forward has drawn.
-            choice: What it has decided.
-            graph: A result of it; the choice lives as long as the graph that it hangs on, if there is one.
+            key: Random key of the forward.
+            choice: Routing of the forward.
+            graph: Output of the forward. Its autograd graph, if it has one, determines how long the routing lives.
         """
         for used in self._used:
             self._held.pop(used, None)
@@ -91,38 +91,38 @@ class Replay:
             node.metadata["par_layers.experts"] = choice
             self._of_graphs[key] = choice
 
-    def take(self, key: int) -> Choice | None:
-        """What the forward with this key has decided; None if no forward waits for a recompute.
+    def take(self, key: int) -> SavedRouting | None:
+        """Return the routing of the forward with this key; None if no forward expects a recomputation.
 
         Raises:
-            ValueError: Forwards wait, but none with this key; or two of them drew it.
+            ValueError: Routings are saved, but not under this key; or two forwards drew this key.
         """
         choice = self._find(key)
         if choice is None:
             if not len(self):
                 return None
             raise ValueError(
-                "a router runs again in backward, but torch's generator of the CPU is not as it was in forward, so it "
-                "cannot find which experts were chosen; call the checkpoint with preserve_rng_state=True"
+                "a router is recomputed in backward, but torch's CPU generator has another state than in forward, so "
+                "the selected experts cannot be found; pass preserve_rng_state=True to the checkpoint"
             )
         if choice.twice:
             raise ValueError(
-                "two forwards of a router that wait for their recompute began with the same state of torch's generator "
-                "of the CPU, so it cannot tell their choices apart; do not seed it anew between microbatches"
+                "two forwards of a router began with the same state of torch's CPU generator, so their recomputations "
+                "cannot be told apart; remove the calls that seed it between microbatches"
             )
         if key in self._held and torch.is_grad_enabled():
             self._used.add(key)
         return choice
 
     def clear(self) -> None:
-        """Forgets what a reentrant checkpoint left here: the step is over."""
+        """Delete the routings of reentrant checkpoints at the end of a step."""
         self._held.clear()
         self._used.clear()
 
-    def _find(self, key: int) -> Choice | None:
+    def _find(self, key: int) -> SavedRouting | None:
         return self._of_graphs.get(key) or self._held.get(key)
 
 
 def narrow(ids: Tensor, experts: int) -> Tensor:
-    """Numbers of experts in 16 bits where they fit, for as long as they are kept."""
+    """Convert expert ids to the smallest integer dtype that holds them, to save memory between forward and backward."""
     return ids.to(torch.int16 if experts <= 1 << 15 else torch.int32)

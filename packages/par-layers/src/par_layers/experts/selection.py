@@ -1,66 +1,66 @@
-"""Which experts a token goes to: pure arithmetic on its scores."""
+"""Selection of the experts of each token: pure arithmetic on scores."""
 
 import torch
 from torch import Tensor
 
 
 def select_experts(
-    scores: Tensor, top_k: int, *, bias: Tensor | None = None, group_limit: tuple[int, int] | None = None
+    scores: Tensor, top_k: int, *, bias: Tensor | None = None, n_group: int = 1, topk_group: int = 1
 ) -> Tensor:
-    """The experts of each token, best first. There is no gradient: a choice is no number.
+    """Select the experts of each token, best first, without a gradient.
 
     Args:
         scores: Scores of all experts, [M, E].
-        top_k: Number of experts that a token goes to.
-        bias: Added to the scores for the choice alone, [E].
-        group_limit: (groups, kept): experts are divided into groups of neighbours, and a token may go to those of the
-            `kept` best groups alone. A group's score is the sum of its two best.
+        top_k: Number of experts per token, k.
+        bias: Bias that is added to the scores for the selection only, [E]; None adds nothing.
+        n_group: Number of groups of consecutive experts; 1 does not limit the selection.
+        topk_group: Number of groups that a token may use. A group's score is the sum of its two best scores.
 
     Returns:
-        Their numbers, int64 [M, top_k].
+        Expert ids, int64 [M, k].
 
     Raises:
-        ValueError: There are not so many experts, or they do not divide into the groups.
+        ValueError: `top_k` exceeds the experts that a token may use, or the experts do not divide into the groups.
     """
-    experts = scores.shape[-1]
-    check_choice(experts, top_k, group_limit)
-    wanted = scores.detach()
+    check_selection(scores.shape[-1], top_k, n_group, topk_group)
+    # Scores are detached first: autograd would save the indices of `topk`, and activation checkpointing raises when a
+    # recomputation, which replays the ids and calls no `topk`, does not save them again.
+    ranked = scores.detach()
     if bias is not None:
-        wanted = wanted + bias
-    if group_limit is not None:
-        groups, kept = group_limit
-        by_group = wanted.unflatten(-1, (groups, -1))  # [M, groups, experts of a group]
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
-        left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-        wanted = by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
-    return wanted.topk(top_k, dim=-1).indices
+        ranked = ranked + bias
+    if n_group > 1:
+        by_group = ranked.unflatten(-1, (n_group, -1))  # [M, groups, experts per group]
+        best = by_group.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
+        excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        ranked = by_group.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+    return ranked.topk(top_k, dim=-1).indices
 
 
-def check_choice(experts: int, top_k: int, group_limit: tuple[int, int] | None) -> None:
-    """Raises ValueError unless so many experts can be chosen.
+def check_selection(num_experts: int, top_k: int, n_group: int, topk_group: int) -> None:
+    """Raise ValueError unless each token can select `top_k` experts.
 
     Args:
-        experts: Number of experts.
-        top_k: Number of experts that a token goes to.
-        group_limit: Number of groups, and of those whose experts may be chosen.
+        num_experts: Number of experts, E.
+        top_k: Number of experts per token, k.
+        n_group: Number of groups of consecutive experts.
+        topk_group: Number of groups that a token may use.
     """
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k is {top_k}, but there are {experts} experts; give a number from 1 to {experts}")
-    if group_limit is None:
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}: there are {num_experts} experts; pass 1 to {num_experts}")
+    if n_group < 1 or num_experts % n_group:
+        raise ValueError(f"n_group={n_group}: {num_experts} experts do not divide into {n_group} groups")
+    if n_group == 1:
         return
-    groups, kept = group_limit
-    if groups < 1 or experts % groups:
-        raise ValueError(f"group_limit={group_limit}: {experts} experts do not divide into {groups} groups")
-    size = experts // groups
+    size = num_experts // n_group
     if size < 2:
         raise ValueError(
-            f"group_limit={group_limit}: {experts} experts in {groups} groups are fewer than two each, whose two best "
-            f"are its score; give at most {max(experts // 2, 1)} groups, or None"
+            f"n_group={n_group}: groups need two experts each, because their two best scores rank them, and "
+            f"{num_experts} experts are too few; pass at most {max(num_experts // 2, 1)}"
         )
-    if not 1 <= kept <= groups:
-        raise ValueError(f"group_limit={group_limit} keeps {kept} of {groups} groups; keep 1 to {groups}")
-    if top_k > kept * size:
+    if not 1 <= topk_group <= n_group:
+        raise ValueError(f"topk_group={topk_group}: out of range with n_group={n_group}; pass 1 to {n_group}")
+    if top_k > topk_group * size:
         raise ValueError(
-            f"top_k is {top_k}, but {kept} kept groups have {kept * size} experts (group_limit={group_limit}); keep at "
-            f"least {-(-top_k // size)} groups"
+            f"top_k={top_k}: topk_group={topk_group} groups have {topk_group * size} experts; pass topk_group of at "
+            f"least {-(-top_k // size)}"
         )

@@ -1,4 +1,4 @@
-"""Shared experts: a feed-forward layer that every token goes to, beside those that a router chooses."""
+"""Shared experts: a feed-forward layer that every token uses in addition to its routed experts."""
 
 from functools import partial
 
@@ -12,51 +12,52 @@ from ..modes.grid import Axes, Grid
 from ..modes.layout import ActivationLayout
 from ..modes.product_1d import local_product
 from ..modes.rules import WeightSharding
-from .products import Activation, activation_of
+from .config import ExpertConfig
+from .products import activation_of
 
 
 class SharedExperts(nn.Module):
-    """A gated feed-forward layer, cut over the tensor group; what goes in was gathered, and the result is to be summed.
+    """Feed-forward layer that is sharded over the tensor group. It does not communicate.
 
-    The layers are called `gate_proj`, `up_proj` and `down_proj`; without a gate in the activation there are the latter
-    two.
+    Its input is the gathered activation, and its output is this rank's summand of the sum over the tensor group. The
+    submodules are `gate_proj` (only for gated activations), `up_proj` and `down_proj`.
 
     Args:
-        hidden: Features of a token.
-        intermediate: Features of all shared experts together.
-        activation: What is between the products.
-        interleaved: Whether an activation of your own expects gate and up to alternate, feature by feature.
-        axes: The axes of the tensor group.
-        grid: This rank's place.
-        init: How weights are filled; default: as torch.nn.Linear, uniform in +-1/sqrt(inputs).
+        hidden_size: Features of a token, h.
+        intermediate_size: Features of all shared experts together.
+        config: Options of the routed experts, of which `activation` and `interleaved` are used.
+        axes: Axes of the tensor group.
+        grid: Coordinates of this rank.
+        init: Init rule of the weights; default: torch.nn.Linear's, uniform in +-1/sqrt(inputs).
     """
 
     def __init__(
         self,
-        hidden: int,
-        intermediate: int,
+        hidden_size: int,
+        intermediate_size: int,
         *,
-        activation: str | Activation,
-        interleaved: bool,
+        config: ExpertConfig,
         axes: Axes,
         grid: Grid,
         init: Init | None = None,
     ) -> None:
         super().__init__()
-        check_divides(intermediate, axes, grid, "the features of all shared experts")
-        self.activation = activation_of(activation, interleaved=interleaved)
-        self._is_swiglu, self._interleaved = activation == "swiglu", interleaved
+        check_divides(intermediate_size, axes, grid, "the features of all shared experts")
+        self.activation = activation_of(config.activation, interleaved=config.interleaved)
+        self._is_swiglu, self._interleaved = config.activation == "swiglu", config.interleaved
         outside, inside = ActivationLayout(), ActivationLayout(features=axes)
         linear = partial(ParallelLinear, bias=False, product=local_product, grid=grid, init=init)
-        column = partial(linear, [Rows(length=intermediate, axes=axes)], hidden, cut=WeightSharding(rows=axes))
+        column = partial(
+            linear, [Rows(length=intermediate_size, axes=axes)], hidden_size, cut=WeightSharding(rows=axes)
+        )
         if self.activation.gated:
             self.gate_proj = column(takes=outside, out=inside)
         self.up_proj = column(takes=outside, out=inside)
         row = WeightSharding(columns=axes)
-        self.down_proj = linear([Rows(length=hidden)], intermediate, cut=row, takes=inside, out=outside)
+        self.down_proj = linear([Rows(length=hidden_size)], intermediate_size, cut=row, takes=inside, out=outside)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens [..., h] to this rank's part of the sum over the tensor group, [..., h]."""
+        """Return this rank's summand of the sum over the tensor group, [..., h], for tokens [..., h]."""
         inner = self.up_proj(x)
         if self._is_swiglu:
             inner = functional.silu(self.gate_proj(x)) * inner
@@ -70,18 +71,18 @@ class SharedExperts(nn.Module):
         return summand
 
 
-def gate_of_shared(hidden: int, sum_over: Axes, grid: Grid, init: Init | None = None) -> ParallelLinear:
-    """The layer whose sigmoid multiplies what shared experts give to a token, [..., h] to [..., 1].
+def gate_of_shared(hidden_size: int, sum_over: Axes, grid: Grid, init: Init | None = None) -> ParallelLinear:
+    """Return the linear layer whose sigmoid is the weight of the shared experts' output, [..., h] to [..., 1].
 
     Args:
-        hidden: Features of a token.
-        sum_over: The axes over which its gradient is partial.
-        grid: This rank's place.
-        init: How its weight is filled; default: as torch.nn.Linear.
+        hidden_size: Features of a token, h.
+        sum_over: Axes over which its gradient is a partial sum.
+        grid: Coordinates of this rank.
+        init: Init rule of its weight; default: torch.nn.Linear's.
     """
     return ParallelLinear(
         [Rows(length=1)],
-        hidden,
+        hidden_size,
         False,
         cut=WeightSharding(sum_over=sum_over),
         takes=ActivationLayout(),

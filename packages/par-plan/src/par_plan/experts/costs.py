@@ -63,13 +63,13 @@ def layer_cost(
     """
     shape = MoEShape(
         tokens=routed_tokens(spread, tokens),
-        hidden=mixture.hidden,
-        intermediate=mixture.intermediate,
-        experts=mixture.experts,
+        hidden_size=mixture.hidden,
+        intermediate_size=mixture.intermediate,
+        num_experts=mixture.experts,
         top_k=mixture.top_k,
-        shared=mixture.shared,
+        num_shared_experts=mixture.shared,
         gated=mixture.gated,
-        element=element,
+        element_size=element,
     )
     joined = spread.group if spread.tensor == 1 and joins else 1
     split = ExpertSplit(parallel=spread.parallel, tensor=spread.tensor, joined=joined)

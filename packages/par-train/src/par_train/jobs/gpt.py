@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from par_layers import LayerSet, LoadBalancing, MoE, Tokens, initialize, layer_set, normal
+from par_layers import ExpertConfig, LayerSet, LoadBalancing, MoE, RouterConfig, Tokens, initialize, layer_set, normal
 
 from .options import ModelOptions
 
@@ -121,13 +121,17 @@ class Block(nn.Module):
                 options.features,
                 options.experts,
                 options.top_k,
-                score=options.score,
-                shared=options.shared,
-                activation="gelu",
-                choice_bias=options.bias_rate > 0,
-                capacity=options.capacity or None,
-                balance=LoadBalancing(aux=options.aux, over="sequence", z=options.z, bias_rate=options.bias_rate),
+                num_shared_experts=options.shared,
+                capacity_factor=options.capacity or None,
+                balance=LoadBalancing(
+                    aux_loss_coef=options.aux,
+                    scope="sequence",
+                    z_loss_coef=options.z,
+                    bias_update_rate=options.bias_rate,
+                ),
                 init=normal(0.02),
+                router=RouterConfig(scoring_func=options.score, correction_bias=options.bias_rate > 0),
+                expert=ExpertConfig(activation="gelu"),
             )
             return
         self.expand = layers.ColumnLinear(width, 4 * width, init=normal(0.02))

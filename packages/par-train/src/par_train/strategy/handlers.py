@@ -31,7 +31,7 @@ DEFAULT: Sequence[Mapping[str, Any]] = (
     {"type": DATA_PARALLEL},
     {"type": "partial"},
     {"type": "pipeline_shared"},
-    {"type": "choice_bias"},
+    {"type": "correction_bias"},
 )
 """What a strategy uses unless it is told otherwise."""
 
@@ -133,9 +133,9 @@ class PipelineShared:
             each.handle_gradient()
 
 
-@register_gradient_handler("choice_bias")
+@register_gradient_handler("correction_bias")
 class ChoiceBias:
-    """Ends the step of all routers: counts of tokens begin anew, and the bias of the choice moves where there is one.
+    """Ends the step of all routers: token counts are reset, and the correction biases, if any, are updated.
 
     It runs once a step, however many microbatches there were, and also where fp16 skips the step.
     """

@@ -44,7 +44,7 @@ def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
         raise TypeError(
             f"{who} does not say, as one language model of transformers with routers does, by router_aux_loss_coef, "
             "num_experts and num_experts_per_tok what loss of balance it adds; for routers of your own use "
-            "Router(balance=LoadBalancing(..., over='step'))"
+            "Router(balance=LoadBalancing(..., scope='step'))"
         )
     if not any(isinstance(hook, _Whole) for hook in map(_owner, found[0]._forward_hooks.values())):
         found[0].register_forward_hook(_Whole(found[0], groups).after, with_kwargs=True)

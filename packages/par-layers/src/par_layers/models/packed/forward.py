@@ -43,15 +43,15 @@ class DealtForward:
         self.activation = experts.activation  # which may be a method of the module: a copy has that of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "dispatch"}
+        return {key: value for key, value in self.__dict__.items() if key != "dispatcher"}
 
     @cached_property
-    def dispatch(self) -> TokenDispatcher:
+    def dispatcher(self) -> TokenDispatcher:
         """What brings rows to the ranks of their experts and back, over a communicator of its own."""
         groups = self.grid.groups
         is_dealt = groups is not None and self.grid.size(("expert_parallel",)) > 1
         channel = groups.channels("expert_parallel", 1)[0] if groups is not None and is_dealt else None
-        return TokenDispatcher(self.experts.experts, channel)
+        return TokenDispatcher(self.experts.num_experts, channel)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As packed experts of transformers are called. Every rank must call it, one without tokens too.
@@ -71,16 +71,16 @@ class DealtForward:
         group = self.grid.group(self.axes) if self.axes else None
         is_whole = self.grid.size(("expert_tensor",)) == 1
         ids = top_k_index if self.block is None else self.block.confirmed(top_k_index)
-        ids = ids.masked_fill(gates.detach().isnan(), self.experts.experts)
+        ids = ids.masked_fill(gates.detach().isnan(), self.experts.num_experts)
         if group is not None and is_whole:
             x, ids, gates = cut_rows(x, group), cut_rows(ids, group), cut_rows(gates, group)
         elif group is not None:
             x, gates = copy_to(x, group), copy_to(gates, group)
         try:
-            sent = self.dispatch.send(x, ids, gates)
+            handle = self.dispatcher.dispatch(x, ids, gates)
         except ValueError as error:
             raise ValueError(f"{self.name!r}: {error}{_OTHERS if in_backward() else ''}") from None
-        y = sent.combine(self._computed(*sent.receive()))
+        y = handle.combine(self._computed(*handle.wait()))
         if group is not None:
             y = join_rows(y, tokens, group) if is_whole else reduce_from(y, group)
         return y

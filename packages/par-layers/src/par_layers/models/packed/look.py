@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...experts.config import ExpertConfig
 from ...experts.experts import Experts
 from ...experts.products import Activation
 from ...modes.grid import Grid
@@ -38,13 +39,13 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
     if missing := _missing_flags(module):
         raise TypeError(
             f"{name!r} is a {who}, which does not say {', '.join(missing)} as packed experts of transformers 5 do: the "
-            "rule 'ep_dispatch_experts' is for these; for experts of your own use Dispatch and Experts"
+            "rule 'ep_dispatch_experts' is for these; for experts of your own use TokenDispatcher and Experts"
         )
     first, known, own = _names(module)
     if own != known:
         raise TypeError(
             f"{name!r} has the parameters {own}, and by what it says of itself {known}: nobody knows what others do; "
-            "use Dispatch and Experts for experts of your own"
+            "use TokenDispatcher and Experts for experts of your own"
         )
     if inside.has_post_expert_norm and grid.size(("expert_tensor",)) > 1:
         raise ValueError(
@@ -58,10 +59,12 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
             experts,
             hidden,
             wide // 2 if inside.has_gate else wide,
-            activation=activation_like(module),
-            bias=inside.has_bias,
-            interleaved=inside.has_gate and not inside.is_concatenated,
-            transposed=inside.is_transposed,
+            config=ExpertConfig(
+                activation=activation_like(module),
+                bias=inside.has_bias,
+                interleaved=inside.has_gate and not inside.is_concatenated,
+                transposed=inside.is_transposed,
+            ),
             grid=grid,
         )
     except ValueError as error:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...experts.replay import Choice, Replay, in_backward, may_run_again, narrow
+from ...experts.replay import RoutingReplay, SavedRouting, in_backward, may_run_again, narrow
 from ...experts.router import has_numbers
 from ...layers.dropout import draw_key
 
@@ -24,7 +24,7 @@ class RoutedForward:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name, self.replay = module, name, Replay()
+        self.module, self.name, self.replay = module, name, RoutingReplay()
         self._own = vars(module).get("forward")
         self._run: _Run | None = None  # within a forward that may run again, or does
 
@@ -47,7 +47,7 @@ class RoutedForward:
             graph = next((y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _has_graph(y)), None)
             if graph is not None or not torch.is_grad_enabled():
                 flat = torch.cat([ids.flatten() for ids in run.found])
-                choice = Choice(narrow(flat, run.largest))
+                choice = SavedRouting(narrow(flat, run.largest))
                 self.replay.keep(run.key, choice, run.found[0] if graph is None else graph)
         return outputs
 

@@ -26,7 +26,7 @@ def metrics_of(losses: RouterLosses, model: nn.Module, groups: ProcessGroups) ->
         By name, fp64 scalars that are the same on all ranks; see `Strategy.router_metrics`.
     """
     taken, device = losses.take(), groups.device
-    partial = {axis for module in model.modules() if isinstance(module, Router) for axis in module.tally.tokens.partial}
+    partial = {axis for module in model.modules() if isinstance(module, Router) for axis in module.load.axes.partial}
     copies = groups.size("tensor") if not partial else 1  # tensor ranks that drop the same rows
     of_stage = dist.get_world_size() / groups.size("pipeline")
 
