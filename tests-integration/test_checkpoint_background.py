@@ -63,7 +63,12 @@ def test_what_is_saved_in_the_background_is_of_the_call(precision, tmp_path):
             finish(snapshot)
 
         with mock.patch.object(_snapshot.Snapshot, "finish", held):
-            handle = par_checkpoint.save(tmp_path / "background" / kind, **given, async_=True, copy="background")
+            handle = par_checkpoint.save(
+                tmp_path / "background" / kind,
+                async_=True,
+                transfer=par_checkpoint.Transfer(copy="background"),
+                **given,
+            )
             backward(module, 2)  # gathers parameters, reduces gradients
             timer = threading.Timer(0.1, opened.set)
             timer.start()

@@ -81,6 +81,9 @@ def live(config):
     return groups, layer_set("auto", groups)
 
 
+SMALL = par_checkpoint.Format(max_shard_size="20KB")
+
+
 def check_that_it_loads(path, configs, expected, *, tied):
     """Into models of other values, in each mode; the step that follows is that of one device, within rounding."""
     alone, others = load_alone(path, tied=tied)
@@ -125,7 +128,7 @@ def trained(request, tmp_path):
     optimizer = optimizer_of(model)
     for seed in (0, 1):
         step(model, optimizer, None, seed)
-    par_checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer, step=2, max_shard_size="20KB")
+    par_checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer, step=2, format=SMALL)
     return tmp_path / "c", everything(model, optimizer, already_whole), request.param
 
 
@@ -138,7 +141,7 @@ def test_a_checkpoint_of_one_device_loads_in_every_mode(trained):
 @pytest.mark.storm  # its files are those of one device, which every mode loads
 @pytest.mark.ranks(4)
 def test_a_checkpoint_of_2d_loads_in_every_mode_of_its_world(tmp_path):
-    expected = save_after_two_steps(tmp_path / "c", {"mode": "2d"}, tied=True, max_shard_size="20KB")
+    expected = save_after_two_steps(tmp_path / "c", {"mode": "2d"}, tied=True, format=SMALL)
     check_that_it_loads(tmp_path / "c", OTHERS[4], expected, tied=True)
 
 
@@ -153,7 +156,7 @@ def assert_same_files(path, other):
 def test_every_mode_writes_the_same_files_from_the_same_weights(tmp_path):
     """From 2.5d to 3d to 1d: after each load and save the files are those that there were."""
     first = tmp_path / "0"
-    expected = save_after_two_steps(first, OTHERS[8][0], tied=True, max_shard_size="20KB")
+    expected = save_after_two_steps(first, OTHERS[8][0], tied=True, format=SMALL)
     before = first
     for number, config in enumerate(OTHERS[8][1:], 1):
         groups, layers = live(config)
@@ -163,7 +166,7 @@ def test_every_mode_writes_the_same_files_from_the_same_weights(tmp_path):
             optimizer = optimizer_of(model)
             par_checkpoint.load(before, model=model, optimizer=optimizer)
             assert_equal(everything(model, optimizer), expected)
-            par_checkpoint.save(path, model=model, optimizer=optimizer, step=2, max_shard_size="20KB")
+            par_checkpoint.save(path, model=model, optimizer=optimizer, step=2, format=SMALL)
         assert_same_files(path, first)
         before = path
 
@@ -172,12 +175,23 @@ def test_every_mode_writes_the_same_files_from_the_same_weights(tmp_path):
 def test_2d_saves_in_every_way(tmp_path):
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for number, options in enumerate(
-        ({"async_": True}, {"style": "torch"}, {"max_shard_size": "20KB", "writer": "owner"})
+        (
+            {"async_": True},
+            {"format": par_checkpoint.Format(style="torch")},
+            {"format": SMALL, "transfer": par_checkpoint.Transfer(writer="owner")},
+        )
     ):
         path = tmp_path / str(number)
         expected = save_after_two_steps(path, {"mode": "2d"}, tied=False, **options)
         model, optimizer = load_alone(path, tied=False, group=alone)
         assert_equal(everything(model, optimizer, already_whole), expected)
     again = tmp_path / f"of rank {dist.get_rank()}"  # the files know nothing of who wrote them
-    par_checkpoint.save(again, model=model, optimizer=optimizer, step=2, max_shard_size="20KB", group=alone)
+    par_checkpoint.save(
+        again,
+        model=model,
+        optimizer=optimizer,
+        step=2,
+        group=alone,
+        format=SMALL,
+    )
     assert_same_files(again, path)

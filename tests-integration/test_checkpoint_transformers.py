@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import par_checkpoint
-from par_checkpoint import CheckpointError, Part
+from par_checkpoint import CheckpointError, TensorSlice
 from par_groups import Box, Sharding
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -100,7 +100,9 @@ def assert_same_files(path, other):
 @pytest.mark.parametrize("size", ["20KB", "5GB"])
 def test_transformers_loads_what_we_save(family, size, tmp_path):
     model = build(family)
-    par_checkpoint.save(tmp_path / "ours", model=model, config=model.config, max_shard_size=size)
+    par_checkpoint.save(
+        tmp_path / "ours", model=model, format=par_checkpoint.Format(max_shard_size=size, config=model.config)
+    )
     assert (tmp_path / "ours/model.safetensors").exists() == (size == "5GB")
     loaded = opened(tmp_path / "ours", type(model))
     assert_same_state(loaded, model)
@@ -112,7 +114,9 @@ def test_transformers_loads_what_we_save(family, size, tmp_path):
 @pytest.mark.parametrize("family", ["tied llama", "mixtral"])
 def test_auto_classes_open_what_we_save(family, tmp_path):
     model = build(family)
-    par_checkpoint.save(tmp_path / "c", model=model, config=model.config, max_shard_size="20KB")
+    par_checkpoint.save(
+        tmp_path / "c", model=model, format=par_checkpoint.Format(max_shard_size="20KB", config=model.config)
+    )
     assert_same_state(opened(tmp_path / "c", transformers.AutoModelForCausalLM), model)
 
 
@@ -132,7 +136,7 @@ def test_the_variant_that_is_asked_for_is_read(family, tmp_path):
     plain, model, other = build(family), build(family, seed=1), build(family, seed=2)
     plain.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
-    par_checkpoint.load(tmp_path, model=other, variant="fp16")
+    par_checkpoint.load(tmp_path, model=other, format=par_checkpoint.Format(variant="fp16"))
     assert_same_state(other, model)
     par_checkpoint.load(tmp_path, model=other)
     assert_same_state(other, plain)
@@ -231,7 +235,11 @@ def test_training_goes_on_as_if_it_had_not_stopped(family, tmp_path):
     optimizer, others = optimizer_of(model), optimizer_of(other)
     step(model, optimizer)
     par_checkpoint.save(
-        tmp_path / "c", model=model, optimizer=optimizer, config=model.config, max_shard_size="20KB", step=1
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        step=1,
+        format=par_checkpoint.Format(max_shard_size="20KB", config=model.config),
     )
     assert_same_state(opened(tmp_path / "c", type(model)), model)
     assert par_checkpoint.load(tmp_path / "c", model=other, optimizer=others).step == 1
@@ -306,9 +314,11 @@ def test_llama_in_four_tensor_parallel_parts(folder):
     files = stored(folder / "theirs")
     expected, layout = tensor_parallel(files, dist.get_rank(), 4, (dist.get_rank(),))
     local = zeros_like(expected)
-    par_checkpoint.load(folder / "theirs", model=local, layout=layout)
+    par_checkpoint.load(folder / "theirs", model=local, format=par_checkpoint.Format(layout=layout))
     assert_equal(local, expected)
-    par_checkpoint.save(folder / "ours", model=local, layout=layout, max_shard_size="20KB")
+    par_checkpoint.save(
+        folder / "ours", model=local, format=par_checkpoint.Format(max_shard_size="20KB", layout=layout)
+    )
     assert_same_files(folder / "ours", folder / "theirs")
 
 
@@ -318,7 +328,7 @@ def query_key_value(name, shape):
         return None
     rows, columns = shape[0] // 3, shape[1]
     return [
-        Part(name=name.replace("qkv", f"{each}_proj"), shape=(rows, columns), start=(i * rows, 0), dims=(0, 1))
+        TensorSlice(name=name.replace("qkv", f"{each}_proj"), shape=(rows, columns), start=(i * rows, 0), dims=(0, 1))
         for i, each in enumerate("qkv")
     ]
 
@@ -336,9 +346,13 @@ def test_fused_projections_in_four_parts(folder):
         layout[f"{layer}qkv.weight"] = Sharding((96, 32), boxes)
     layout = {name: each for name, each in layout.items() if name in expected}
     local = zeros_like(expected)
-    par_checkpoint.load(folder / "theirs", model=local, layout=layout, convert=query_key_value)
+    par_checkpoint.load(
+        folder / "theirs", model=local, format=par_checkpoint.Format(layout=layout, convert=query_key_value)
+    )
     assert_equal(local, expected)
-    par_checkpoint.save(folder / "ours", model=local, layout=layout, convert=query_key_value)
+    par_checkpoint.save(
+        folder / "ours", model=local, format=par_checkpoint.Format(layout=layout, convert=query_key_value)
+    )
     assert_same_files(folder / "ours", folder / "theirs")
 
 
@@ -358,9 +372,11 @@ def test_gpt2_whose_files_hold_q_k_and_v_fused(folder):
         layout[name] = Sharding(tuple(tensor.shape), boxes)
         expected[name] = torch.cat([tensor[box.slices] for box in boxes], -1)
     local = zeros_like(expected)
-    par_checkpoint.load(folder / "theirs", model=local, layout=layout)
+    par_checkpoint.load(folder / "theirs", model=local, format=par_checkpoint.Format(layout=layout))
     assert_equal(local, expected)
-    par_checkpoint.save(folder / "ours", model=local, layout=layout, max_shard_size="20KB")
+    par_checkpoint.save(
+        folder / "ours", model=local, format=par_checkpoint.Format(max_shard_size="20KB", layout=layout)
+    )
     assert_same_files(folder / "ours", folder / "theirs")
 
 
@@ -376,9 +392,11 @@ def test_tied_llama_over_tensor_pipeline_and_data_parallel_ranks(folder):
     expected, layout = tensor_parallel(files, part, 2, (rank, rank + 4 - 8 * replica))
     one_name = {"lm_head.weight": "model.embed_tokens.weight"} if stage else {}
     for path, names in ((folder / "two names", {}), (folder / "one name", one_name)):
-        par_checkpoint.save(path, model=expected, layout=layout, names=names, max_shard_size="20KB")
+        par_checkpoint.save(
+            path, model=expected, format=par_checkpoint.Format(max_shard_size="20KB", layout=layout, names=names)
+        )
         local = zeros_like(expected)
-        par_checkpoint.load(path, model=local, layout=layout, names=names)
+        par_checkpoint.load(path, model=local, format=par_checkpoint.Format(layout=layout, names=names))
         assert_equal(local, expected)
     with first_rank() as first:
         if first:
@@ -408,7 +426,9 @@ def test_fully_sharded_models_load_and_save(tmp_path):
         par_checkpoint.load(path / "theirs", model=sharded)
         for name, parameter in sharded.named_parameters():
             assert torch.equal(parameter.full_tensor(), model.get_parameter(name)), name
-        par_checkpoint.save(path / "ours", model=sharded, config=model.config, max_shard_size="20KB")
+        par_checkpoint.save(
+            path / "ours", model=sharded, format=par_checkpoint.Format(max_shard_size="20KB", config=model.config)
+        )
         assert_same_files(path / "ours", path / "theirs")
         with first_rank() as first:
             if first:
@@ -430,11 +450,15 @@ def test_experts_that_are_dealt_out_over_ranks(tmp_path):
             layout[name] = cut(parameter.shape, 0, rank, 2, (rank,))
             parameter.data = share_of(parameter.data, layout[name])
     for path in (tmp_path / "theirs", tmp_path):  # expert by expert, and packed
-        par_checkpoint.load(path, model=local, layout=layout)
+        par_checkpoint.load(path, model=local, format=par_checkpoint.Format(layout=layout))
         for name, parameter in local.named_parameters():
             expected = model.get_parameter(name)
             assert torch.equal(parameter, share_of(expected, layout[name]) if name in layout else expected), name
             parameter.data.zero_()
-    par_checkpoint.load(tmp_path / "theirs", model=local, layout=layout)
-    par_checkpoint.save(tmp_path / "ours", model=local, layout=layout, config=model.config, max_shard_size="20KB")
+    par_checkpoint.load(tmp_path / "theirs", model=local, format=par_checkpoint.Format(layout=layout))
+    par_checkpoint.save(
+        tmp_path / "ours",
+        model=local,
+        format=par_checkpoint.Format(max_shard_size="20KB", layout=layout, config=model.config),
+    )
     assert_same_files(tmp_path / "ours", tmp_path / "theirs")

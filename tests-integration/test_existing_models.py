@@ -69,7 +69,7 @@ def test_a_cut_model_writes_the_whole_ones_files(family, tmp_path):
     whole = make(family)
     with live() as groups:
         cut = parallelize(make(family), groups)
-        par_checkpoint.save(tmp_path / "ours", model=cut, config=cut.config)
+        par_checkpoint.save(tmp_path / "ours", model=cut, format=par_checkpoint.Format(config=cut.config))
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         for name, parameter in whole.named_parameters():
             assert torch.equal(again.get_parameter(name), parameter), name
@@ -155,7 +155,7 @@ def test_dealt_experts_are_files_of_the_whole_model(family, tmp_path):
             par_checkpoint.load(theirs, model=cut)
             assert_equal_to_one_device(cut, whole)
             ours = tmp_path / f"{family} {number}"
-            par_checkpoint.save(ours, model=cut, config=whole.config)
+            par_checkpoint.save(ours, model=cut, format=par_checkpoint.Format(config=whole.config))
             again, info = type(whole).from_pretrained(ours, output_loading_info=True)
             assert not any(info.values()), info
             for name, tensor in whole.state_dict().items():

@@ -160,7 +160,9 @@ class Rank:
         self.optimizer.state[self.flat] = state
 
     def save(self, path):
-        par_checkpoint.save(path, model=self.model, optimizer=self.optimizer, config=self.model.config)
+        par_checkpoint.save(
+            path, model=self.model, optimizer=self.optimizer, format=par_checkpoint.Format(config=self.model.config)
+        )
 
     def load(self, path):
         par_checkpoint.load(path, model=self.model, optimizer=self.optimizer)

@@ -254,7 +254,7 @@ def test_par_zero_from_the_meta_device(stage, family, tmp_path):
 def test_the_config_files_are_those_of_save_pretrained(family, tmp_path):
     model = build(family, torch.bfloat16)
     before = copy.deepcopy(model.config.to_dict())
-    par_checkpoint.save(tmp_path / "ours", model=model, max_shard_size="20KB")
+    par_checkpoint.save(tmp_path / "ours", model=model, format=par_checkpoint.Format(max_shard_size="20KB"))
     assert model.config.to_dict() == before, "the model's own config is not touched"
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     theirs = {file.name: file.read_bytes() for file in (tmp_path / "theirs").glob("*config.json")}
@@ -268,7 +268,9 @@ def test_the_config_files_are_those_of_save_pretrained(family, tmp_path):
 
 def test_wrappers_and_casts_do_not_hide_the_config(tmp_path):
     model = build("llama")
-    par_checkpoint.save(tmp_path / "c", model=torch.nn.DataParallel(model), dtype=torch.bfloat16)
+    par_checkpoint.save(
+        tmp_path / "c", model=torch.nn.DataParallel(model), format=par_checkpoint.Format(dtype=torch.bfloat16)
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
@@ -280,11 +282,13 @@ def test_what_is_given_goes_before_what_transformers_would_write(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"max_length": 7}')
     model.generation_config.max_length = 9
     given = tmp_path / "generation_config.json"
-    par_checkpoint.save(tmp_path / "c", model=model, config={"model_type": "mine"}, assets=[given])
+    par_checkpoint.save(
+        tmp_path / "c", model=model, format=par_checkpoint.Format(config={"model_type": "mine"}, assets=[given])
+    )
     assert (tmp_path / "c/generation_config.json").read_text() == '{"max_length": 7}'
     assert json.loads((tmp_path / "c/config.json").read_bytes()) == {"model_type": "mine"}
-    par_checkpoint.save(tmp_path / "torch", model=model, style="torch")
-    par_checkpoint.save(tmp_path / "adapter", model=model, stem="adapter_model")
+    par_checkpoint.save(tmp_path / "torch", model=model, format=par_checkpoint.Format(style="torch"))
+    par_checkpoint.save(tmp_path / "adapter", model=model, format=par_checkpoint.Format(stem="adapter_model"))
     for path, weights in (("torch", "model.pt"), ("adapter", "adapter_model.safetensors")):
         assert {file.name for file in (tmp_path / path).iterdir()} == {weights, "par_checkpoint.json"}
 
@@ -326,7 +330,11 @@ def test_several_ranks_write_what_the_auto_classes_open(family, tmp_path):
         low, high = rows * rank // 2, rows * (rank + 1) // 2
         layout[name] = Sharding((rows, columns), (Box((low, 0), (high - low, columns), 0, (columns, 1), (rank,)),))
         parameter.data = parameter.data[low:high].clone()
-    par_checkpoint.save(tmp_path / "c", model=local, layout=layout, assets=[tmp_path / "from"], max_shard_size="20KB")
+    par_checkpoint.save(
+        tmp_path / "c",
+        model=local,
+        format=par_checkpoint.Format(max_shard_size="20KB", layout=layout, assets=[tmp_path / "from"]),
+    )
     if rank == 0:
         assert (tmp_path / "c/model.safetensors.index.json").exists()
         assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(), whole)
@@ -358,7 +366,7 @@ def test_a_model_that_is_cut_on_the_meta_device_comes_and_goes_whole(tmp_path):
                 assert torch.equal(buffer, buffers[name]), (family, name)
             # fp32: the two halves of a sum are added in another order.
             torch.testing.assert_close(logits(cut), logits(whole), rtol=1e-4, atol=1e-5)
-            par_checkpoint.save(path / "ours", model=cut, max_shard_size="20KB")
+            par_checkpoint.save(path / "ours", model=cut, format=par_checkpoint.Format(max_shard_size="20KB"))
             if dist.get_rank() == 0:
                 assert_same(transformers.AutoModelForCausalLM.from_pretrained(path / "ours").eval(), whole)
                 for name in ("config.json", "generation_config.json"):
@@ -384,20 +392,22 @@ def test_a_saved_adapter_is_opened_by_peft(tmp_path):
         parts[name] = tensor[low:high].clone()
     tuned.peft_config["default"].save_pretrained(tmp_path / f"config-{rank}")
     config = tmp_path / f"config-{rank}" / "adapter_config.json"
-    par_checkpoint.save(tmp_path / "c", model=parts, layout=layout, stem="adapter_model", assets=[config])
+    par_checkpoint.save(
+        tmp_path / "c", model=parts, format=par_checkpoint.Format(stem="adapter_model", layout=layout, assets=[config])
+    )
     opened = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "c")
     others = peft.get_peft_model_state_dict(opened)
     assert others.keys() == state.keys()
     assert all(torch.equal(others[name], tensor) for name, tensor in state.items())
     assert torch.equal(logits(opened), logits(tuned.eval()))
     into = {name: torch.zeros_like(tensor) for name, tensor in parts.items()}
-    par_checkpoint.load(tmp_path / "c", model=into, layout=layout)
+    par_checkpoint.load(tmp_path / "c", model=into, format=par_checkpoint.Format(layout=layout))
     assert all(torch.equal(into[name], tensor) for name, tensor in parts.items())
     if rank == 0:
         tuned.save_pretrained(tmp_path / "theirs")
     dist.barrier()
     whole = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    par_checkpoint.load(tmp_path / "theirs", model=whole, stem="adapter_model")
+    par_checkpoint.load(tmp_path / "theirs", model=whole, format=par_checkpoint.Format(stem="adapter_model"))
     assert all(torch.equal(whole[name], tensor) for name, tensor in state.items())
 
 
@@ -409,7 +419,7 @@ def test_a_transformers_whose_conversions_have_moved_is_refused_and_not_left_unc
     with pytest.raises(ValueError, match=r"transformers 5\..* does not tell how it converts a model"):
         par_checkpoint.save(tmp_path / "c", model=model)
     assert not (tmp_path / "c").exists()
-    par_checkpoint.save(tmp_path / "c", model=model, convert=lambda name, shape: None)
+    par_checkpoint.save(tmp_path / "c", model=model, format=par_checkpoint.Format(convert=lambda name, shape: None))
     assert set(par_checkpoint.inspect(tmp_path / "c").tensors) == set(model.state_dict())
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     par_checkpoint.save(tmp_path / "as of 4", model=model)

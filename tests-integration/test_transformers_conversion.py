@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from par_checkpoint.state.conversion import Part, parts_cover, split
+from par_checkpoint.state.conversion import TensorSlice, parts_cover, split
 from par_checkpoint.state.transformers import conversion_of
 from par_groups import whole
 
@@ -92,7 +92,7 @@ def parts_of(model):
     shapes = shapes_of(model)
     convert = conversion_of(model, shapes)
     as_it_is = {
-        name: [Part(name=name, shape=shape, start=(0,) * len(shape), dims=tuple(range(len(shape))))]
+        name: [TensorSlice(name=name, shape=shape, start=(0,) * len(shape), dims=tuple(range(len(shape))))]
         for name, shape in shapes.items()
     }
     return {name: (convert and convert(name, shape)) or as_it_is[name] for name, shape in shapes.items()}

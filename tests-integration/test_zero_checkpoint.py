@@ -214,7 +214,7 @@ def test_torch_goes_on_from_the_optimizer_file_of_state_on_a_disk(tmp_path):
     offload = Offload(optimizer="disk", path=scratch, piece=1024)
     shard(module, optimizer, stage=1, group=dist.group.WORLD, bucket=1000, offload=offload)
     steps(module, optimizer, dist.group.WORLD, 0)
-    par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, style="torch")
+    par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, format=par_checkpoint.Format(style="torch"))
     steps(module, optimizer, dist.group.WORLD, 2)
 
     plain = model(1)

@@ -93,11 +93,11 @@ class Training:
 
     def save(self, path):
         options = {"model": self.module, "optimizer": self.optimizer, "group": self.group}
-        par_checkpoint.save(path, **options, budget="8MiB", threads=1).wait()
+        par_checkpoint.save(path, transfer=par_checkpoint.Transfer(budget="8MiB", threads=1), **options).wait()
 
     def load(self, path):
         options = {"model": self.module, "optimizer": self.optimizer, "group": self.group}
-        par_checkpoint.load(path, **options, budget="8MiB", threads=1)
+        par_checkpoint.load(path, transfer=par_checkpoint.Transfer(budget="8MiB", threads=1), **options)
 
 
 def fill(folder):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import CheckpointError, Transfer, load, save, verify
 from par_checkpoint.transfer.sessions import session_of
 
 pytestmark = [
@@ -44,7 +44,9 @@ def test_what_is_saved_is_of_the_call_although_the_gpu_is_behind_and_training_go
         torch.cuda._sleep(100_000_000)  # the step is still to come when `save` is called
         optimizer.step()
         expected = everything(model, optimizer)
-        handle = save(tmp_path / f"{number}", model=model, optimizer=optimizer, async_=True, copy=copy)
+        handle = save(
+            tmp_path / f"{number}", model=model, optimizer=optimizer, async_=True, transfer=Transfer(copy=copy)
+        )
         for _ in range(3):
             backward(model)
             optimizer.step()
@@ -63,7 +65,7 @@ def test_what_is_saved_is_of_the_call_although_the_gpu_is_behind_and_training_go
 def test_what_is_freed_at_once_is_saved_whole(tmp_path):
     """Its memory is not given to others before it is copied."""
     weight = nn.Parameter(torch.ones(1 << 26, device="cuda"))
-    handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+    handle = save(tmp_path / "c", model={"w": weight}, async_=True, transfer=Transfer(copy="background"))
     del weight
     for _ in range(10):
         torch.zeros(1 << 26, device="cuda")
@@ -78,7 +80,7 @@ def test_training_on_another_stream_is_waited_for(tmp_path):
         weight = nn.Parameter(torch.zeros(1 << 24, device="cuda"))
         torch.cuda._sleep(100_000_000)
         weight.data.fill_(1)
-        handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+        handle = save(tmp_path / "c", model={"w": weight}, async_=True, transfer=Transfer(copy="background"))
         handle.wait_for_copy()
         weight.data.fill_(2)
     handle.wait()
@@ -90,7 +92,7 @@ def test_training_on_another_stream_is_waited_for(tmp_path):
 def test_a_change_before_the_copy_is_refused(tmp_path):
     weight = nn.Parameter(torch.ones(1 << 28, device="cuda"))
     torch.cuda.synchronize()
-    handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+    handle = save(tmp_path / "c", model={"w": weight}, async_=True, transfer=Transfer(copy="background"))
     with torch.no_grad():
         weight.zero_()  # a gigabyte takes longer to copy than this takes to be told
     with pytest.raises(CheckpointError, match="'w' was changed while the save copied it"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import load, save, verify
+from par_checkpoint import Format, load, save, verify
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer.ranks import Ranks
 
@@ -45,7 +45,7 @@ torch.manual_seed(0)
 values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
 empty = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 LocalSource.read_into, Ranks.receive = counted_read, counted_receive
-save("c", model=cut((2, 2), values), max_shard_size="4MB")
+save("c", model=cut((2, 2), values), format=Format(max_shard_size="4MB"))
 report = {"host": socket.gethostname(), "saved": moved["crossed"]}
 report["sizes"] = {name: each.nbytes for name, each in values.items()}
 assert verify("c") == []

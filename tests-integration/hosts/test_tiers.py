@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import Checkpoints, _save
+from par_checkpoint import Checkpoints, Tiers, _save
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer import write
 from par_checkpoint.transfer.ranks import Ranks
@@ -46,7 +46,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-checkpoints = Checkpoints("run", tiers=[f"{memory}/{host}", "disk"], copies=2 if act != "alone" else 1, keep_last=2)
+tiers = Tiers([f"{memory}/{host}", "disk"], copies=2 if act != "alone" else 1)
+checkpoints = Checkpoints("run", tiers=tiers, keep_last=2)
 report = {"host": host, "rank": rank}
 if act in ("write", "copy"):
     checkpoints.save(1, model=cut(values)).wait()

@@ -6,6 +6,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from par_checkpoint import Tiers
+
 from ._cases import PRECISIONS, case
 from ._results import note
 from ._training import Run, one_process, strategy_of, tolerance
@@ -118,7 +120,7 @@ def test_through_tiers_each_configuration_goes_on_from_the_memory_that_is_left_a
     for done, each in enumerate(TIERED):
         with strategy_of(each, "fp32", device) as strategy:
             run = Run(strategy, extent.blocks)
-            checkpoints = strategy.checkpoints("run", tiers=[memory, disk], copies=2)
+            checkpoints = strategy.checkpoints("run", tiers=Tiers([memory, disk], copies=2))
             assert checkpoints.resume() == (done * part or None)
             if done:
                 place = disk if lost.get(done) == (0, 1) else memory

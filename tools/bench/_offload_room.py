@@ -110,10 +110,14 @@ def _train(where: str, folder: str, first: int, last: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     saved = Path(folder) / "saved"
     if first:
-        par_checkpoint.load(saved, model=model, optimizer=optimizer, budget="32MiB", threads=1)
+        par_checkpoint.load(
+            saved, model=model, optimizer=optimizer, transfer=par_checkpoint.Transfer(budget="32MiB", threads=1)
+        )
     for number in range(first, last):
         if where == "disk" and not first and number == KILLED_AT:
-            par_checkpoint.save(saved, model=model, optimizer=optimizer, budget="32MiB", threads=1).wait()
+            par_checkpoint.save(
+                saved, model=model, optimizer=optimizer, transfer=par_checkpoint.Transfer(budget="32MiB", threads=1)
+            ).wait()
             optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
         begun = time.perf_counter()

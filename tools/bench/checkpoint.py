@@ -195,7 +195,9 @@ class Bench:
 
     def save(self, path: Path) -> None:
         """Ours."""
-        par_checkpoint.save(path, model=self.state, overwrite=True, threads=THREADS, progress=False)
+        par_checkpoint.save(
+            path, model=self.state, overwrite=True, transfer=par_checkpoint.Transfer(threads=THREADS, progress=False)
+        )
 
     def save_async(self, copy: str, path: Path) -> float:
         """Seconds that the trainer is blocked, in the call and before the optimizer's step; ends when all is saved."""
@@ -213,7 +215,9 @@ class Bench:
             self.measure("step on one core: alone", self.step)
         wait()
         how = "blocking" if copy == "blocking" else "background"
-        saving = par_checkpoint.save(path, model=model, async_=True, copy=how, threads=THREADS, progress=False)
+        saving = par_checkpoint.save(
+            path, model=model, async_=True, transfer=par_checkpoint.Transfer(threads=THREADS, progress=False, copy=how)
+        )
         begin = time.perf_counter()
         self.step()
         self.turns[-1][kinds[copy]] = time.perf_counter() - begin
@@ -224,7 +228,7 @@ class Bench:
 
     def load(self, path: Path) -> None:
         """Ours, with all checksums."""
-        par_checkpoint.load(path, model=self.state, threads=THREADS, progress=False)
+        par_checkpoint.load(path, model=self.state, transfer=par_checkpoint.Transfer(threads=THREADS, progress=False))
 
     def save_dcp(self, path: Path) -> None:
         """torch.distributed.checkpoint as it comes, which syncs its files."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from _table import write
 
 import par_checkpoint
-from par_checkpoint import LoadOptions, SaveOptions
+from par_checkpoint import Format, Transfer
 from par_groups import Box, Sharding
 
 BUDGET = 256_000_000
@@ -69,10 +69,10 @@ def run(case: str, call: str, rank: int, folder: Path) -> int:
     layout = dict.fromkeys(state, Sharding(SHAPE, (box,)))
 
     if call == "save":
-        saving = SaveOptions(layout=layout, budget=BUDGET, writer=writer, max_shard_size="1GB", progress=False)
-        return growth(lambda: par_checkpoint.save(folder / "all", model=state, options=saving))
-    loading = LoadOptions(layout=layout, budget=BUDGET, progress=False)
-    return growth(lambda: par_checkpoint.load(folder / "all", model=state, options=loading))
+        files, how = Format(layout=layout, max_shard_size="1GB"), Transfer(budget=BUDGET, writer=writer, progress=False)
+        return growth(lambda: par_checkpoint.save(folder / "all", model=state, format=files, transfer=how))
+    files, how = Format(layout=layout), Transfer(budget=BUDGET, progress=False)
+    return growth(lambda: par_checkpoint.load(folder / "all", model=state, format=files, transfer=how))
 
 
 def growth(act: Callable[[], object]) -> int:

@@ -142,7 +142,11 @@ def run(rank: int, ranks: int, folder: str, turns: int, seldom: int) -> list[lis
     box = Box((0, columns * rank), (rows, columns), 0, (columns, 1), (rank,))
     layout = dict.fromkeys(state, Sharding(SHAPE, (box,)))
     cut: dict[str, Any] = {name: DTensor.from_local(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
-    options: dict[str, Any] = {"model": state, "layout": layout, "budget": BUDGET, "progress": False}
+    options: dict[str, Any] = {
+        "model": state,
+        "format": par_checkpoint.Format(layout=layout),
+        "transfer": par_checkpoint.Transfer(budget=BUDGET, progress=False),
+    }
     plain, by_hand = Plain(state, rank), ByHand(state, rank, ranks)
     dist.barrier()
     acts: dict[tuple[str, str], Callable[[int], object]] = {

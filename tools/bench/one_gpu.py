@@ -272,8 +272,12 @@ def checkpoint(bench: Bench) -> Iterator[Case]:
     gigabytes = 12e-9 * sum(each.numel() for each in model.parameters())
     with tempfile.TemporaryDirectory(prefix="par-bench-") as name:
         folder = Path(name)
-        save = partial(par_checkpoint.save, model=model, optimizer=optimizer, progress=False)
-        load = partial(par_checkpoint.load, model=model, optimizer=optimizer, progress=False)
+        save = partial(
+            par_checkpoint.save, model=model, optimizer=optimizer, transfer=par_checkpoint.Transfer(progress=False)
+        )
+        load = partial(
+            par_checkpoint.load, model=model, optimizer=optimizer, transfer=par_checkpoint.Transfer(progress=False)
+        )
 
         def saved(name: str, act: Callable[[Path], object]) -> Contender:
             return Contender(name, lambda: into(folder / name, act))
@@ -299,7 +303,12 @@ def checkpoint(bench: Bench) -> Iterator[Case]:
             staged["DCP, pinned, background copy"] = StagingOptions(use_shared_memory=False)
         blocked = [saved(name, partial(torch_async, options)) for name, options in staged.items()]
         blocked += [saved(ours, partial(save, async_=True))]
-        blocked += [saved(f"{ours}, background copy", partial(save, async_=True, copy="background"))]
+        blocked += [
+            saved(
+                f"{ours}, background copy",
+                partial(save, async_=True, transfer=par_checkpoint.Transfer(copy="background")),
+            )
+        ]
         yield cases(name="checkpoint: async save, blocked", contenders=blocked, until_return=True)
         loads = [loaded("DCP", torch_load, torch_save), loaded(ours, load, save)]
         yield cases(name="checkpoint: load", contenders=loads)

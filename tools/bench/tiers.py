@@ -120,11 +120,15 @@ class Bench:
         """Saves in one way, and notes the seconds."""
         begin = started()
         if name == "disk":
-            par_checkpoint.save(self.disk / "c", model=self.model, progress=False)
+            par_checkpoint.save(self.disk / "c", model=self.model, transfer=par_checkpoint.Transfer(progress=False))
             found[name] = ended(begin)
             return
         handle = par_checkpoint.save(
-            "c", model=self.model, tiers=self.tiers, copies=2, async_=name.endswith("async"), progress=False
+            "c",
+            model=self.model,
+            async_=name.endswith("async"),
+            transfer=par_checkpoint.Transfer(progress=False),
+            tiers=par_checkpoint.Tiers(self.tiers, copies=2),
         )
         found[name] = ended(begin)
         handle.wait()
@@ -134,7 +138,12 @@ class Bench:
         """Loads in one way, and notes the seconds."""
         if not self.memory.exists():  # the disk was saved to last
             self.clear()
-            par_checkpoint.save("c", model=self.model, tiers=self.tiers, copies=2, progress=False).wait()
+            par_checkpoint.save(
+                "c",
+                model=self.model,
+                transfer=par_checkpoint.Transfer(progress=False),
+                tiers=par_checkpoint.Tiers(self.tiers, copies=2),
+            ).wait()
         dist.barrier()
         away = self.memory.with_name(f"{self.memory.name}-away")
         if name == "neighbour's memory" and dist.get_rank() == 1:
@@ -143,7 +152,9 @@ class Bench:
             touch(self.disk, keep=name.endswith("warm"))
         tiers = self.tiers[1:] if name.startswith("disk") else self.tiers[:1]
         begin = started()
-        par_checkpoint.load("c", model=self.model, tiers=tiers, progress=False)
+        par_checkpoint.load(
+            "c", model=self.model, transfer=par_checkpoint.Transfer(progress=False), tiers=par_checkpoint.Tiers(tiers)
+        )
         found[name] = ended(begin)
         if away.exists() and dist.get_rank() == 1:
             away.rename(self.memory)

@@ -1,8 +1,9 @@
 """What the tests share: one small training in every topology, and the whole tensors that it stands for."""
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
+from par_checkpoint import Format, Tiers, Transfer
 from par_groups import Box, Segment, Segments, Sharding, on_written, segments_of, set_segments, set_sharding, whole
 from par_groups import cut as cut_range
 
@@ -246,3 +248,18 @@ class Strided(Run):
 
 
 RUNS = {"one": Run, "tensor": Tensor2, "pipeline": Pipeline2, "zero1": Zero1, "zero3": Zero3, "strided": Strided}
+
+
+def policies(**options: Any) -> dict[str, Any]:
+    """The keywords of `save` or `load` for fields of policies, so that tests can vary one field by its name."""
+    fields = {kind: [field.name for field in dataclasses.fields(kind)] for kind in (Format, Transfer)}
+    keywords: dict[str, Any] = {}
+    for name, kind in (("format", Format), ("transfer", Transfer)):
+        given = {key: options.pop(key) for key in fields[kind] if key in options}
+        if given:
+            keywords[name] = kind(**given)
+    if "tiers" in options:
+        copies = options.pop("copies", None)
+        tiers = options.pop("tiers")
+        keywords["tiers"] = None if tiers is None else Tiers(tiers, copies=copies)
+    return {**options, **keywords}

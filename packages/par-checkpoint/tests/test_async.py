@@ -6,7 +6,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import CheckpointError, Transfer, load, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint.transfer import write as writing
 from par_checkpoint.transfer.sessions import session_of
@@ -57,10 +57,10 @@ def test_a_second_save_raises_where_asked(gate, tmp_path):
     model = {"w": torch.ones(3)}
     handle = save(tmp_path / "a", model=model, async_=True)
     with pytest.raises(CheckpointError, match="an earlier save is still being written and pending is 'raise'"):
-        save(tmp_path / "b", model=model, async_=True, pending="raise")
+        save(tmp_path / "b", model=model, async_=True, transfer=Transfer(pending="raise"))
     gate.set()
     handle.wait()
-    save(tmp_path / "b", model=model, async_=True, pending="raise").wait()
+    save(tmp_path / "b", model=model, async_=True, transfer=Transfer(pending="raise")).wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 

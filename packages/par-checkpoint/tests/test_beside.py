@@ -7,7 +7,17 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, Checkpoints, LoadOptions, SaveOptions, inspect, load, read, save, verify
+from par_checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    Format,
+    Tiers,
+    inspect,
+    load,
+    read_tensor,
+    save,
+    verify,
+)
 
 from .helpers import rectangle
 
@@ -38,7 +48,9 @@ def files_of(path):
 def test_files_are_copied_byte_for_byte(folder, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_bytes(b"\r\nmine")
-    save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder, notes], config={"model_type": "mine"})
+    save(
+        tmp_path / "c", model={"w": torch.ones(3)}, format=Format(config={"model_type": "mine"}, assets=[folder, notes])
+    )
     found = files_of(tmp_path / "c")
     ours = {"config.json", "model.safetensors", "par_checkpoint.json"}
     assert found.keys() == {*TOKENIZER, "notes.txt", *ours}
@@ -59,7 +71,9 @@ def test_files_are_copied_byte_for_byte(folder, tmp_path):
 def test_verify_full_finds_a_flipped_bit_beside_the_tensors(folder, tmp_path, name):
     (folder / "generation_config.json").write_bytes(b'{"a": 1}')
     save(
-        tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder, folder / "generation_config.json"], config={"b": 2}
+        tmp_path / "c",
+        model={"w": torch.ones(3)},
+        format=Format(config={"b": 2}, assets=[folder, folder / "generation_config.json"]),
     )
     path = tmp_path / "c" / name
     path.write_bytes(path.read_bytes().replace(b"1", b"3").replace(b"2", b"0"))
@@ -82,7 +96,7 @@ def test_a_folder_stands_for_all_of_its_tokenizer(tmp_path):
     for name in (*names, *others, template, "run.log"):
         (folder / name).write_text(name)
     with pytest.warns(UserWarning, match=r"of which all_results\.json, run\.log, trainer_state\.json are not known"):
-        save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder])
+        save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(assets=[folder]))
     assert files_of(tmp_path / "c").keys() == {*names, "model.safetensors", "par_checkpoint.json"}
     assert (tmp_path / "c" / template).read_text() == template
     assert verify(tmp_path / "c") == []
@@ -94,7 +108,7 @@ def test_a_folder_stands_for_all_of_its_tokenizer(tmp_path):
 def test_a_dangling_link_among_the_assets_is_refused(folder, tmp_path):
     (folder / "vocab.json").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"vocab\.json', where there is no file"):
-        save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[folder])
+        save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(assets=[folder]))
 
 
 @pytest.mark.parametrize("root", ["memory://beside-of-a-store", "copies"])
@@ -102,17 +116,17 @@ def test_chat_templates_reach_every_kind_of_place(tmp_path, root):
     (tmp_path / "t/additional_chat_templates").mkdir(parents=True)
     (tmp_path / "t/additional_chat_templates/a.jinja").write_text("a")
     (tmp_path / "t/my.json").write_text("{}")
-    more = {"tiers": [tmp_path / "near", tmp_path / "far"], "copies": 1} if root == "copies" else {}
-    name = "c" if more else f"{root}/c"
+    tiers = Tiers([tmp_path / "near", tmp_path / "far"], copies=1) if root == "copies" else None
+    name = "c" if tiers else f"{root}/c"
     for assets in ([tmp_path / "t"], [], []):
-        save(name, model={"w": torch.ones(3)}, assets=assets, overwrite=True, **more).wait()
-        assert verify(tmp_path / "far/c" if more else name) == []
-    load(name, model={"w": torch.zeros(3)}, verify="full", **({"tiers": more["tiers"]} if more else {}))
+        save(name, model={"w": torch.ones(3)}, overwrite=True, format=Format(assets=assets), tiers=tiers).wait()
+        assert verify(tmp_path / "far/c" if tiers else name) == []
+    load(name, model={"w": torch.zeros(3)}, verify="full", tiers=tiers)
 
 
 def test_links_are_followed(folder, tmp_path):
     (tmp_path / "tokenizer.json").symlink_to(folder / "tokenizer.json")  # as in the hub's cache
-    save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[tmp_path / "tokenizer.json"])
+    save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(assets=[tmp_path / "tokenizer.json"]))
     copy = tmp_path / "c/tokenizer.json"
     assert not copy.is_symlink()
     assert copy.read_bytes() == TOKENIZER["tokenizer.json"]
@@ -123,11 +137,11 @@ def test_an_old_checkpoint_with_assets_is_replaced(style, folder, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     model = {"w": torch.ones(3)}
-    save(tmp_path / "c", model=model, assets=[folder, notes], style=style)
-    save(tmp_path / "c", model=model, style=style, overwrite=True)
+    save(tmp_path / "c", model=model, format=Format(style=style, assets=[folder, notes]))
+    save(tmp_path / "c", model=model, overwrite=True, format=Format(style=style))
     assert TOKENIZER.keys() <= files_of(tmp_path / "c").keys(), "a tokenizer is carried over"
     assert "notes.txt" not in files_of(tmp_path / "c"), "what has no place beside weights is not"
-    save(tmp_path / "c", model=model, style=style, overwrite=True)
+    save(tmp_path / "c", model=model, overwrite=True, format=Format(style=style))
 
 
 @pytest.mark.ranks(2)
@@ -135,14 +149,14 @@ def test_the_first_rank_reads_them(tmp_path):
     rank = dist.get_rank()
     asset = tmp_path / f"vocab.{rank}"
     asset.write_text(str(rank))
-    save(tmp_path / "c", model={"w": torch.ones(3)}, assets=[asset], async_=True).wait()
+    save(tmp_path / "c", model={"w": torch.ones(3)}, async_=True, format=Format(assets=[asset])).wait()
     dist.barrier()
     assert [name for name in sorted(files_of(tmp_path / "c")) if "vocab" in name] == ["vocab.0"]
 
 
 def test_options_and_checkpoints_take_them(folder, tmp_path):
-    options = SaveOptions(assets=[folder], stem="adapter_model")
-    Checkpoints(tmp_path / "run", every=1).save(1, model={"w": torch.ones(3)}, options=options)
+    files = Format(assets=[folder], stem="adapter_model")
+    Checkpoints(tmp_path / "run", every=1).save(1, model={"w": torch.ones(3)}, format=files)
     found = files_of(tmp_path / "run/step-00000001")
     assert {*TOKENIZER, "adapter_model.safetensors"} <= found.keys()
     into = {"w": torch.zeros(3)}
@@ -173,7 +187,7 @@ def test_wrong_assets_are_refused_on_every_rank(tmp_path):
         ([file("par_checkpoint.json")], ValueError, "hold tensors here"),
     ):
         with pytest.raises(kind, match=words):
-            save(tmp_path / "c", model={"w": torch.ones(3)}, assets=assets, config={"a": 1})
+            save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(config={"a": 1}, assets=assets))
     assert not (tmp_path / "c").exists()
 
 
@@ -197,11 +211,8 @@ def test_an_adapter_has_its_own_names(tmp_path):
             save(
                 path,
                 model=model,
-                layout=layout,
-                stem="adapter_model",
-                assets=[config],
-                max_shard_size=limit,
                 overwrite=True,
+                format=Format(max_shard_size=limit, stem="adapter_model", layout=layout, assets=[config]),
             )
         dist.barrier()
         found = {file.name for file in path.iterdir()}
@@ -210,16 +221,16 @@ def test_an_adapter_has_its_own_names(tmp_path):
         assert found == {*weights, "adapter_config.json", "par_checkpoint.json"}
         assert verify(path) == []
         assert inspect(path).tensors.keys() == set(names)
-        assert torch.equal(read(path, names[1]), value * 2)
+        assert torch.equal(read_tensor(path, names[1]), value * 2)
         into = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-        load(path, model=into, layout=layout)
+        load(path, model=into, format=Format(layout=layout))
         assert all(torch.equal(into[name], tensor) for name, tensor in model.items())
 
 
 def test_a_layout_keeps_a_plan_for_each_stem(tmp_path):
     model = {"w": torch.ones(3)}
     for stem in ("model", "adapter_model", "model"):
-        save(tmp_path / "c", model=model, stem=stem, overwrite=True)
+        save(tmp_path / "c", model=model, overwrite=True, format=Format(stem=stem))
         assert files_of(tmp_path / "c").keys() == {f"{stem}.safetensors", "par_checkpoint.json"}
         into = {"w": torch.zeros(3)}
         load(tmp_path / "c", model=into)
@@ -239,9 +250,9 @@ def test_an_adapter_of_others_is_loaded_and_replaced(pickled, tmp_path):
     into = {"lora_A": torch.zeros(2, 3)}
     with pytest.raises(CheckpointError, match=r"no weights under any of these names: model\.safetensors"):
         load(tmp_path, model=into)
-    load(tmp_path, model=into, options=LoadOptions(stem="adapter_model"))
+    load(tmp_path, model=into, format=Format(stem="adapter_model"))
     assert torch.equal(into["lora_A"], state["lora_A"])
-    save(tmp_path, model=into, stem="adapter_model", overwrite=True)
+    save(tmp_path, model=into, overwrite=True, format=Format(stem="adapter_model"))
     assert files_of(tmp_path).keys() == {"adapter_model.safetensors", "adapter_config.json", "par_checkpoint.json"}
 
 
@@ -251,9 +262,9 @@ def test_wrong_stems_are_refused_on_every_rank(tmp_path):
         with pytest.raises(
             ValueError, match=r"stem is .*; give letters, digits and underscores, such as 'adapter_model'"
         ):
-            save(tmp_path / "c", model={"w": torch.ones(3)}, stem=stem)
+            save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(stem=stem))
         with pytest.raises(ValueError, match="stem is"):
-            load(tmp_path / "c", model={"w": torch.ones(3)}, stem=stem)
+            load(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(stem=stem))
     with pytest.raises(ValueError, match="stem is 'adapter_model', but style 'torch' names its files itself"):
-        save(tmp_path / "c", model={"w": torch.ones(3)}, stem="adapter_model", style="torch")
+        save(tmp_path / "c", model={"w": torch.ones(3)}, format=Format(style="torch", stem="adapter_model"))
     assert not (tmp_path / "c").exists()

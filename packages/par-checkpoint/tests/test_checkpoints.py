@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import Checkpoints, _save, prune
+from par_checkpoint import Checkpoints, Tiers, _save, prune
 from par_checkpoint.storage.steps import step_name
 from par_checkpoint.tiers import retention
 from par_checkpoint.transfer import write as writing
@@ -199,7 +199,7 @@ def test_over_tiers_each_keeps_its_own_number_of_steps_and_the_nearest_newest_is
     with mock.patch.object(socket, "gethostname", return_value=names[rank]):
         memory, disk = tmp_path / names[rank] / "memory", tmp_path / "disk"
         tiers = [str(memory), str(disk)]
-        checkpoints = Checkpoints("gpt", tiers=tiers, copies=2, keep_last=[1, 2])
+        checkpoints = Checkpoints("gpt", keep_last=[1, 2], tiers=Tiers(tiers, copies=2))
         model = {"w": torch.zeros(3 << 20)}
         assert checkpoints.latest() is None
         assert checkpoints.load(model=model) is None
@@ -221,7 +221,7 @@ def test_over_tiers_each_keeps_its_own_number_of_steps_and_the_nearest_newest_is
         with pytest.raises(ValueError, match="step 3 comes before step 4"):
             checkpoints.save(3, model=model)
         dist.barrier()
-        again = Checkpoints("gpt", tiers=tiers, copies=2)
+        again = Checkpoints("gpt", tiers=Tiers(tiers, copies=2))
         if rank == 0:
             shutil.rmtree(memory)
         dist.barrier()
@@ -246,14 +246,14 @@ def test_tiers_that_cannot_be(tmp_path):
     with pytest.raises(ValueError, match="keep_last has 2 numbers, and there are no tiers"):
         Checkpoints(tmp_path, keep_last=[1, 2])
     with pytest.raises(ValueError, match="keep_last has 2 numbers, and there are 1 tiers"):
-        Checkpoints("gpt", tiers=[tmp_path], keep_last=[1, 2])
+        Checkpoints("gpt", keep_last=[1, 2], tiers=Tiers([tmp_path]))
     with pytest.raises(ValueError, match="the checkpoint's name in each of them"):
-        Checkpoints("/gpt", tiers=[tmp_path])
+        Checkpoints("/gpt", tiers=Tiers([tmp_path]))
 
 
 def test_over_tiers_of_one_host(tmp_path):
     tiers = [tmp_path / "memory", tmp_path / "disk"]
-    checkpoints, model = Checkpoints("gpt", tiers=tiers, keep_last=1), nn.Linear(3, 2)
+    checkpoints, model = Checkpoints("gpt", keep_last=1, tiers=Tiers(tiers)), nn.Linear(3, 2)
     for step in (1, 2):
         nn.init.constant_(model.weight, step)
         checkpoints.save(step, model=model).wait()

@@ -20,6 +20,8 @@ from par_checkpoint.storage.local import LocalFolder
 from par_checkpoint.transfer.exchange import Exchange
 from par_groups import Box, Sharding
 
+from .helpers import policies
+
 OLD, NEW, NEXT = 1, 2, 3
 FRESH = ["swept", "created", "made", "synced-staging", "renamed-new", "synced"]
 EXCHANGED = ["made", "linked", "synced-staging", "exchanged", "synced", "removed"]
@@ -40,8 +42,8 @@ def state(seed):
 
 def saved(path, seed, **options):
     model, optimizer = state(seed)
-    config = {"seed": seed}
-    return pc.save(path, model=model, optimizer=optimizer, extra=seed, config=config, **{**OPTIONS, **options})
+    chosen = policies(config={"seed": seed}, **OPTIONS, **options)
+    return pc.save(path, model=model, optimizer=optimizer, extra=seed, **chosen)
 
 
 def restored(path, group):
@@ -213,8 +215,9 @@ def test_a_rank_dies_while_it_sends_its_columns(tmp_path):
 
     saved(path, OLD)
     columns = {name: torch.ones(256, 128) for name in "abcdefgh"}
+    chosen = policies(layout=dict.fromkeys(columns, cut), budget="16MB", **OPTIONS)
     with mock.patch.object(Exchange, "run", die_in_the_third), pytest.raises(RuntimeError):
-        pc.save(path, model=columns, layout=dict.fromkeys(columns, cut), overwrite=True, budget="16MB", **OPTIONS)
+        pc.save(path, model=columns, overwrite=True, **chosen)
     assert len(rounds) == 3
     assert [each.name for each in root.iterdir()] == [path.name]
     check_after(root, (OLD,), victim)

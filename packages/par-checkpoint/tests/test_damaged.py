@@ -39,9 +39,18 @@ def folders(tmp_path_factory):
     state["model"](torch.ones(1, 3)).sum().backward()
     state["optimizer"].step()
     for style in ("huggingface", "torch"):
-        pc.save(root / style, **state, extra={"a": torch.ones(2), "b": (1, 2.5)}, config={"a": 1}, style=style)
+        pc.save(
+            root / style,
+            extra={"a": torch.ones(2), "b": (1, 2.5)},
+            format=pc.Format(style=style, config={"a": 1}),
+            **state,
+        )
     weights = state["model"].state_dict()
-    pc.save(root / "shards", model={name: each.clone() for name, each in weights.items()}, max_shard_size=20)
+    pc.save(
+        root / "shards",
+        model={name: each.clone() for name, each in weights.items()},
+        format=pc.Format(max_shard_size=20),
+    )
     for name in ("hf", "bin", "old"):
         (root / name).mkdir()
     save_file(weights, root / "hf" / "model.safetensors")
@@ -144,7 +153,7 @@ def test_a_pointer_of_git_lfs_in_place_of_a_small_file_is_named(tmp_path):
         pc.load(tmp_path / "a", model=nn.Linear(3, 3))
     (tmp_path / "tokenizer.json").write_bytes(POINTER)
     with pytest.raises(pc.CorruptError, match=r"tokenizer\.json: is a pointer of Git LFS"):
-        pc.save(tmp_path / "b", model={"w": torch.ones(2)}, assets=[tmp_path / "tokenizer.json"])
+        pc.save(tmp_path / "b", model={"w": torch.ones(2)}, format=pc.Format(assets=[tmp_path / "tokenizer.json"]))
     assert not (tmp_path / "b").exists()
 
 

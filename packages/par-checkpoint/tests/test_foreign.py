@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from par_checkpoint import CheckpointError, CorruptError, load, save
+from par_checkpoint import CheckpointError, CorruptError, Format, load, save
 from par_checkpoint.format.bytes import bytes_of
 from par_groups import Box, Sharding
 
@@ -351,7 +351,7 @@ def test_tensors_that_are_not_aligned_load_right_in_columns(tmp_path):
     dist.barrier()
     box = Box((0, width * rank), (1500, width), 0, (width, 1), (rank,))
     local = {"odd": torch.zeros(7, dtype=torch.uint8), "w": torch.zeros(1500, width)}
-    load(tmp_path, model=local, layout={"w": Sharding((1500, 3 * width), (box,))})
+    load(tmp_path, model=local, format=Format(layout={"w": Sharding((1500, 3 * width), (box,))}))
     assert_equal(local, {"odd": whole["odd"], "w": whole["w"][box.slices]})
 
 
@@ -364,7 +364,7 @@ def test_pickles_are_cut_like_any_other_file(tmp_path):
     box = Box((0, 3 * rank), (8, 3), 0, (3, 1), (rank,))
     local = {name: torch.zeros_like(each) for name, each in state.items()}
     local["0.weight"] = torch.zeros(8, 3)
-    load(tmp_path, model=local, layout={"0.weight": Sharding((8, 6), (box,))})
+    load(tmp_path, model=local, format=Format(layout={"0.weight": Sharding((8, 6), (box,))}))
     assert_equal(local, {**state, "0.weight": state["0.weight"][box.slices]})
 
 
@@ -480,7 +480,14 @@ def trained(seed=0):
 def test_torch_opens_files_in_torch_style(tmp_path):
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
-    save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra={"epoch": 2}, style="torch")
+    save(
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra={"epoch": 2},
+        format=Format(style="torch"),
+    )
     found = {name: torch.load(tmp_path / f"c/{name}.pt", weights_only=True) for name in ("model", "optimizer", "extra")}
     assert list(found["model"]) == list(model.state_dict())
     assert_equal(found["model"], copies(model))
@@ -500,20 +507,20 @@ def test_torch_style_holds_whole_tensors(tmp_path):
     box = Box((0, 3 * rank), (8, 3), 0, (3, 1), (rank,))
     layout = {"0.weight": Sharding((8, 6), (box,))}
     local = {**state, "0.weight": state["0.weight"][box.slices].clone()}
-    save(tmp_path / "c", model=local, layout=layout, style="torch")
+    save(tmp_path / "c", model=local, format=Format(style="torch", layout=layout))
     assert_equal(torch.load(tmp_path / "c/model.pt", weights_only=True), state)
     model = build(1)
     model.load_state_dict(torch.load(tmp_path / "c/model.pt", weights_only=True))
     assert_equal(copies(model), state)
     again = {name: torch.zeros_like(each) for name, each in local.items()}
-    load(tmp_path / "c", model=again, layout=layout)
+    load(tmp_path / "c", model=again, format=Format(layout=layout))
     assert_equal(again, local)
 
 
 def test_torch_style_keeps_tied_weights_tied(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    save(tmp_path / "c", model=model, style="torch")
+    save(tmp_path / "c", model=model, format=Format(style="torch"))
     found = torch.load(tmp_path / "c/model.pt", weights_only=True)
     assert found.keys() == model.state_dict().keys()
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
@@ -532,7 +539,7 @@ def test_any_state_dict_in_a_pt_file_loads(tmp_path):
 
 def test_safetensors_opens_ours(tmp_path):
     model, optimizer = trained()
-    save(tmp_path / "c", model=model, optimizer=optimizer, max_shard_size=100)
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(max_shard_size=100))
     weight_map = json.loads((tmp_path / "c" / INDEX).read_text())["weight_map"]
     assert list(weight_map) == sorted(model.state_dict())
     for name, file in weight_map.items():

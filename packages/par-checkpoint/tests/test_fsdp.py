@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from par_checkpoint import load, save
+from par_checkpoint import Format, load, save
 
 from .helpers import batch, make_model, solo, train
 
@@ -168,7 +168,7 @@ def test_of_buffers_that_differ_the_first_rank_s_are_saved(tmp_path):
 def test_buffers_and_extra_state(style, tmp_path):
     note = {"scale": torch.tensor([1.5, 2.5]), 3: (1, "x"), "none": None}
     model = nn.Sequential(Buffers(4.0, note), nn.BatchNorm1d(2))
-    save(tmp_path / "c", model=model, style=style)
+    save(tmp_path / "c", model=model, format=Format(style=style))
     other = nn.Sequential(Buffers(5.0, {"old": 1}), nn.BatchNorm1d(2))
     load(tmp_path / "c", model=other)
     assert other[0].kept.tolist() == [4.0] * 3

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint import CheckpointError, Transfer, load, save, verify
 from par_checkpoint.transfer import snapshot as copying
 from par_checkpoint.transfer.chunks import Chunks
 from par_checkpoint.transfer.snapshot import Snapshot
 from par_testing import for_each
 
-from .helpers import RUNS, solo
+from .helpers import RUNS, policies, solo
 
-BACKGROUND = {"async_": True, "copy": "background"}
+BACKGROUND = {"async_": True, "transfer": Transfer(copy="background")}
 
 
 class Gate:
@@ -188,7 +188,14 @@ def test_training_is_the_same_to_the_bit(tmp_path):
             step_(model, optimizer, range(step, step + 1))
             expected.append(everything(model, optimizer))
             if options is not None:
-                save(tmp_path / f"{step}", model=model, optimizer=optimizer, overwrite=True, async_=True, **options)
+                save(
+                    tmp_path / f"{step}",
+                    model=model,
+                    optimizer=optimizer,
+                    overwrite=True,
+                    async_=True,
+                    **policies(**options),
+                )
         results.append(expected[-1])
         for step in range(4) if options else ():
             assert_holds(tmp_path / f"{step}", expected[step])
@@ -213,7 +220,7 @@ def test_the_caller_may_wait_and_again_costs_nothing(gate, tmp_path):
 
 def test_there_is_nothing_to_wait_for_after_other_saves(tmp_path):
     for options in ({}, {"async_": True}, {"copy": "background"}, {"style": "torch", "async_": True}):
-        handle = save(tmp_path / "c", model={"w": torch.ones(3)}, overwrite=True, **options)
+        handle = save(tmp_path / "c", model={"w": torch.ones(3)}, overwrite=True, **policies(**options))
         blocked, hooks = handle.blocked_seconds, len(_global_optimizer_pre_hooks)
         handle.wait_for_copy()
         assert (handle.blocked_seconds, len(_global_optimizer_pre_hooks)) == (blocked, hooks)
@@ -306,7 +313,7 @@ def test_a_second_save_waits_or_raises_while_the_first_copies(gate, tmp_path):
     model = {"w": nn.Parameter(torch.ones(3))}
     first = save(tmp_path / "a", model=model, **BACKGROUND)
     with pytest.raises(CheckpointError, match="an earlier save is still being written and pending is 'raise'"):
-        save(tmp_path / "b", model=model, pending="raise", **BACKGROUND)
+        save(tmp_path / "b", model=model, async_=True, transfer=Transfer(copy="background", pending="raise"))
     gate.open_soon()
     second = save(tmp_path / "b", model=model, **BACKGROUND)
     assert first.done()
@@ -335,7 +342,7 @@ def test_an_error_of_the_copy_keeps_nobody_waiting(gate, tmp_path, monkeypatch, 
 
 def test_an_unknown_copy_is_refused(tmp_path):
     with pytest.raises(ValueError, match="copy is 'later'; it can be 'blocking', 'background'"):
-        save(tmp_path / "c", model={}, copy="later")
+        save(tmp_path / "c", model={}, transfer=Transfer(copy="later"))
 
 
 @for_each(copied=("blocking", "background"))
@@ -350,7 +357,12 @@ def test_shards_are_saved_as_they_are_at_the_call(tmp_path, copied):
         for number in range(2):
             path = tmp_path / f"{kind}{run.ranks[0]}" / f"{number}"
             with Gate() as gate:
-                options = {"model": run.model, "optimizer": run.optimizer, "group": run.group, "copy": copied}
+                options = {
+                    "model": run.model,
+                    "optimizer": run.optimizer,
+                    "group": run.group,
+                    "transfer": Transfer(copy=copied),
+                }
                 handles.append(save(path, **options, async_=True))
                 gate.open_soon()
                 if number == 0:

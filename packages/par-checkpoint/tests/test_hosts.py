@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import load, save
+from par_checkpoint import Format, load, save
 from par_checkpoint.storage.local import LocalSource
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import set_sharding
@@ -39,7 +39,7 @@ def test_what_is_read_by_ranks_on_one_machine_and_on_two(tmp_path, hosts):
         read_into(source, begin, view)
 
     with mock.patch.object(socket, "gethostname", return_value=f"host{dist.get_rank() * hosts // 4}"):
-        save(tmp_path / "c", model=cut((2, 2), values), max_shard_size="3MB")
+        save(tmp_path / "c", model=cut((2, 2), values), format=Format(max_shard_size="3MB"))
         for shape in ((1, 4), (4, 1)):
             model = cut(shape, {name: torch.zeros(size) for name, size in SHAPES.items()})
             read.clear()
@@ -77,7 +77,7 @@ def test_each_byte_crosses_to_a_host_once_and_a_rank_meets_few(tmp_path):
             mock.patch.object(socket, "gethostname", return_value=f"host{hosts[rank]}"),
             mock.patch.object(Ranks, "receive", counted),
         ):
-            save(tmp_path / f"{hosts}", model=cut((2, 2), values), max_shard_size="3MB", group=group)
+            save(tmp_path / f"{hosts}", model=cut((2, 2), values), group=group, format=Format(max_shard_size="3MB"))
             assert moved() < few or hosts == [0, 0, 0, 1]  # where rank 3 has the other half of the columns from afar
             for shape in ((4, 1), (2, 2)):
                 model = cut(shape, {name: torch.zeros(size) for name, size in SHAPES.items()})

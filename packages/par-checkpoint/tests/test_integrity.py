@@ -13,6 +13,8 @@ from torch import nn
 import par_checkpoint as pc
 from par_groups import Box, Sharding
 
+from .helpers import policies
+
 BLOCK = 4 << 20
 MANIFEST = "par_checkpoint.json"
 SIDE = "par_checkpoint.safetensors"
@@ -37,7 +39,7 @@ def saved(path, **options):
     model, optimizer = state(1)
     extra = {"step": 3, "rng": torch.arange(100)}
     options = {"max_shard_size": "2MB", "config": {"a": 1}, **options}
-    pc.save(path, model=model, optimizer=optimizer, extra=extra, **options)
+    pc.save(path, model=model, optimizer=optimizer, extra=extra, **policies(**options))
     return model, optimizer
 
 
@@ -331,7 +333,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_load_is_told_with_what_it_leaves_b
     model, optimizer = state()
     monkeypatch.setattr(os, "preadv", fail_later)
     with pytest.raises(OSError, match="Input/output error") as caught:
-        pc.load(tmp_path / "c", model=model, optimizer=optimizer, verify=verify, threads=1)
+        pc.load(tmp_path / "c", model=model, optimizer=optimizer, verify=verify, transfer=pc.Transfer(threads=1))
     assert caught.value.errno == errno.EIO
     unchanged = not any(parameter.any() for parameter in model.values())
     assert unchanged == (verify == "full")
@@ -342,11 +344,11 @@ def test_a_disk_that_fails_in_the_middle_of_a_load_is_told_with_what_it_leaves_b
 def test_blocks_of_which_every_rank_reads_its_own_part_are_verified_together(tmp_path):
     rank, size = dist.get_rank(), dist.get_world_size()
     state, layout = rows(rank, size, 1)
-    pc.save(tmp_path / "c", model=state, layout=layout)
+    pc.save(tmp_path / "c", model=state, format=pc.Format(layout=layout))
     (file,) = (tmp_path / "c").glob("*.safetensors")
     whole, begin = file.read_bytes(), data_begin(file)
     loaded, _ = rows(rank, size)
-    pc.load(tmp_path / "c", model=loaded, layout=layout)
+    pc.load(tmp_path / "c", model=loaded, format=pc.Format(layout=layout))
     assert all(torch.equal(loaded[name], state[name]) for name in state)
     chosen = random.Random(size)
     for at in [begin, len(whole) - 1, *(chosen.randrange(begin, len(whole)) for _ in range(20))]:
@@ -355,10 +357,10 @@ def test_blocks_of_which_every_rank_reads_its_own_part_are_verified_together(tmp
         dist.barrier()
         number = (at - begin) // BLOCK
         with pytest.raises(pc.CorruptError, match=rf"block {number} of .* is corrupt: .* now undefined"):
-            pc.load(tmp_path / "c", model=loaded, layout=layout)
+            pc.load(tmp_path / "c", model=loaded, format=pc.Format(layout=layout))
         dist.barrier()
         if rank == 0:
             flip(file, at, bit=3)
         dist.barrier()
-    pc.load(tmp_path / "c", model=loaded, layout=layout)
+    pc.load(tmp_path / "c", model=loaded, format=pc.Format(layout=layout))
     assert all(torch.equal(loaded[name], state[name]) for name in state)

@@ -21,13 +21,13 @@ def wait():
 COPY = """
 import sys, torch
 from torch import nn
-from par_checkpoint import save
+from par_checkpoint import Transfer, save
 from par_checkpoint.transfer.snapshot import Snapshot
 
 finish = Snapshot.finish
 Snapshot.finish = lambda self: (wait(), finish(self))
 model = {name: nn.Parameter(torch.full((3 << 20,), 7.0)) for name in "abc"}
-save(PATH, model=model, async_=True, copy="background", budget="8MB")
+save(PATH, model=model, async_=True, transfer=Transfer(copy="background", budget="8MB"))
 assert "torch._dynamo" not in sys.modules  # importing it takes a second
 """
 
@@ -36,12 +36,12 @@ COPY_OF_WHAT_CHANGES = f"{COPY}\nmodel['b'].detach().zero_()"
 EXECUTORS = """
 import torch
 from concurrent.futures import ThreadPoolExecutor
-from par_checkpoint import save
+from par_checkpoint import Transfer, save
 from par_checkpoint.transfer.snapshot import Snapshot
 
 finish, pool = Snapshot.finish, ThreadPoolExecutor(1)  # as a store's client has one
 Snapshot.finish = lambda self: (wait(), pool.submit(finish, self).result())
-save(PATH, model={"a": torch.full((3 << 20,), 7.0)}, async_=True, copy="background")
+save(PATH, model={"a": torch.full((3 << 20,), 7.0)}, async_=True, transfer=Transfer(copy="background"))
 """
 
 WORKERS = """

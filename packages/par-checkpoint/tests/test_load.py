@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, CorruptError, load, read, save
+from par_checkpoint import CheckpointError, CorruptError, Format, Transfer, load, read_tensor, save
 from par_checkpoint import _torch_private as private
 from par_checkpoint import verify as check
 from par_checkpoint.transfer.ranks import Ranks
@@ -105,7 +105,7 @@ def test_casts_only_when_asked(foreign, tmp_path):
 
 def test_a_checkpoint_saved_in_less_precision_fills_a_model_of_more(tmp_path):
     model, other = make_model(), make_model(1)
-    save(tmp_path / "c", model=model, dtype=torch.bfloat16)
+    save(tmp_path / "c", model=model, format=Format(dtype=torch.bfloat16))
     load(tmp_path / "c", model=other, dtype=torch.float64)
     assert torch.equal(other[0].weight, model[0].weight.bfloat16().double())
 
@@ -132,7 +132,7 @@ def test_foreign_folders_go_to_shards(tmp_path):
     for name in ("one", "many", "bin"):
         for verify in ("auto", "full", "off"):
             model = {"w": torch.zeros_like(expected), "b": torch.zeros(7)}
-            load(tmp_path / name, model=model, layout=layout, verify=verify)
+            load(tmp_path / name, model=model, verify=verify, format=Format(layout=layout))
             assert torch.equal(model["w"], expected), name
             assert torch.equal(model["b"], torch.arange(7.0))
 
@@ -149,20 +149,20 @@ def test_corrupt_data_raises_on_all_ranks_and_names_tensor_file_and_block(verify
     rank = dist.get_rank()
     value = torch.arange(4.0 * MIB4).view(2048, 2048)
     layout = {"w": rectangle((2048, 2048), 1, 1024 * rank, 1024 * rank + 1024, rank)}
-    save(tmp_path / "c", model={"w": value[:, 1024 * rank :][:, :1024].contiguous()}, layout=layout)
+    save(tmp_path / "c", model={"w": value[:, 1024 * rank :][:, :1024].contiguous()}, format=Format(layout=layout))
     if rank == 0:
         flip(tmp_path / "c" / "model.safetensors", -5)
     dist.barrier()
     model = {"w": torch.zeros(2048, 1024)}
     with pytest.raises(CorruptError) as caught:
-        load(tmp_path / "c", model=model, layout=layout, verify=verify)
+        load(tmp_path / "c", model=model, verify=verify, format=Format(layout=layout))
     assert "block 3" in str(caught.value)
     assert "model.safetensors" in str(caught.value)
     assert "'w'" in str(caught.value) or verify == "full"
     assert ("now undefined" in str(caught.value)) == (verify == "auto")
     if verify == "full":
         assert model["w"].count_nonzero() == 0
-    load(tmp_path / "c", model=model, layout=layout, verify="off")
+    load(tmp_path / "c", model=model, verify="off", format=Format(layout=layout))
 
 
 def test_there_is_no_such_checkpoint(tmp_path):
@@ -183,17 +183,17 @@ def test_what_the_caller_got_wrong_is_said_on_every_rank(tmp_path):
     model = {"w": torch.zeros(3)}
     wrong = [
         ({"verify": "maybe"}, ValueError, "verify is 'maybe'; it can be 'auto', 'full', 'off'"),
-        ({"async_": True}, TypeError, "unknown keyword 'async_'; there are path, .*layout"),
-        ({"options": 3}, TypeError, "options is 3; give a LoadOptions"),
-        ({"names": {"w": 3}}, TypeError, "names are strings"),
-        ({"budget": 0}, ValueError, "budget=0: a size is from 1 to"),
-        ({"variant": "a/b"}, ValueError, "variant 'a/b'"),
+        ({"format": 3}, TypeError, "format is 3; give a par_checkpoint.Format"),
+        ({"transfer": 3}, TypeError, "transfer is 3; give a par_checkpoint.Transfer"),
+        ({"tiers": ["a"]}, TypeError, r"tiers is \['a'\]; give a par_checkpoint.Tiers"),
+        ({"format": Format(names={"w": 3})}, TypeError, "names are strings"),
+        ({"format": Format(variant="a/b")}, ValueError, "variant 'a/b'"),
     ]
     for keywords, kind, words in wrong:
         with pytest.raises(kind, match=words):
             load(tmp_path / "c", model=model, **keywords)
         mine = keywords if dist.get_rank() == 1 else {}
-        if not {"options", "variant"} & set(keywords):
+        if "variant" not in words:
             with pytest.raises(kind, match=words):
                 load(tmp_path / "c", model=model, **mine)
     assert model["w"].sum() == 0
@@ -207,7 +207,7 @@ def test_a_bar_without_tqdm_is_refused_on_every_rank(monkeypatch, tmp_path):
     save(tmp_path / "c", model=model)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="progress=True needs tqdm"):
-        load(tmp_path / "c", model=model, progress=dist.get_rank() == 0)
+        load(tmp_path / "c", model=model, transfer=Transfer(progress=dist.get_rank() == 0))
     load(tmp_path / "c", model=model)
 
 
@@ -223,14 +223,14 @@ def test_saves_and_loads_talk_little(monkeypatch, tmp_path):
     hosts = 1
     for name, model, layout in (("replicas", {"w": value}, None), ("rows", *rows)):
         for path, planning in ((tmp_path / name, 2), (tmp_path / f"{name} again", 0)):
-            save(path, model=model, layout=layout)
+            save(path, model=model, format=Format(layout=layout))
             # words, sight of the staging and the end of writing; staging and commit; what ranks hold, and once where
             told = {"total": 3, "broadcast": 2, "to_first": 1, "distinct_bytes": planning + hosts}
             assert counted == Counter(told), path
             hosts = 0
             counted.clear()
         for planning in (2, 0):
-            load(tmp_path / name, model=model, layout=layout)
+            load(tmp_path / name, model=model, format=Format(layout=layout))
             # options, a look, claims and the end; the version and the outline; what ranks lack, and what they hold
             told = {"total": 4, "broadcast": 2, "distinct_bytes": 1 + planning}
             parts = {"to_first": 1, "broadcast": 1} if layout else {}
@@ -256,8 +256,8 @@ def test_no_rank_collects_an_object_of_every_other_one(monkeypatch, tmp_path):
     rows = 8 // size
     layout = {"w": rectangle((8, 5), 0, rows * rank, rows * rank + rows, rank)}
     model = {"w": value[rows * rank :][:rows].contiguous()}
-    save(tmp_path / "c", model=model, layout=layout)
-    load(tmp_path / "c", model=model, layout=layout)
+    save(tmp_path / "c", model=model, format=Format(layout=layout))
+    load(tmp_path / "c", model=model, format=Format(layout=layout))
     assert torch.equal(model["w"], value[rows * rank :][:rows])
     assert len(read) == 7, (
         "of the first rank, or of all that say the same: staging, commit, host; version, outline, lack, end"
@@ -298,9 +298,9 @@ def test_the_default_device_does_not_matter(tmp_path):
     for style in ("huggingface", "torch"):
         extra = [torch.ones(2)]
         with torch.device("meta"):  # as torch.set_default_device("cuda") would
-            save(tmp_path / style, model=run.model, optimizer=run.optimizer, extra=extra, style=style)
+            save(tmp_path / style, model=run.model, optimizer=run.optimizer, extra=extra, format=Format(style=style))
             report = load(tmp_path / style, model=other.model, optimizer=other.optimizer)
-            slot = read(tmp_path / style, "0.weight.exp_avg")
+            slot = read_tensor(tmp_path / style, "0.weight.exp_avg")
             assert check(tmp_path / style) == []
         assert report.extra[0].tolist() == [1, 1]
         assert all(torch.equal(one, two) for one, two in zip(run.whole().values(), other.whole().values(), strict=True))
@@ -377,7 +377,7 @@ def test_what_may_not_be_read_or_written_raises_on_every_rank(open_folder):
 @pytest.mark.ranks(2)
 def test_padding_of_a_tensor_on_the_meta_device_becomes_zeros(tmp_path):
     rank, rows = dist.get_rank(), torch.arange(6.0).reshape(3, 2)
-    save(tmp_path, model={"table.weight": rows} if rank == 0 else {}, style="huggingface")
+    save(tmp_path, model={"table.weight": rows} if rank == 0 else {}, format=Format(style="huggingface"))
     module = nn.Module()
     module.table = nn.Embedding(2, 2, device="meta")
     box = Box(start=(2 * rank, 0), size=(2 - rank, 2), offset=0, stride=(2, 1), copies=(rank,))

@@ -14,7 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
+from par_checkpoint import (
+    CheckpointError,
+    CorruptError,
+    Format,
+    StoreError,
+    Transfer,
+    inspect,
+    latest,
+    load,
+    prune,
+    read_tensor,
+    save,
+    verify,
+)
 from par_checkpoint.storage.files import REACH
 from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.objects.requests import load_requests, save_requests
@@ -93,8 +106,10 @@ def files_of(url):
     return read_manifest(open_folder(url)).files
 
 
-SMALL = {"max_shard_size": "5MB", "progress": False}
-OPTIONS = {"max_shard_size": "20MB", "progress": False}
+QUIET = Transfer(progress=False)
+SMALL = {"format": Format(max_shard_size="5MB"), "transfer": QUIET}
+WITH_CONFIG = Format(max_shard_size="20MB", config={"a": 1})
+OPTIONS = {"format": Format(max_shard_size="20MB"), "transfer": QUIET}
 
 
 def put_by(requests, name):
@@ -107,7 +122,14 @@ def test_a_save_and_a_load_make_the_requests_of_the_formula_and_move_its_bytes(s
     for overwrite in (False, True):
         model = weights(int(overwrite))
         store.start()
-        save(url, model=model, overwrite=overwrite, config={"a": 1}, extra={"x": torch.ones(3)}, **OPTIONS)
+        save(
+            url,
+            model=model,
+            overwrite=overwrite,
+            extra={"x": torch.ones(3)},
+            format=WITH_CONFIG,
+            transfer=QUIET,
+        )
         requests = list(store.requests)
         replaced = sum("/generation-" in key for key in before)
         expected = save_requests(files_of(url), beside=1, before=len(before), replaced=replaced)
@@ -161,11 +183,16 @@ def test_long_files_are_read_in_long_ranges_and_short_ones_in_sixteen_at_a_time(
 def test_sixteen_requests_of_a_rank_are_with_the_store_at_a_time(store):
     """The store answers none of them before all are there: neither threads nor connections are fewer."""
     model = {f"w{number}": torch.zeros(250) for number in range(16)}  # each in a file of its own
-    options = {"budget": "512MB", "progress": False}  # has room for sixteen parts of 8 MiB
-    save(f"{ROOT}/a", model=model, max_shard_size="1KB", **options)
+    transfer = Transfer(budget="512MB", progress=False)  # has room for sixteen parts of 8 MiB
+    files = Format(max_shard_size="1KB")
+    save(f"{ROOT}/a", model=model, format=files, transfer=transfer)
     for act, kind, before in (
-        (lambda: save(f"{ROOT}/b", model=model, max_shard_size="1KB", **options), "PutObject", 0),
-        (lambda: load(f"{ROOT}/a", model=model, **options), "GetObject", 16),  # a load asks for headers first
+        (
+            lambda: save(f"{ROOT}/b", model=model, format=Format(max_shard_size="1KB"), transfer=transfer),
+            "PutObject",
+            0,
+        ),
+        (lambda: load(f"{ROOT}/a", model=model, transfer=transfer), "GetObject", 16),  # a load asks for headers first
     ):
         together, asked = threading.Barrier(16, timeout=240), itertools.count()
 
@@ -192,7 +219,7 @@ def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):
     assert store.count() == {"ListObjectsV2": 3, "GetObject": 4}
     assert inspect(f"{ROOT}/step-00000002").step == 2
     box = Box((2, 3), (4, 5), 0, (5, 1), (0,))
-    assert torch.equal(read(f"{ROOT}/step-00000002", "w1", box), weights(2, 8)["w1"][2:6, 3:8])
+    assert torch.equal(read_tensor(f"{ROOT}/step-00000002", "w1", box), weights(2, 8)["w1"][2:6, 3:8])
 
 
 @pytest.mark.parametrize(
@@ -279,9 +306,8 @@ def save_and_die(store, url, seed, number, *, passed_on, overwrite):
             url,
             model=weights(seed, 300),
             overwrite=overwrite,
-            config={"seed": seed},
-            max_shard_size="5MB",
-            progress=False,
+            format=Format(max_shard_size="5MB", config={"seed": seed}),
+            transfer=Transfer(progress=False),
         )
     except Exception:
         assert store.dead
@@ -345,7 +371,9 @@ def killed_at(store, server, mode, numbers):
             root = f"{ROOT}/{mode}-{number}-{passed_on}"
             url = f"{root}/step-00000001"
             if mode == "overwrite":
-                save(url, model=weights(1, 300), config={"seed": 1}, **SMALL)
+                save(
+                    url, model=weights(1, 300), **{**SMALL, "format": Format(max_shard_size="5MB", config={"seed": 1})}
+                )
             if not save_and_die(store, url, 2, number, passed_on=passed_on, overwrite=mode == "overwrite"):
                 assert seed_at(url) == 2
                 last = number
@@ -386,7 +414,12 @@ def killed_in_prune_at(store, server, numbers):
         for number in numbers:
             root = f"{ROOT}/prune-{number}-{passed_on}"
             for step in (1, 2):
-                save(f"{root}/step-{step:08}", model=weights(step, 8), config={}, progress=False)
+                save(
+                    f"{root}/step-{step:08}",
+                    model=weights(step, 8),
+                    format=Format(config={}),
+                    transfer=Transfer(progress=False),
+                )
             store.start(**{"die_after" if passed_on else "die_before": number})
             try:
                 prune(root, keep_last=1)
@@ -426,7 +459,12 @@ def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
         StoreError, match=r"cannot put files together from parts .* writer='owner' and max_shard_size='40MB'"
     ):
         save(f"{ROOT}/c", model=weights(2), overwrite=True, **OPTIONS)
-    save(f"{ROOT}/d", model=weights(2), writer="owner", max_shard_size="40MB", progress=False)
+    save(
+        f"{ROOT}/d",
+        model=weights(2),
+        format=Format(max_shard_size="40MB"),
+        transfer=Transfer(progress=False, writer="owner"),
+    )
     found = zeros(weights())
     load(f"{ROOT}/d", model=found)
     assert_equal(found, weights(2))
@@ -452,7 +490,7 @@ def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
 def test_save_needs_no_request_that_some_stores_lack(store, unknown, writer):
     store.start(refuse=(unknown,))
     for seed in range(2):
-        save(f"{ROOT}/lacks", model=weights(seed), overwrite=True, writer=writer, progress=False)
+        save(f"{ROOT}/lacks", model=weights(seed), overwrite=True, transfer=Transfer(progress=False, writer=writer))
     found = zeros(weights())
     load(f"{ROOT}/lacks", model=found)
     assert_equal(found, weights(1))
@@ -560,7 +598,7 @@ def sync(server, key, folder, skip=()):
 
 def test_a_folder_that_was_synced_is_a_checkpoint(store, server, tmp_path):
     url = f"{ROOT}/step-00000001"
-    save(url, model=weights(1), config={"a": 1}, **OPTIONS)
+    save(url, model=weights(1), format=WITH_CONFIG, transfer=QUIET)
     sync(server, "run", tmp_path)
     path = tmp_path / "step-00000001"
     assert latest(tmp_path) == str(path)
@@ -605,7 +643,14 @@ def test_transformers_opens_a_synced_folder(store, server, tmp_path):
     for size in ("1GB", "20KB"):
         torch.manual_seed(len(size))
         model = transformers.LlamaForCausalLM(config)
-        save(f"{ROOT}/c", model=model, optimizer=None, max_shard_size=size, overwrite=True, progress=False)
+        save(
+            f"{ROOT}/c",
+            model=model,
+            optimizer=None,
+            overwrite=True,
+            format=Format(max_shard_size=size),
+            transfer=Transfer(progress=False),
+        )
         folder = tmp_path / size
         sync(server, "run/c", folder)
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -644,7 +689,14 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
         if rank == 0:
             proxy.start()
         dist.barrier()
-        save(url, model=local, layout=layout, overwrite=async_, async_=async_, progress=False).wait()
+        save(
+            url,
+            model=local,
+            overwrite=async_,
+            async_=async_,
+            format=Format(layout=layout),
+            transfer=Transfer(progress=False),
+        ).wait()
         if rank == 0:
             expected = save_requests(files_of(url), before=0 if not async_ else 4, replaced=2 if async_ else 0)
             counts = proxy.count()
@@ -654,7 +706,7 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
             assert verify(url) == []
         dist.barrier()
     found = zeros(local)
-    load(url, model=found, layout=layout)
+    load(url, model=found, format=Format(layout=layout))
     assert_equal(found, local)
     found = zeros(whole)
     load(url, model=found)
@@ -663,21 +715,21 @@ def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both(address):
         proxy.start(refuse=("UploadPart",))
     dist.barrier()
     with pytest.raises(StoreError, match="cannot put files together from parts"):
-        save(url, model=local, layout=layout, overwrite=True, progress=False)
+        save(url, model=local, overwrite=True, format=Format(layout=layout), transfer=QUIET)
     dist.barrier()
     if rank == 0:
         proxy.start(forbid=True)
     dist.barrier()
     for act in (partial(save, overwrite=True), load):
         with pytest.raises(StoreError, match=r"the store refuses access .*; check the credentials"):
-            act(url, model=local, layout=layout, progress=False)
+            act(url, model=local, format=Format(layout=layout), transfer=QUIET)
     dist.barrier()
     if rank == 0:
         proxy.start()
     dist.barrier()
     for act in (save, load):
         with pytest.raises(StoreError, match="there is no such bucket; create it, or check its name"):
-            act("s3://nobody/c", model=local, layout=layout, progress=False)
+            act("s3://nobody/c", model=local, format=Format(layout=layout), transfer=QUIET)
     load(url, model=found)
     if rank == 0:
         assert not objects(address)[1]
@@ -689,12 +741,12 @@ def test_eight_ranks_of_one_host_read_each_byte_once(address):
     whole, url = weights(3, 2048), f"{ROOT}/c"
     if dist.get_rank() == 0:
         alone = dist.new_group([0], use_local_synchronization=True)
-        save(url, model=whole, group=alone, max_shard_size="40MB", progress=False)
+        save(url, model=whole, group=alone, format=Format(max_shard_size="40MB"), transfer=QUIET)
         proxy.start()
     dist.barrier()
     for budget in ("64MB", "256MB"):
         found = zeros(whole)
-        load(url, model=found, budget=budget)
+        load(url, model=found, transfer=Transfer(budget=budget))
         assert_equal(found, whole)
         dist.barrier()
         if dist.get_rank() == 0:

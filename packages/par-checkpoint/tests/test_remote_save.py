@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, CorruptError, inspect, latest, load, prune, read, save, verify
+from par_checkpoint import (
+    CheckpointError,
+    CorruptError,
+    Format,
+    Transfer,
+    inspect,
+    latest,
+    load,
+    prune,
+    read_tensor,
+    save,
+    verify,
+)
 from par_groups import Box, Sharding
 
 fsspec = pytest.importorskip("fsspec")
@@ -98,7 +110,16 @@ def test_what_is_saved_is_loaded(root, style, writer):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     extra = {"epoch": 3, "noise": torch.arange(5)}
     url = f"{root}/c"
-    save(url, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, style=style, writer=writer, step=7)
+    save(
+        url,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra=extra,
+        step=7,
+        format=Format(style=style),
+        transfer=Transfer(writer=writer),
+    )
     assert verify(url) == []
     other = build(1)
     others = torch.optim.AdamW(other.parameters(), lr=1)
@@ -114,19 +135,19 @@ def test_what_is_saved_is_loaded(root, style, writer):
 
 def test_positional_writes_need_a_local_path(root):
     with pytest.raises(ValueError, match="pwrite"):
-        save(f"{root}/c", model=build(), writer="pwrite")
+        save(f"{root}/c", model=build(), transfer=Transfer(writer="pwrite"))
     assert files_of(root) == []
 
 
 def test_a_folder_is_replaced_only_when_asked(root, style):
     """Also by one of the other style."""
     url = f"{root}/c"
-    save(url, model=build(), max_shard_size="6KB")
+    save(url, model=build(), format=Format(max_shard_size="6KB"))
     many = data_of(url)
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        save(url, model=build(1), style=style)
+        save(url, model=build(1), format=Format(style=style))
     assert data_of(url) == many
-    save(url, model=build(2), overwrite=True, style=style)
+    save(url, model=build(2), overwrite=True, format=Format(style=style))
     assert model_file(style) in data_of(url)
     assert not set(data_of(url)) & {name for name in many if "-of-" in name or "index" in name}
     assert files_of(root) == [f"c/{name}" for name in files_of(url)]  # nothing is left beside it
@@ -137,13 +158,13 @@ def test_a_folder_is_replaced_only_when_asked(root, style):
 
 def test_a_config_is_carried_over_and_what_is_not_ours_stays(root, style):
     url = f"{root}/c"
-    save(url, model=build(), config={"model_type": "mine"}, style=style)
-    save(url, model=build(1), overwrite=True, style=style)
+    save(url, model=build(), format=Format(style=style, config={"model_type": "mine"}))
+    save(url, model=build(1), overwrite=True, format=Format(style=style))
     assert "config.json" in files_of(url)
     fs, path = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{path}/notes.txt", b"mine")
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
-        save(url, model=build(2), overwrite=True, style=style)
+        save(url, model=build(2), overwrite=True, format=Format(style=style))
     model = build(3)
     fs.rm_file(f"{path}/notes.txt")
     load(url, model=model)
@@ -152,7 +173,7 @@ def test_a_config_is_carried_over_and_what_is_not_ours_stays(root, style):
 
 def test_a_flipped_byte_is_found(root, style):
     url, weights = f"{root}/c", {"w": torch.arange(3.0 * BLOCK // 4)}
-    save(url, model=weights, style=style)
+    save(url, model=weights, format=Format(style=style))
     name = model_file(style)
     flip(f"{url}/{name}", 3 * BLOCK // 2)
     [line] = verify(url)
@@ -168,7 +189,7 @@ def test_a_flipped_byte_is_found(root, style):
 
 def test_a_flipped_byte_in_the_directory_of_a_file_is_found_before_anything_changes(root, style):
     url, weights = f"{root}/c", {"w": torch.arange(3.0 * BLOCK // 4)}
-    save(url, model=weights, style=style)
+    save(url, model=weights, format=Format(style=style))
     flip(f"{url}/{model_file(style)}", -60 if style == "torch" else 20)
     local = zeros_like(weights)
     with pytest.raises(CorruptError, match=model_file(style)):
@@ -179,7 +200,7 @@ def test_a_flipped_byte_in_the_directory_of_a_file_is_found_before_anything_chan
 
 def test_a_folder_of_others_loads(root, tmp_path):
     """Without a manifest, from shards and an index that somebody uploaded."""
-    save(tmp_path / "local", model=build(), max_shard_size="6KB")
+    save(tmp_path / "local", model=build(), format=Format(max_shard_size="6KB"))
     fs, path = fsspec.core.url_to_fs(f"{root}/c")
     fs.makedirs(path)
     for file in (tmp_path / "local").glob("model*"):
@@ -196,7 +217,7 @@ def test_a_folder_of_others_loads(root, tmp_path):
 def test_a_missing_folder_and_a_missing_file_are_named(root, style):
     with pytest.raises(CheckpointError, match="there is no folder"):
         load(f"{root}/c", model=build())
-    save(f"{root}/c", model=build(), max_shard_size="6KB", style=style)
+    save(f"{root}/c", model=build(), format=Format(style=style, max_shard_size="6KB"))
     fs, path = fsspec.core.url_to_fs(f"{root}/c")
     name = "model.pt" if style == "torch" else "model-00002-of-00003.safetensors"
     fs.rm_file(place_of(fs, path, name))
@@ -207,12 +228,12 @@ def test_a_missing_folder_and_a_missing_file_are_named(root, style):
 def test_a_slice_is_read_without_the_rest_of_its_file(root, style):
     """Nothing but the ends of the file, where torch keeps its list of what is in it, and the bytes themselves."""
     url, weights = f"{root}/c", {f"w{i}": torch.arange(i, i + BLOCK // 4).view(-1, 64) for i in range(6)}
-    save(url, model=weights, optimizer=None, extra=torch.arange(3), style=style, step=4)
+    save(url, model=weights, optimizer=None, extra=torch.arange(3), step=4, format=Format(style=style))
     contents = inspect(url)
     assert (contents.style, contents.step, contents.extra.tolist()) == (style, 4, [0, 1, 2])
     assert {name: place.shape for name, place in contents.tensors.items()} == dict.fromkeys(weights, (BLOCK // 256, 64))
     with counted(url) as asked:
-        found = read(url, "w3", Box((7, 3), (20, 9), 0, (9, 1), ()))
+        found = read_tensor(url, "w3", Box((7, 3), (20, 9), 0, (9, 1), ()))
     assert torch.equal(found, weights["w3"][7:27, 3:12])
     assert sum(asked) < 4 * BLOCK  # of 12
 
@@ -235,7 +256,7 @@ def counted(url):
 def test_steps_are_found_and_pruned(root, style):
     assert latest(root) is None
     for number in (5, 10, 15, 20):
-        save(f"{root}/step-{number:08}", model=build(number), step=number, style=style)
+        save(f"{root}/step-{number:08}", model=build(number), step=number, format=Format(style=style))
     newest = latest(root)
     assert newest.endswith("step-00000020")
     model = build()
@@ -248,7 +269,7 @@ def test_steps_are_found_and_pruned(root, style):
 
 def test_a_save_in_the_background_streams_too(root, style):
     model = build()
-    handle = save(f"{root}/c", model=model, async_=True, max_shard_size="6KB", style=style)
+    handle = save(f"{root}/c", model=model, async_=True, format=Format(style=style, max_shard_size="6KB"))
     expected = copies(model)
     with torch.no_grad():
         model[0].weight.zero_()
@@ -262,7 +283,13 @@ def test_many_blocks_go_into_one_stream_in_order(root, style, dtype):
     """With several threads, the second block must not overtake the first."""
     weights = {f"w{i}": torch.arange(i, i + BLOCK // 4 + 37, dtype=torch.float32) for i in range(5)}
     for threads in (1, 4):
-        save(f"{root}/c", model=weights, threads=threads, dtype=dtype, style=style, overwrite=True)
+        save(
+            f"{root}/c",
+            model=weights,
+            overwrite=True,
+            format=Format(style=style, dtype=dtype),
+            transfer=Transfer(threads=threads),
+        )
         local = {name: torch.zeros_like(each, dtype=dtype) for name, each in weights.items()}
         load(f"{root}/c", model=local)
         assert_equal(local, {name: each.to(dtype) for name, each in weights.items()})
@@ -285,11 +312,17 @@ def zeros_like(tensors):
 def check_that_owners_write(url, shard_size):
     whole, local, layout = columns(dist.get_rank(), dist.get_world_size())
     for writer, style in itertools.product(("auto", "owner"), ("huggingface", "torch")):
-        save(url, model=local, layout=layout, max_shard_size=shard_size, writer=writer, style=style, overwrite=True)
+        save(
+            url,
+            model=local,
+            overwrite=True,
+            format=Format(style=style, max_shard_size=shard_size, layout=layout),
+            transfer=Transfer(writer=writer),
+        )
         assert verify(url) == []
         for wanted, by in ((local, layout), (whole, None)):
             again = zeros_like(wanted)
-            load(url, model=again, layout=by)
+            load(url, model=again, format=Format(layout=by))
             assert_equal(again, wanted)
         dist.barrier()
 
@@ -300,8 +333,8 @@ def test_two_ranks_write_through_fsspec(tmp_path):
         check_that_owners_write(f"file://{tmp_path}/c", size)
     whole, local, layout = columns(dist.get_rank(), 2)
     with pytest.raises(FileExistsError):
-        save(f"file://{tmp_path}/c", model=local, layout=layout)
-    handle = save(f"file://{tmp_path}/d", model=local, layout=layout, async_=True)
+        save(f"file://{tmp_path}/c", model=local, format=Format(layout=layout))
+    handle = save(f"file://{tmp_path}/d", model=local, async_=True, format=Format(layout=layout))
     handle.wait()
     again = zeros_like(whole)
     load(f"file://{tmp_path}/d", model=again)
@@ -327,8 +360,18 @@ def test_owners_write_to_a_local_path(tmp_path):
     for size in ("2KB", "5GB"):
         check_that_owners_write(str(tmp_path / "c"), size)
     whole, local, layout = columns(dist.get_rank(), 4)
-    save(tmp_path / "d", model=local, layout=layout, writer="pwrite", max_shard_size="2KB")
-    save(tmp_path / "e", model=local, layout=layout, writer="owner", max_shard_size="2KB")
+    save(
+        tmp_path / "d",
+        model=local,
+        format=Format(max_shard_size="2KB", layout=layout),
+        transfer=Transfer(writer="pwrite"),
+    )
+    save(
+        tmp_path / "e",
+        model=local,
+        format=Format(max_shard_size="2KB", layout=layout),
+        transfer=Transfer(writer="owner"),
+    )
     for file in (tmp_path / "d").iterdir():
         assert file.read_bytes() == (tmp_path / "e" / file.name).read_bytes(), file.name
     again = zeros_like(whole)
@@ -348,7 +391,9 @@ def test_an_error_of_one_owner_reaches_all_and_leaves_the_old(tmp_path):
         # in torch style rank 0 writes the model, and rank 1 the optimizer
         model, optimizer = trained(1)
         with pytest.raises(OSError, match="No space left"):
-            save(url, model=model, optimizer=optimizer, overwrite=True, max_shard_size="6KB", style=style)
+            save(
+                url, model=model, optimizer=optimizer, overwrite=True, format=Format(style=style, max_shard_size="6KB")
+            )
         dist.barrier()
     assert files_of(f"file://{tmp_path}") == [f"c/{name}" for name in files_of(url)]
     model = build(2)
@@ -383,7 +428,9 @@ def test_pickles_of_others_load(root, parts):
     local = zeros_like(weights)
     load(f"{root}/c", model=local)
     assert_equal(local, weights)
-    assert torch.equal(read(f"{root}/c", "rows", Box((2, 3), (4, 5), 0, (5, 1), (0,))), weights["rows"][2:6, 3:8])
+    assert torch.equal(
+        read_tensor(f"{root}/c", "rows", Box((2, 3), (4, 5), 0, (5, 1), (0,))), weights["rows"][2:6, 3:8]
+    )
     assert set(inspect(f"{root}/c").tensors) == set(weights)
     if parts > 1:
         files["rows"] = names[0]

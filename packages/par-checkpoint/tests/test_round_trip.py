@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from par_checkpoint import CheckpointError, Checkpoints, SaveOptions, latest, load, read, save, verify
+from par_checkpoint import CheckpointError, Checkpoints, Format, latest, load, read_tensor, save, verify
 
 STYLES = ["huggingface", "torch"]
 STEPS = (3, np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3], dtype=torch.int32))
@@ -35,11 +35,10 @@ def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
     for call in (
         lambda: save(tmp_path / "c", model={"w": torch.zeros(2)}, step=step, overwrite=True),
         lambda: Checkpoints(tmp_path / "run").save(step, model={"w": torch.zeros(2)}),
-        lambda: SaveOptions(step=step),
     ):
         with pytest.raises(TypeError, match=text):
             call()
-    assert read(tmp_path / "c", "w").tolist() == [1, 1]
+    assert read_tensor(tmp_path / "c", "w").tolist() == [1, 1]
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
@@ -107,7 +106,7 @@ def test_what_save_takes_load_gives_back(style, model, extra):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
         try:
-            save(path, model=model, extra=extra, style=style)
+            save(path, model=model, extra=extra, format=Format(style=style))
         except (TypeError, ValueError):
             assert not os.listdir(folder)  # noqa: PTH208 - names
             return
@@ -138,7 +137,7 @@ def test_what_save_takes_of_an_optimizer_load_gives_back(style, slots, options):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
         try:
-            save(path, model=model, optimizer=optimizer, style=style)
+            save(path, model=model, optimizer=optimizer, format=Format(style=style))
         except (TypeError, ValueError):
             assert not os.listdir(folder)  # noqa: PTH208 - names
             return
@@ -161,19 +160,19 @@ def test_values_that_torch_would_not_load_are_refused_in_torch_style(tmp_path):
         r"style='torch': the state of the {} holds a value of \S+, which torch.load\(weights_only=True\) refuses; pass"
     )
     with pytest.raises(TypeError, match=text.format("optimizer")):
-        save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+        save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style="torch"))
     with pytest.raises(TypeError, match=text.format("model")):
-        save(tmp_path / "c", model={"w": torch.ones(2), "range": range(3)}, style="torch")
+        save(tmp_path / "c", model={"w": torch.ones(2), "range": range(3)}, format=Format(style="torch"))
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "c", model=model, optimizer=optimizer)
-    save(tmp_path / "d", model=model, extra={"root": Path("a")}, style="torch")
+    save(tmp_path / "d", model=model, extra={"root": Path("a")}, format=Format(style="torch"))
     assert load(tmp_path / "d", model=model).extra == {"root": Path("a")}
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("model", [nn.ReLU(), {}, {"epoch": 7}], ids=["module", "empty", "values"])
 def test_a_model_without_tensors_is_loaded(style, model, tmp_path):
-    save(tmp_path / "c", model=model, style=style)
+    save(tmp_path / "c", model=model, format=Format(style=style))
     into = dict.fromkeys(model) if isinstance(model, dict) else model
     assert load(tmp_path / "c", model=into).missing == ()
     assert into == model
@@ -196,7 +195,7 @@ def test_a_save_to_the_working_directory_is_refused(tmp_path, monkeypatch):
             save(path, model={"w": torch.ones(2)}, overwrite=True)
     save("below", model={"w": torch.ones(2)})
     monkeypatch.chdir(tmp_path)
-    assert read("run", "w").tolist() == [0, 0]
+    assert read_tensor("run", "w").tolist() == [0, 0]
 
 
 @pytest.mark.ranks(2)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, SaveOptions, inspect, load, read, save, verify
+from par_checkpoint import CheckpointError, Format, Transfer, inspect, load, read_tensor, save, verify
 from par_checkpoint.transfer import write as writing
 from par_groups import Box, Sharding
 
-from .helpers import Pipeline2, Tensor2, make_model, rectangle, solo
+from .helpers import Pipeline2, Tensor2, make_model, policies, rectangle, solo
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
@@ -74,11 +74,11 @@ def test_all_dtypes_cut_by_columns(tmp_path):
             begin, end = ((0, 2), (2, 5))[dist.get_rank()]
             layout[name] = rectangle((3, 5), 1, begin, end, dist.get_rank())
             model[name] = value[:, begin:end].contiguous()
-    save(tmp_path / "c", model=model, layout=layout)
+    save(tmp_path / "c", model=model, format=Format(layout=layout))
     found = stored(tmp_path / "c")
     assert all(torch.equal(bits(found[name]), bits(value)) for name, value in every_dtype().items())
     zeros = {name: torch.zeros_like(value) for name, value in model.items()}
-    load(tmp_path / "c", model=zeros, layout=layout)
+    load(tmp_path / "c", model=zeros, format=Format(layout=layout))
     assert all(torch.equal(bits(zeros[name]), bits(value)) for name, value in model.items())
 
 
@@ -107,7 +107,7 @@ def test_tensors_that_do_not_lie_in_a_row(async_, tmp_path):
 
 def test_floating_point_is_cast_on_the_way(tmp_path):
     model = {"w": torch.randn(300, 7), "n": torch.arange(3), "e": torch.empty(0)}
-    save(tmp_path / "c", model=model, dtype=torch.bfloat16)
+    save(tmp_path / "c", model=model, format=Format(dtype=torch.bfloat16))
     found = stored(tmp_path / "c")
     assert {name: value.dtype for name, value in found.items()} == {
         "w": torch.bfloat16,
@@ -123,7 +123,7 @@ def test_small_files_are_named_and_indexed_like_those_of_transformers(tmp_path):
     model["big"] = torch.ones(300)
     model["last"] = torch.ones(3)
     optimizer_of = {name: nn.Parameter(value) for name, value in model.items()}
-    save(tmp_path / "c", model=optimizer_of, max_shard_size="1KB", config={"model_type": "none"})
+    save(tmp_path / "c", model=optimizer_of, format=Format(max_shard_size="1KB", config={"model_type": "none"}))
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
     files = [path.name for path in sorted((tmp_path / "c").glob("*.safetensors"))]
     assert files == [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
@@ -154,13 +154,13 @@ def test_names_are_renamed_in_files_and_found_again(tmp_path):
     ]
     for number, names in enumerate(ways):
         path = tmp_path / f"{number}"
-        save(path, model=model, optimizer=optimizer, names=names)
+        save(path, model=model, optimizer=optimizer, format=Format(names=names))
         assert sorted(stored(path)) == ["2.bias", "2.weight", "first.bias", "first.weight"]
         slots = safetensors.torch.load_file(path / "optimizer" / "optimizer-00001-of-00001.safetensors")
         assert "first.weight.momentum_buffer" in slots
         other = make_model(1)
         again = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-        load(path, model=other, optimizer=again, names=names)
+        load(path, model=other, optimizer=again, format=Format(names=names))
         assert torch.equal(other[0].weight, model[0].weight)
         assert torch.equal(
             again.state[other[0].bias]["momentum_buffer"], optimizer.state[model[0].bias]["momentum_buffer"]
@@ -171,33 +171,22 @@ def test_names_are_renamed_in_files_and_found_again(tmp_path):
 def test_a_renaming_of_all_stages_is_given_to_each(tmp_path):
     run = Pipeline2()
     names = {"0.weight": "first.weight", "0.bias": "first.bias", "2.weight": "second.weight", "2.bias": "second.bias"}
-    save(tmp_path / "c", model=run.model, names=names)
+    save(tmp_path / "c", model=run.model, format=Format(names=names))
     assert sorted(stored(tmp_path / "c")) == sorted(names.values())
     other = Pipeline2(seed=1)
-    load(tmp_path / "c", model=other.model, names=names)
+    load(tmp_path / "c", model=other.model, format=Format(names=names))
     assert all(torch.equal(value, run.model[name]) for name, value in other.model.items())
 
 
 WRONG = [
-    ({"style": "zip"}, ValueError, "style is 'zip'; it can be 'huggingface', 'torch'"),
-    ({"shard_size": 3}, TypeError, "unknown keyword 'shard_size'; there are path, model, .*max_shard_size"),
-    ({"max_shard_size": "5 parsecs"}, ValueError, "max_shard_size='5 parsecs': a size is a number and one of"),
-    ({"max_shard_size": 1.5}, TypeError, "max_shard_size=1.5: a size is bytes"),
-    ({"max_shard_size": 0}, ValueError, "max_shard_size=0: a size is from 1 to"),
-    ({"budget": "x"}, ValueError, "budget='x': a size is a number"),
-    ({"pending": "forget"}, ValueError, "pending is 'forget'"),
-    ({"writer": "me"}, ValueError, "writer is 'me'"),
-    ({"threads": 0}, ValueError, "threads is 0"),
-    ({"timeout": -1.0}, ValueError, "timeout is -1.0"),
-    ({"timeout": "long"}, ValueError, "timeout is 'long' seconds; give a positive number"),
-    ({"dtype": torch.int8}, ValueError, "dtype is torch.int8; give a floating-point"),
-    ({"options": 3}, TypeError, "options is 3; give a SaveOptions"),
-    ({"layout": {"w": 3}}, TypeError, "layout maps names to par_groups.Sharding"),
+    ({"format": 3}, TypeError, "format is 3; give a par_checkpoint.Format"),
+    ({"transfer": 3}, TypeError, "transfer is 3; give a par_checkpoint.Transfer"),
+    ({"step": 1.5}, TypeError, "step=1.5: a float is no whole number"),
     ({"layout": {"x": Sharding((3,), ())}}, ValueError, "layout names 'x', but the model has no such tensor"),
     ({"layout": {"w": Sharding((9,), (Box((0,), (4,), 0, (1,), (0,)),))}}, ValueError, "boxes that leave the local"),
     ({"names": 3}, TypeError, "names is 3; give a dict"),
     ({"extra": object()}, TypeError, "extra"),
-    ({"config": 3}, TypeError, "config is a int"),
+    ({"tiers": ["a"]}, TypeError, r"tiers is \['a'\]; give a par_checkpoint.Tiers"),
 ]
 
 
@@ -205,27 +194,25 @@ WRONG = [
 def test_a_layout_may_name_tensors_of_other_ranks(tmp_path):
     rank = dist.get_rank()
     layout = {f"w{r}": Sharding((3,), (Box((0,), (3,), 0, (1,), (r,)),)) for r in range(2)}
-    save(tmp_path / "c", model={f"w{rank}": torch.full((3,), rank + 1.0)}, layout=layout)
+    save(tmp_path / "c", model={f"w{rank}": torch.full((3,), rank + 1.0)}, format=Format(layout=layout))
     into = {f"w{rank}": torch.zeros(3)}
-    load(tmp_path / "c", model=into, layout=layout)
+    load(tmp_path / "c", model=into, format=Format(layout=layout))
     assert into[f"w{rank}"].tolist() == [rank + 1.0] * 3
     assert stored(tmp_path / "c").keys() == {"w0", "w1"}
 
 
 @pytest.mark.ranks(2)
 def test_what_the_caller_got_wrong_is_said_on_every_rank_and_nothing_is_written(tmp_path):
-    for keywords, kind, words in WRONG:
+    for options, kind, words in WRONG:
+        keywords = options if "tiers" in options else policies(**options)
         with pytest.raises(kind, match=words):
             save(tmp_path / "c", model={"w": torch.zeros(3)}, **keywords)
-        if "options" not in keywords:
-            mine = keywords if dist.get_rank() == 1 else {}
-            with pytest.raises(
-                kind, match=words if dist.get_rank() or "layout names" in words else f"rank 1: .*{words}"
-            ):
-                save(tmp_path / "c", model={"w": torch.zeros(3)}, **mine)
+        mine = keywords if dist.get_rank() == 1 else {}
+        with pytest.raises(kind, match=words if dist.get_rank() or "layout names" in words else f"rank 1: .*{words}"):
+            save(tmp_path / "c", model={"w": torch.zeros(3)}, **mine)
         dist.barrier()
         assert list(tmp_path.iterdir()) == [], keywords
-    save(tmp_path / "c", model={"w": torch.zeros(3)}, options=SaveOptions(max_shard_size=4), max_shard_size=2)
+    save(tmp_path / "c", model={"w": torch.zeros(3)})
     dist.barrier()
     with pytest.raises(FileExistsError, match="c"):
         save(tmp_path / "c", model={"w": torch.ones(3)})
@@ -302,11 +289,11 @@ def test_a_tensor_larger_than_the_budget_goes_round_by_round(tmp_path):
     layout = {"w": rectangle((2560, 4 * width), 1, width * rank, width * (rank + 1), rank)}
     rounds, run = [], writing.Exchange.run
     writing.Exchange.run = lambda *args, **keywords: rounds.append(1) or run(*args, **keywords)
-    save(tmp_path / "c", model={"w": part}, layout=layout, budget="16MB")
+    save(tmp_path / "c", model={"w": part}, format=Format(layout=layout), transfer=Transfer(budget="16MB"))
     writing.Exchange.run = run
     assert len(rounds) == 3  # 40 MiB are 10 blocks, 3 for some ranks, and a round takes one from each
     other = {"w": torch.zeros_like(part)}
-    load(tmp_path / "c", model=other, layout=layout, budget="16MB")
+    load(tmp_path / "c", model=other, format=Format(layout=layout), transfer=Transfer(budget="16MB"))
     assert torch.equal(other["w"], part)
     if rank == 0:
         assert verify(tmp_path / "c") == []
@@ -318,7 +305,13 @@ def test_one_rank_may_own_each_file(tmp_path):
     run = Tensor2()
     run.steps(range(1))
     for writer in ("owner", "pwrite"):
-        save(tmp_path / writer, model=run.model, optimizer=run.optimizer, writer=writer, max_shard_size=600)
+        save(
+            tmp_path / writer,
+            model=run.model,
+            optimizer=run.optimizer,
+            format=Format(max_shard_size=600),
+            transfer=Transfer(writer=writer),
+        )
     dist.barrier()
     files = sorted(path.relative_to(tmp_path / "owner") for path in (tmp_path / "owner").rglob("*") if path.is_file())
     assert len(files) > 6
@@ -351,13 +344,13 @@ def test_nothing_at_all_is_a_checkpoint(tmp_path):
 def test_a_tensor_of_more_than_two_gib(tmp_path):
     rows, width = 2100, 1_023_001  # the rows do not lie as those 2^31 bytes before
     row = torch.randint(-128, 128, (width,), dtype=torch.int8)
-    save(tmp_path / "c", model={"w": row.expand(rows, width)}, max_shard_size="1GB")
+    save(tmp_path / "c", model={"w": row.expand(rows, width)}, format=Format(max_shard_size="1GB"))
     assert (tmp_path / "c/model.safetensors").stat().st_size > 1 << 31
     assert verify(tmp_path / "c") == []
     end = Box((rows - 2, 5), (2, width - 5), 0, (width - 5, 1), (0,))
-    assert torch.equal(read(tmp_path / "c", "w", end), row[5:].expand(2, -1))
+    assert torch.equal(read_tensor(tmp_path / "c", "w", end), row[5:].expand(2, -1))
     part = {"w": torch.zeros(2, width - 5, dtype=torch.int8)}
-    load(tmp_path / "c", model=part, layout={"w": Sharding((rows, width), (end,))})
+    load(tmp_path / "c", model=part, format=Format(layout={"w": Sharding((rows, width), (end,))}))
     assert torch.equal(part["w"], row[5:].expand(2, -1))
     shutil.rmtree(tmp_path / "c")  # pytest would keep it
 
@@ -367,7 +360,7 @@ def test_more_files_than_a_process_may_have_open_are_saved_and_loaded(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        save(tmp_path / "c", model=state, max_shard_size=12)
+        save(tmp_path / "c", model=state, format=Format(max_shard_size=12))
         loaded = {name: torch.zeros(3) for name in state}
         load(tmp_path / "c", model=loaded)
     finally:
@@ -398,7 +391,7 @@ def test_extra_that_differs_between_ranks_is_kept_for_each(tmp_path, style):
     ]
     given[2] = None
     model = {"w": torch.ones(5), "extra": torch.zeros(3)}  # a name as a tensor of extra would have
-    save(tmp_path / "c", model=model, extra=given[rank], style=style)
+    save(tmp_path / "c", model=model, extra=given[rank], format=Format(style=style))
     assert verify(tmp_path / "c") == []
 
     def same(found, expected):
@@ -415,7 +408,7 @@ def test_extra_that_differs_between_ranks_is_kept_for_each(tmp_path, style):
     with pytest.warns(UserWarning, match=r"extra differed between the 3 ranks .* and 1 load it: .* rank 0 here"):
         report = load(tmp_path / "c", model=model, group=groups[rank])
     assert same(report.extra, given[0])
-    save(tmp_path / "d", model=model, extra=given[0], style=style)
+    save(tmp_path / "d", model=model, extra=given[0], format=Format(style=style))
     report = load(tmp_path / "d", model=model)
     assert same(report.extra, given[0])
     assert report.extra_of_ranks is None

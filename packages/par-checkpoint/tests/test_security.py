@@ -168,7 +168,7 @@ def test_a_manifest_of_duplicates_or_nests_is_refused(tmp_path):
 
 
 def test_linked_files_are_read(tmp_path):
-    pc.save(tmp_path / "blobs", model=model(), extra={"t": torch.arange(3)}, config={"a": 1})
+    pc.save(tmp_path / "blobs", model=model(), extra={"t": torch.arange(3)}, format=pc.Format(config={"a": 1}))
     (tmp_path / "snapshot").mkdir()
     for each in (tmp_path / "blobs").iterdir():
         (tmp_path / "snapshot" / each.name).symlink_to(f"../blobs/{each.name}")
@@ -184,12 +184,14 @@ def test_linked_files_are_read(tmp_path):
 @pytest.mark.parametrize("style", ["huggingface", "torch"])
 def test_overwriting_linked_files_leaves_what_they_point_to(tmp_path, style):
     blobs = tmp_path / "blobs"
-    pc.save(blobs, model=model(), config={"a": 1}, style=style)
+    pc.save(blobs, model=model(), format=pc.Format(style=style, config={"a": 1}))
     before = {each.name: each.read_bytes() for each in blobs.iterdir()}
     (tmp_path / "run").mkdir()
     for name in before:
         (tmp_path / "run" / name).symlink_to(f"../blobs/{name}")
-    pc.save(tmp_path / "run", model={"w": torch.zeros(3, 4)}, config={"a": 2}, style=style, overwrite=True)
+    pc.save(
+        tmp_path / "run", model={"w": torch.zeros(3, 4)}, overwrite=True, format=pc.Format(style=style, config={"a": 2})
+    )
     assert {each.name: each.read_bytes() for each in blobs.iterdir()} == before
     assert not any(each.is_symlink() for each in (tmp_path / "run").iterdir())
     assert json.loads((tmp_path / "run" / "config.json").read_bytes()) == {"a": 2}
@@ -258,7 +260,7 @@ def vouch_for(path, **more):
 @pytest.mark.filterwarnings("ignore:(Sparse|Validating sparse).* invariant:UserWarning")  # not by torch 2.13
 def test_tensors_of_torch_style_lie_in_their_file_one_after_the_other(tmp_path):
     path = tmp_path / "c"
-    pc.save(path, model=model(), style="torch")
+    pc.save(path, model=model(), format=pc.Format(style="torch"))
     whole = (path / "model.pt").read_bytes()
     numel = b"K\x0ct"  # 12 elements of a storage, in the pickle
     assert whole.count(numel) == 1
@@ -281,7 +283,7 @@ def test_code_in_pickles_is_never_run(tmp_path, zipped):
     evil = {"w": Evil(mark)}
     torch.save(evil, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     refused(path, "would run code", pc.CheckpointError)
-    pc.save(tmp_path / "ours", model=model(), style="torch")
+    pc.save(tmp_path / "ours", model=model(), format=pc.Format(style="torch"))
     torch.save(evil, tmp_path / "ours" / "model.pt", _use_new_zipfile_serialization=zipped)
     vouch_for(tmp_path / "ours")
     why = "would run code" if zipped else "is a broken zip file"
@@ -322,7 +324,7 @@ def test_dcp_of_every_python_is_read(tmp_path, monkeypatch, module):
     assert (b"pathlib._local" in data) == (module == "pathlib._local")
     (tmp_path / "dcp" / ".metadata").write_bytes(data)
     convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
-    assert torch.equal(pc.read(tmp_path / "new", "w"), model()["w"])
+    assert torch.equal(pc.read_tensor(tmp_path / "new", "w"), model()["w"])
 
 
 class Taken:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, Checkpoints, latest, load, read, save, verify
+from par_checkpoint import CheckpointError, Checkpoints, Format, Transfer, latest, load, read_tensor, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint.transfer import ranks as transfer
 from par_checkpoint.transfer.sessions import session_of
@@ -27,9 +27,9 @@ def test_calls_with_other_timeouts_use_the_same_communicators_plans_and_memory(t
         memories = set()
         for number in range(4):
             timeout = 100.0 + number % 2
-            save(tmp_path / f"{number}", model=model, async_=True, timeout=timeout).wait()
+            save(tmp_path / f"{number}", model=model, async_=True, transfer=Transfer(timeout=timeout)).wait()
             memories.add(session_of(None)._memory.memory[0].data_ptr())
-            load(tmp_path / f"{number}", model=model, timeout=300.0)
+            load(tmp_path / f"{number}", model=model, transfer=Transfer(timeout=300.0))
     assert communicators.call_count <= 2  # one for the calls, if the world is not of gloo, and one for the background
     assert planners.call_count == 1
     assert len(memories) == 1
@@ -38,10 +38,10 @@ def test_calls_with_other_timeouts_use_the_same_communicators_plans_and_memory(t
 @pytest.mark.ranks(2)
 def test_a_call_waits_for_its_own_timeout(tmp_path):
     group = dist.new_group(backend="gloo")
-    save(tmp_path / "a", model={"w": torch.ones(3)}, group=group, timeout=1800.0)
+    save(tmp_path / "a", model={"w": torch.ones(3)}, group=group, transfer=Transfer(timeout=1800.0))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]ime"):
-            save(tmp_path / "b", model={"w": torch.ones(3)}, group=group, timeout=0.3)
+            save(tmp_path / "b", model={"w": torch.ones(3)}, group=group, transfer=Transfer(timeout=0.3))
     dist.barrier()
 
 
@@ -69,9 +69,9 @@ def test_saves_of_threads_each_hold_their_own_values(tmp_path, copy):
         model = {"w": torch.full((1 << 18,), float(value))}
         for turn in range(6):
             path = tmp_path / f"{value}-{turn}"
-            save(path, model=model, async_=True, copy=copy).wait()
+            save(path, model=model, async_=True, transfer=Transfer(copy=copy)).wait()
             assert verify(path) == []
-            assert read(path, "w").unique().tolist() == [value]
+            assert read_tensor(path, "w").unique().tolist() == [value]
         return "whole"
 
     assert in_threads(saves, (1, 2, 3)) == {1: "whole", 2: "whole", 3: "whole"}
@@ -80,7 +80,7 @@ def test_saves_of_threads_each_hold_their_own_values(tmp_path, copy):
 def test_threads_share_a_plan_whose_tensors_are_many(tmp_path):
     def saves(value):
         model = {f"{number}": torch.full((number + 1, 3), float(value)) for number in range(100)}
-        save(tmp_path / f"{value}", model=model, max_shard_size=2000)
+        save(tmp_path / f"{value}", model=model, format=Format(max_shard_size=2000))
         report = load(tmp_path / f"{value}", model=model)
         return report.missing, all(tensor.eq(value).all() for tensor in model.values())
 
@@ -123,7 +123,7 @@ def test_threads_of_ranks_take_turns_or_name_the_paths(tmp_path):
 
     for name, outcome in in_threads(saves, "ab").items():
         if outcome == "saved":
-            assert read(tmp_path / name, "w").unique().tolist() == [ord(name)]
+            assert read_tensor(tmp_path / name, "w").unique().tolist() == [ord(name)]
         else:  # the ranks have begun them in a different order
             assert 'path is "a local folder named' in outcome
 
@@ -142,10 +142,12 @@ def test_ranks_that_save_to_other_names_are_refused(tmp_path):
 def test_a_call_on_some_ranks_names_the_absent_rank(tmp_path):
     model = {"w": torch.ones(2)}
     calls = {
-        r"save\('.*x'\)": lambda: save(tmp_path / "x", model=model, timeout=0.5),
-        r"load\('.*x'\)": lambda: load(tmp_path / "x", model=model, timeout=0.5),
+        r"save\('.*x'\)": lambda: save(tmp_path / "x", model=model, transfer=Transfer(timeout=0.5)),
+        r"load\('.*x'\)": lambda: load(tmp_path / "x", model=model, transfer=Transfer(timeout=0.5)),
         r"latest\('.*'\)": lambda: latest(tmp_path, timeout=0.5),
-        r"Checkpoints\('.*r'\).save\(\)": lambda: Checkpoints(tmp_path / "r").save(1, model=model, timeout=0.5),
+        r"Checkpoints\('.*r'\).save\(\)": lambda: Checkpoints(tmp_path / "r").save(
+            1, model=model, transfer=Transfer(timeout=0.5)
+        ),
     }
     if dist.get_rank() != 2:
         for name, call in calls.items():
@@ -181,7 +183,7 @@ def test_a_call_inside_a_call_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"save\('.*inner'\) was called while save\('.*outer'\) runs in this thread"
     ):
-        save(tmp_path / "outer", model={"w": torch.ones(2)}, names=saves_again)
+        save(tmp_path / "outer", model={"w": torch.ones(2)}, format=Format(names=saves_again))
     save(tmp_path / "outer", model={"w": torch.ones(2)})
 
 

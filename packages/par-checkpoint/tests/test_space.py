@@ -16,6 +16,8 @@ from par_checkpoint.storage.commit import exchange
 from par_checkpoint.storage.folder import open_folder
 from par_testing import storm
 
+from .helpers import policies
+
 OLD, NEW = 1.0, 2.0
 
 
@@ -39,7 +41,7 @@ def state(value):
 
 
 def saved(path, value, **options):
-    return pc.save(path, model=state(value), extra=value, max_shard_size="800KB", timeout=300, **options)
+    return pc.save(path, model=state(value), extra=value, **policies(max_shard_size="800KB", timeout=300, **options))
 
 
 def value_of(path, group=None):
@@ -126,7 +128,13 @@ def test_too_little_space_is_found_before_anything_is_written(disk, async_):
     saved(disk / "run", OLD)
     before = free(disk)
     with pytest.raises(pc.CheckpointError) as caught:
-        pc.save(disk / "run", model={"a": torch.zeros(2_000_000)}, overwrite=True, async_=async_, timeout=300)
+        pc.save(
+            disk / "run",
+            model={"a": torch.zeros(2_000_000)},
+            overwrite=True,
+            async_=async_,
+            transfer=pc.Transfer(timeout=300),
+        )
     assert "8,000," in str(caught.value)
     assert f"bytes are needed in {disk}, {before:,} are free" in str(caught.value)
     assert listed(disk) == ["run"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from par_checkpoint import CheckpointError, inspect, load, save, verify
+from par_checkpoint import CheckpointError, Format, inspect, load, save, verify
 
 from .helpers import rectangle
 
@@ -37,7 +37,7 @@ def test_one_is_stored_and_both_are_loaded(style, tmp_path):
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.step(optimizer)
-    save(tmp_path / "c", model=model, optimizer=optimizer, style=style)
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style=style))
     if style == "huggingface":
         assert list(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == ["embed.weight"]
         assert json.loads((tmp_path / "c" / "par_checkpoint.json").read_text())["tied"] == {
@@ -77,7 +77,7 @@ def test_an_untied_model_in_rows_gets_the_values_twice(tmp_path):
 @pytest.mark.parametrize("style", ["huggingface", "torch"])
 def test_an_untied_model_gets_the_values_twice(style, tmp_path):
     model, other = Tied(), Tied(1, tied=False)
-    save(tmp_path / "c", model=model, style=style)
+    save(tmp_path / "c", model=model, format=Format(style=style))
     load(tmp_path / "c", model=other)
     assert torch.equal(other.embed.weight, model.embed.weight)
     assert torch.equal(other.head.weight, model.embed.weight)
@@ -92,7 +92,7 @@ def test_an_untied_model_may_cut_the_two_differently(tmp_path):
         "head.weight": rectangle((6, 4), 1, 2 * rank, 2 * rank + 2, rank),
     }
     parts = {"embed.weight": torch.zeros(3, 4), "head.weight": torch.zeros(6, 2)}
-    load(tmp_path / "c", model=parts, layout=layout)
+    load(tmp_path / "c", model=parts, format=Format(layout=layout))
     for name, part in parts.items():
         assert torch.equal(part, model.embed.weight[layout[name].boxes[0].slices]), name
 
@@ -101,16 +101,16 @@ def test_a_model_with_only_the_other_name_finds_it(tmp_path):
     model = Tied()
     save(tmp_path / "c", model=model)
     other = nn.ParameterDict({"head": torch.zeros(6, 4)})
-    load(tmp_path / "c", model=other, names={"head": "head.weight"})
+    load(tmp_path / "c", model=other, format=Format(names={"head": "head.weight"}))
     assert torch.equal(other["head"], model.embed.weight)
 
 
 def test_renamed_tied_names(tmp_path):
     model, other = Tied(), Tied(1)
     names = {"embed.weight": "wte", "head.weight": "lm_head"}
-    save(tmp_path / "c", model=model, names=names)
+    save(tmp_path / "c", model=model, format=Format(names=names))
     assert list(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == ["wte"]
-    load(tmp_path / "c", model=other, names=names)
+    load(tmp_path / "c", model=other, format=Format(names=names))
     assert torch.equal(other.head.weight, model.head.weight)
 
 

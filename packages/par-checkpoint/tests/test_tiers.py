@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, _copy, load, read, save, verify
+from par_checkpoint import CheckpointError, Format, Tiers, Transfer, _copy, load, read_tensor, save, verify
 from par_checkpoint import _save as saving
 
 from .helpers import make_model, train
@@ -44,12 +44,10 @@ def test_all_tiers_come_to_hold_the_same_and_each_by_itself(tmp_path, async_, st
         model=model,
         optimizer=optimizer,
         extra=extra,
-        tiers=tiers,
         async_=async_,
-        style=style,
-        config={"a": 1},
         step=1,
-        max_shard_size="5MB",
+        format=Format(style=style, max_shard_size="5MB", config={"a": 1}),
+        tiers=Tiers(tiers),
     )
     assert handle.path == f"{tiers[0]}/run/step-1"
     handle.wait()
@@ -75,9 +73,11 @@ def test_a_step_waits_for_the_first_tier_alone_and_so_does_the_next_save(tmp_pat
         handles = []
         for step in range(3):
             model["w"].fill_(step)
-            handles.append(save(f"{step}", model=model, tiers=tiers, async_=async_, pending="wait"))
+            handles.append(
+                save(f"{step}", model=model, async_=async_, transfer=Transfer(pending="wait"), tiers=Tiers(tiers))
+            )
         into = {"w": torch.zeros(3 << 20)}
-        load("2", model=into, tiers=tiers)  # waits until the first tier has it
+        load("2", model=into, tiers=Tiers(tiers))  # waits until the first tier has it
         assert into["w"][5] == 2
         dist.barrier()
         assert not any(handle.done() for handle in handles)
@@ -89,33 +89,33 @@ def test_a_step_waits_for_the_first_tier_alone_and_so_does_the_next_save(tmp_pat
     for step in range(3):
         for tier in tiers:
             assert verify(f"{tier}/{step}") == []
-            assert read(f"{tier}/{step}", "w")[7] == step
+            assert read_tensor(f"{tier}/{step}", "w")[7] == step
 
 
 @pytest.mark.ranks(2)
 def test_what_is_loaded_is_the_nearest_whole_one_that_all_ranks_see(tmp_path):
     tiers, model, rank = local_tiers(tmp_path), {"w": torch.ones(5)}, dist.get_rank()
-    save("c", model=model, tiers=tiers).wait()
-    save("c", model={"w": torch.full((5,), 7.0)}, tiers=[tiers[0]], overwrite=True).wait()
+    save("c", model=model, tiers=Tiers(tiers)).wait()
+    save("c", model={"w": torch.full((5,), 7.0)}, overwrite=True, tiers=Tiers([tiers[0]])).wait()
     dist.barrier()
-    load("c", model=model, tiers=tiers)
+    load("c", model=model, tiers=Tiers(tiers))
     assert model["w"][0] == 7
     dist.barrier()
     if rank == 0:
         (tmp_path / "memory" / "c" / "model.safetensors").unlink()
     dist.barrier()
-    load("c", model=model, tiers=tiers)
+    load("c", model=model, tiers=Tiers(tiers))
     assert model["w"][0] == 1
     mine = [str(tmp_path / f"memory-{rank}"), *tiers[1:]]  # a folder that only one rank has any longer
     shutil.copytree(tmp_path / "disk", mine[0])
     if rank == 1:
         shutil.rmtree(mine[0])
     model["w"].zero_()
-    load("c", model=model, tiers=mine)
+    load("c", model=model, tiers=Tiers(mine))
     assert model["w"][0] == 1
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"none of the tiers has a whole checkpoint that all ranks see: .*memory"):
-        load("nothing", model=model, tiers=tiers)
+        load("nothing", model=model, tiers=Tiers(tiers))
 
 
 @pytest.mark.ranks(2)
@@ -129,15 +129,15 @@ def test_a_tier_that_fails_is_told_on_all_ranks_and_the_others_are_whole(tmp_pat
         return crc(data, *args)
 
     with mock.patch.object(_copy, "crc32c", broken):
-        handle = save("c", model=model, tiers=tiers)
+        handle = save("c", model=model, tiers=Tiers(tiers))
         while not handle.done():
             pass
     if dist.get_rank() == 0:
         with pytest.raises(OSError, match="the disk is on fire"):
             handle.wait()
     with pytest.raises(OSError, match="the disk is on fire"):  # on all ranks, as one of them has not heard of it
-        save("d", model=model, tiers=tiers)
-    save("d", model=model, tiers=tiers).wait()
+        save("d", model=model, tiers=Tiers(tiers))
+    save("d", model=model, tiers=Tiers(tiers)).wait()
     dist.barrier()
     assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["c", "d"]
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["d"]  # nothing is left of the other
@@ -145,7 +145,7 @@ def test_a_tier_that_fails_is_told_on_all_ranks_and_the_others_are_whole(tmp_pat
 
 def test_a_flipped_byte_is_not_copied_on(tmp_path, gate):
     tiers = local_tiers(tmp_path)
-    handle = save("c", model={"w": torch.ones(3 << 20)}, tiers=tiers)
+    handle = save("c", model={"w": torch.ones(3 << 20)}, tiers=Tiers(tiers))
     path = tmp_path / "memory" / "c" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
@@ -158,20 +158,20 @@ def test_a_flipped_byte_is_not_copied_on(tmp_path, gate):
 
 def test_what_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path, gate):
     tiers = local_tiers(tmp_path)
-    handle = save("c", model={"w": torch.ones(3)}, tiers=tiers)
+    handle = save("c", model={"w": torch.ones(3)}, tiers=Tiers(tiers))
     shutil.rmtree(tmp_path / "memory" / "c")
     gate.set()
     with pytest.raises(CheckpointError, match=r"par_checkpoint\.json is missing"):
         handle.wait()
     with pytest.raises(CheckpointError, match="none of the tiers has a whole checkpoint"):
-        load("c", model={"w": torch.ones(3)}, tiers=tiers)
+        load("c", model={"w": torch.ones(3)}, tiers=Tiers(tiers))
 
 
 @pytest.mark.ranks(2)
 def test_a_tier_that_turns_out_to_be_corrupt_is_passed_over_with_a_warning(tmp_path):
     tiers, rank = local_tiers(tmp_path), dist.get_rank()
     model = {"w": torch.arange(3.0 * (1 << 20)), "half": torch.ones(5)}
-    save("c", model=model, tiers=tiers).wait()
+    save("c", model=model, tiers=Tiers(tiers)).wait()
     dist.barrier()
     if rank == 1:
         for tier, at in (("memory", -3), ("disk", 12)):  # in the data, and in the header
@@ -183,28 +183,28 @@ def test_a_tier_that_turns_out_to_be_corrupt_is_passed_over_with_a_warning(tmp_p
     into = {"w": torch.zeros(3 << 20), "half": torch.zeros(5)}
     if rank == 0:
         with pytest.warns(UserWarning, match="What is loaded is in") as caught:
-            load("c", model=into, tiers=tiers)
+            load("c", model=into, tiers=Tiers(tiers))
         first, second = (str(warning.message) for warning in caught)
         assert "block 3 of" in first
         assert first.endswith(f"What is loaded is in '{tiers[1]}/c'")
         assert second.endswith(f"What is loaded is in '{tiers[2]}/c'")
         assert "undefined" not in first + second
     else:
-        load("c", model=into, tiers=tiers)
+        load("c", model=into, tiers=Tiers(tiers))
     assert all(torch.equal(into[name], value) for name, value in model.items())
     with pytest.raises(CheckpointError, match=r"block 3 of .*is now undefined"):
-        load("c", model=into, tiers=tiers[:1])
+        load("c", model=into, tiers=Tiers(tiers[:1]))
 
 
 def test_a_later_save_of_the_same_name_takes_the_place_of_one_that_is_still_to_be_copied(tmp_path, gate):
     tiers = local_tiers(tmp_path)
     handles = [
-        save("c", model={"w": torch.full((3,), float(value))}, tiers=tiers, overwrite=True) for value in range(3)
+        save("c", model={"w": torch.full((3,), float(value))}, overwrite=True, tiers=Tiers(tiers)) for value in range(3)
     ]
     gate.set()
     for handle in handles:
         handle.wait()
-    assert all(read(f"{tier}/c", "w")[0] == 2 for tier in tiers)
+    assert all(read_tensor(f"{tier}/c", "w")[0] == 2 for tier in tiers)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,6 @@ def test_a_later_save_of_the_same_name_takes_the_place_of_one_that_is_still_to_b
 )
 def test_what_are_no_tiers_is_refused(path, tiers, kind, match):
     with pytest.raises(kind, match=match):
-        save(path, model={"w": torch.ones(3)}, tiers=tiers)
+        save(path, model={"w": torch.ones(3)}, tiers=Tiers(tiers))
     with pytest.raises(kind, match=match):
-        load(path, model={"w": torch.ones(3)}, tiers=tiers)
+        load(path, model={"w": torch.ones(3)}, tiers=Tiers(tiers))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from par_checkpoint import CorruptError, load, save, verify
+from par_checkpoint import CorruptError, Format, Transfer, load, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint._torch_style import _MemoryWriter
 from par_checkpoint.format.manifest import BLOCK
@@ -33,7 +33,9 @@ def trained():
 def test_torch_load_opens_every_file(tmp_path):
     model, optimizer, scheduler = trained()
     extra = {"seen": 7, "rng": torch.get_rng_state()}
-    save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, style="torch")
+    save(
+        tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, format=Format(style="torch")
+    )
     files = sorted(path.name for path in (tmp_path / "c").iterdir() if path.suffix == ".pt")
     assert files == ["extra.pt", "model.pt", "optimizer.pt", "scheduler.pt"]
     opened = {name.removesuffix(".pt"): torch.load(tmp_path / "c" / name, weights_only=True) for name in files}
@@ -53,7 +55,13 @@ def test_torch_load_opens_every_file(tmp_path):
 def test_everything_comes_back(tmp_path):
     model, optimizer, scheduler = trained()
     save(
-        tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra={"seen": 7}, style="torch", step=2
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra={"seen": 7},
+        step=2,
+        format=Format(style="torch"),
     )
     assert verify(tmp_path / "c") == []
     other = make_model(1)
@@ -68,7 +76,7 @@ def test_everything_comes_back(tmp_path):
 def test_an_optimizer_that_has_not_stepped(tmp_path):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style="torch"))
     other = make_model(1)
     again = torch.optim.AdamW(other.parameters(), lr=0.5)
     load(tmp_path / "c", model=other, optimizer=again)
@@ -78,7 +86,7 @@ def test_an_optimizer_that_has_not_stepped(tmp_path):
 @pytest.mark.parametrize("file", ["model.pt", "optimizer.pt"])
 def test_a_flipped_byte_is_found(file, tmp_path):
     model, optimizer, _ = trained()
-    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style="torch"))
     path = tmp_path / "c" / file
     data = bytearray(path.read_bytes())
     value = (model[0].weight if file == "model.pt" else optimizer.state[model[0].weight]["exp_avg"]).detach()
@@ -99,7 +107,7 @@ def test_shards_meet_in_one_file_and_go_elsewhere(tmp_path):
         run = RUNS[source]()
         run.steps(range(1))
         path = tmp_path / f"{source}{run.ranks[0]}"
-        save(path, model=run.model, optimizer=run.optimizer, group=run.group, style="torch")
+        save(path, model=run.model, optimizer=run.optimizer, group=run.group, format=Format(style="torch"))
         before = run.whole()
         state = torch.load(path / "model.pt", weights_only=True)
         assert all(torch.equal(value, before[name]) for name, value in state.items())
@@ -123,7 +131,7 @@ def test_ties_strangely_aligned_and_empty_tensors_come_back(tmp_path):
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
     weights["tied"] = weights["view"]
-    save(tmp_path / "c", model=weights, style="torch")
+    save(tmp_path / "c", model=weights, format=Format(style="torch"))
     local = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in weights.items()}
     load(tmp_path / "c", model=local)
     assert all(torch.equal(local[name], each) for name, each in weights.items())
@@ -131,7 +139,7 @@ def test_ties_strangely_aligned_and_empty_tensors_come_back(tmp_path):
 
 def test_a_file_whose_list_was_changed_is_refused_before_anything_changes(tmp_path):
     """Though the data is not compared with checksums, what tells where it lies always is."""
-    save(tmp_path / "c", model={"name": torch.arange(5.0)}, style="torch")
+    save(tmp_path / "c", model={"name": torch.arange(5.0)}, format=Format(style="torch"))
     data = (tmp_path / "c" / "model.pt").read_bytes()
     (tmp_path / "c" / "model.pt").write_bytes(data.replace(b"name", b"game"))
     local = {"game": torch.zeros(5)}
@@ -145,7 +153,7 @@ def test_each_byte_is_read_once_by_all_together(tmp_path, monkeypatch):
     """Of a file of several blocks, the two that torch keeps its list in are looked at once more, by the first rank."""
     torch.manual_seed(0)
     weights = {"w": torch.randn(3000, 1001), "v": torch.randn(123)}
-    save(tmp_path / "c", model=weights, style="torch")
+    save(tmp_path / "c", model=weights, format=Format(style="torch"))
     mesh = init_device_mesh("cpu", (2,))
     local = {name: distribute_tensor(torch.zeros_like(each), mesh, [Shard(0)]) for name, each in weights.items()}
     asked, whole = [], LocalSource.read_into
@@ -164,7 +172,7 @@ def test_each_byte_is_read_once_by_all_together(tmp_path, monkeypatch):
 def test_files_are_dealt_out_to_the_ranks(tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(make_model(), mesh=mesh)
-    save(tmp_path / "c", model=model, style="torch")
+    save(tmp_path / "c", model=model, format=Format(style="torch"))
     state = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
     assert all(torch.equal(state[name], value) for name, value in make_model().state_dict().items())
     assert json.loads((tmp_path / "c" / "par_checkpoint.json").read_text())["style"] == "torch"
@@ -203,10 +211,9 @@ def test_it_is_written_in_the_background_and_holds_the_values_of_the_call(tmp_pa
             model=tensors,
             optimizer=optimizer,
             scheduler=scheduler,
-            layout=layout,
-            style="torch",
             async_=True,
-            copy=copy,
+            format=Format(style="torch", layout=layout),
+            transfer=Transfer(copy=copy),
         )
         handle.wait_for_copy()
         train(model, optimizer, range(2, 4))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, load, save
+from par_checkpoint import CheckpointError, Format, load, save
 from par_groups import Box, Segment, Segments, Sharding, cut, on_written, segments_of, set_segments, set_sharding, whole
 
 from .helpers import SHAPES, flat_segments, make_model, rectangle, solo
@@ -225,7 +225,7 @@ def test_groups_of_flat_tensors_list_parameters_once_as_torch_would(tmp_path):
         flats.append(flat)
     optimizer = torch.optim.AdamW(flats, lr=0.01)
     optimizer.step()
-    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style="torch"))
     saved = torch.load(tmp_path / "c" / "optimizer.pt", weights_only=True)
     assert saved["param_groups"][0]["params"] == list(SHAPES)
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -244,6 +244,6 @@ def test_groups_of_ranks_list_parameters_as_the_model(tmp_path):
         offset += numel
     flat = torch.zeros(offset)
     set_segments(flat, Segments(segments))
-    save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW([flat], lr=0.01), style="torch")
+    save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW([flat], lr=0.01), format=Format(style="torch"))
     saved = torch.load(tmp_path / "c" / "optimizer.pt", weights_only=True)
     assert saved["param_groups"][0]["params"] == list(SHAPES)

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
-from par_checkpoint import SaveOptions
+from par_checkpoint import Format
 from par_data import PackedRows, read_corpus
 from par_train import Run, Strategy
 
@@ -57,10 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer = AdamW(model.parameters(), lr=options.learning_rate)
         lr_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
-        save_options = SaveOptions(assets=[options.model])  # the files of its tokenizer
-        with Run(
-            options.folder, strategy, resume="auto", checkpoint_every=500, keep_last=2, save_options=save_options
-        ) as run:
+        files = Format(assets=[options.model])  # the files of its tokenizer
+        with Run(options.folder, strategy, resume="auto", checkpoint_every=500, keep_last=2, format=files) as run:
             for batch in run.steps(dataloader, until=options.steps):
                 loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
                 optimizer.step()

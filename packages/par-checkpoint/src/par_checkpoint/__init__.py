@@ -3,43 +3,44 @@
 from ._checkpoints import Checkpoints, latest
 from ._errors import CheckpointError, CorruptError, ReplacedError, StoreError
 from ._handle import Save
-from ._load import Report, load
-from ._options import LoadOptions, SaveOptions
+from ._load import LoadReport, load
+from ._policies import Format, Tiers, Transfer
 from ._save import save
-from .state.conversion import Convert, Part
-from .state.expert_layout import expert_layout
+from .state.conversion import Conversion, TensorSlice
+from .state.expert_conversion import expert_conversion
 from .storage.steps import prune
-from .storage.verify import Faults
-from .tiers.gathered import HostPart
-from .tools.inspect import Contents, inspect
-from .tools.read import read
+from .storage.verify import VerifyReport
+from .tiers.gathered import HostShard
+from .tools.inspect import CheckpointInfo, inspect
+from .tools.read import read_tensor
 from .tools.verify import verify
-from .transfer.sessions import release
+from .transfer.sessions import release_memory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "Checkpoints",
-    "Contents",
-    "Convert",
+    "Conversion",
     "CorruptError",
-    "Faults",
-    "HostPart",
-    "LoadOptions",
-    "Part",
+    "Format",
+    "HostShard",
+    "LoadReport",
     "ReplacedError",
-    "Report",
     "Save",
-    "SaveOptions",
     "StoreError",
-    "expert_layout",
+    "TensorSlice",
+    "Tiers",
+    "Transfer",
+    "VerifyReport",
+    "expert_conversion",
     "inspect",
     "latest",
     "load",
     "prune",
-    "read",
-    "release",
+    "read_tensor",
+    "release_memory",
     "save",
     "verify",
 ]

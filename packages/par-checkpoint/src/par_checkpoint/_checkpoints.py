@@ -1,25 +1,32 @@
 """A run's checkpoints: step directories below a root, saved when due, resumed from the latest, old ones removed."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from os import PathLike, fspath
-from typing import Any
+from os import fspath
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from par_groups import Sharding
-
+from ._agreement import SameOptions, kinds_of
 from ._handle import Save
-from ._load import Report, load
-from ._options import Alike, LoadOptions, SaveOptions, kinds_of, takes_options, usable_timeout, whole_number
+from ._load import LoadReport, load
+from ._policies import (
+    TIMEOUT,
+    Format,
+    Path,
+    Tiers,
+    Transfer,
+    check_policy,
+    check_timeout,
+    timeout_of,
+    urls_of,
+    whole_number,
+)
 from ._save import save
-from .state.conversion import Convert
-from .state.model import Model, Names
-from .storage.folder import in_tiers
+from .state.model import Model
 from .storage.steps import Pruned, newest, step_name, step_of
 from .tiers.nearest import newest_step
 from .tiers.probe import check_tiers
@@ -28,7 +35,7 @@ from .transfer.ranks import Ranks
 from .transfer.sessions import Session, session_of
 
 
-def latest(root: str | PathLike[str], *, group: dist.ProcessGroup | None = None, timeout: float = 1800.0) -> str | None:
+def latest(root: Path, *, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> str | None:
     """The path of the highest step below `root` that is whole, or None. Collective over the group.
 
     The first rank of the group looks and tells the others: all resume from the same step, whatever each of them would
@@ -44,7 +51,8 @@ def latest(root: str | PathLike[str], *, group: dist.ProcessGroup | None = None,
         CheckpointError: A step was written by a newer version, or a rank does not come; on every rank.
         OSError: The root cannot be read; on every rank.
     """
-    with session_of(group).calling(f"latest({str(root)!r:.80})", usable_timeout(timeout)) as session:
+    check_timeout(timeout)
+    with session_of(group).calling(f"latest({str(root)!r:.80})", timeout) as session:
         return session.ranks.on_first(lambda: newest(root))
 
 
@@ -59,8 +67,7 @@ class Checkpoints:
             the background if that is saved there. None: all stay. With tiers: one number for all, or a list of one for
             each. There older ones go when the later one is in all tiers.
         keep_every: Checkpoints of steps that are multiples of this number stay for good. None: of no step.
-        tiers: Folders or URLs, the nearest first; see `par_checkpoint.save`.
-        copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
+        tiers: Storage tiers that each keep the checkpoints. Default: only `root`.
         group: The ranks that save and load together; default: the world.
 
     Example:
@@ -76,20 +83,20 @@ class Checkpoints:
 
     def __init__(
         self,
-        root: str | PathLike[str],
+        root: Path,
         *,
         every: int = 1,
         keep_last: int | Sequence[int | None] | None = 3,
         keep_every: int | None = None,
-        tiers: Sequence[str | PathLike[str]] | None = None,
-        copies: int | None = None,
+        tiers: Tiers | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.root = fspath(root)
         if not self.root:
             raise ValueError("root is an empty path; give a folder, such as 'runs/gpt', or '.' for this one")
-        self.tiers, self.copies = tiers, copies
-        self._roots = in_tiers(self.root, tiers)  # the folder of the steps in each tier
+        check_policy("tiers", tiers, Tiers)
+        self.tiers, self._copies = tiers, None if tiers is None else tiers.copies
+        self._roots = urls_of(self.root, tiers)  # the folder of the steps in each tier
         self._keep_last = self._kept_in_each(keep_last)
         for name, value in (("every", every), *(("keep_last", n) for n in self._keep_last), ("keep_every", keep_every)):
             if value is not None and whole_number(name, value) < 1:
@@ -134,10 +141,10 @@ class Checkpoints:
         """
         if self.tiers is None:
             return latest(self.root, group=self._group)
-        with self._calling("latest", LoadOptions.timeout) as session:
+        with self._calling("latest", TIMEOUT) as session:
             return newest_step(self._roots, session.ranks)[1]
 
-    def check(self, *, timeout: float = 1800.0) -> None:
+    def check(self, *, timeout: float = TIMEOUT) -> None:
         """Tries whether steps can be saved to the root, or to each tier, before a run begins. Collective.
 
         A file is written into each and removed again, and hosts look for each other's: all of them must see a tier,
@@ -152,9 +159,9 @@ class Checkpoints:
             StoreError: An object store refuses to be written; on every rank.
         """
         with self._calling("check", timeout) as session:
-            check_tiers(self._roots, self.tiers, self.copies, session.ranks)
+            check_tiers(self._roots, self._copies, session.ranks)
 
-    def clear(self, *, timeout: float = 1800.0) -> None:
+    def clear(self, *, timeout: float = TIMEOUT) -> None:
         """Removes all checkpoints of the run from all tiers, and warns of what is not ours and stays. Collective.
 
         Args:
@@ -168,7 +175,6 @@ class Checkpoints:
                     self._tell(pruned)
         self._newest = None
 
-    @takes_options(SaveOptions)
     def save(
         self,
         step: int,
@@ -178,70 +184,40 @@ class Checkpoints:
         scheduler: object = None,
         extra: object = None,
         force: bool = False,
-        style: str = "huggingface",
         overwrite: bool = True,
-        max_shard_size: str | int = "5GB",
         async_: bool = False,
-        copy: str = "blocking",
-        pending: str = "wait",
-        writer: str = "auto",
-        layout: Mapping[str, Sharding] | None = None,
-        names: Names | None = None,
-        convert: Convert | None = None,
-        dtype: torch.dtype | None = None,
-        config: Any = None,
-        assets: Sequence[str | PathLike[str]] | None = None,
-        stem: str = "model",
-        budget: str | int = "256MB",
-        threads: int = 2,
-        timeout: float = 1800.0,
-        progress: bool | None = None,
-        options: SaveOptions | None = None,
+        format: Format | None = None,  # noqa: A002
+        transfer: Transfer | None = None,
     ) -> Save | None:
-        """Saves if it is due. Collective. A checkpoint of the same step is replaced.
+        """Save if a save is due at this step. Collective.
 
-        A step below the newest is refused: it would be the first to be removed, and the newest is what `load` goes on
-        from.
+        The newest checkpoint is the one that `load` resumes from. So a step below it is refused: that checkpoint would
+        be the first to be removed.
 
         Args:
-            step: Number of steps done; it names the folder and is noted in the checkpoint.
-            model: A module, or a mapping of tensors.
-            optimizer: An optimizer; see `par_checkpoint.save`, which tells more of the following keywords, too.
-            scheduler: An lr scheduler, or a list of them.
-            extra: Anything made of numbers, strings, containers and tensors; it may differ between ranks.
-            force: Whether to save even if it is not due.
-            style: "huggingface" or "torch".
+            step: Number of training steps done. It names the folder, and is stored in the checkpoint.
+            model: Module, or mapping of tensors. `par_checkpoint.save` describes this argument and the next ones.
+            optimizer: Optimizer.
+            scheduler: LR scheduler or list of LR schedulers.
+            extra: Numbers, strings, containers and tensors to store; may differ between ranks.
+            force: Whether to save even if no save is due.
             overwrite: Whether to replace a checkpoint of the same step.
-            max_shard_size: Bytes of tensors in a file, such as "5GB".
-            async_: Whether to copy, return, and write in the background.
-            copy: When a save with `async_` copies: "blocking" or "background".
-            pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
-            writer: Which ranks write a file: "auto", "pwrite" or "owner".
-            layout: By name of a tensor: how the local tensor is cut out of the global one.
-            names: From a tensor's name in the model to its name in the files.
-            convert: From a tensor's name and global shape to the tensors on disk that make it up.
-            dtype: Floating-point tensors of the model are cast to this dtype on their way to the files.
-            config: What is written as config.json; None: what transformers would write of its own models.
-            assets: Paths of further files, which are copied as they are, such as a tokenizer's, or of its folder.
-            stem: What the names of the model's files begin with.
-            budget: Bytes that a rank may hold beside its own state, such as "256MB".
-            threads: Number of threads of a rank that checksum and write.
-            timeout: Seconds to wait for a rank that does not answer.
-            progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
-            options: An object with values for the keywords from `max_shard_size` on; a keyword goes before it.
+            async_: Whether to return as soon as the state of this rank is copied, and write in the background.
+            format: Files to write, and how tensors map to them. Default: `Format()`.
+            transfer: Memory, threads, timeout and writers. Default: `Transfer()`.
 
         Returns:
-            The handle, or None if it was not due.
+            A handle, or None if no save was due.
 
         Raises:
-            ValueError: A whole checkpoint of a later step is there.
-            CheckpointError, OSError: It could not be written; or an old step could not be removed, but the new one is
-                there whole. With `async_` the handle, or the next save, raises it.
+            ValueError: A complete checkpoint of a later step exists.
+            CheckpointError, OSError: Writing failed, or the new checkpoint is complete but an old one could not be
+                removed. With `async_`, the handle or the next save raises it.
         """
         step = whole_number("step", step)
         if not force and not self.due(step):
             return None
-        with self._calling("save", timeout) as session:
+        with self._calling("save", timeout_of(transfer)) as session:
             self._check_alike(session.ranks)
             self._check_newest(step, session.ranks)
         handle = save(
@@ -250,31 +226,15 @@ class Checkpoints:
             optimizer=optimizer,
             scheduler=scheduler,
             extra=extra,
-            style=style,
+            step=step,
             group=self._group,
             overwrite=overwrite,
-            step=step,
-            max_shard_size=max_shard_size,
             async_=async_,
-            copy=copy,
-            pending=pending,
-            writer=writer,
-            layout=layout,
-            names=names,
-            convert=convert,
-            dtype=dtype,
-            config=config,
-            assets=assets,
-            stem=stem,
-            budget=budget,
-            threads=threads,
-            timeout=timeout,
-            progress=progress,
+            format=format,
+            transfer=transfer,
             tiers=self.tiers,
-            copies=self.copies,
-            options=options,
         )
-        with self._calling("save", timeout) as session:
+        with self._calling("save", timeout_of(transfer)) as session:
             if handle._tiers_thread() is not None:
                 self._newest = step
                 handle._at_last(partial(self._prune, step, session.beside))
@@ -286,7 +246,8 @@ class Checkpoints:
 
     def _calling(self, method: str, timeout: float) -> AbstractContextManager[Session]:
         """A call of all ranks, to one of the collective methods."""
-        return session_of(self._group).calling(f"Checkpoints({self.root!r:.80}).{method}()", usable_timeout(timeout))
+        check_timeout(timeout)
+        return session_of(self._group).calling(f"Checkpoints({self.root!r:.80}).{method}()", timeout)
 
     def _prune(self, step: int, ranks: Ranks) -> None:
         """Removes old steps from each tier; warns once of each that stays although it should go. Collective.
@@ -300,7 +261,7 @@ class Checkpoints:
                 pruned = prune_tier(
                     root,
                     ranks,
-                    in_parts=self.copies is not None and number == 0,
+                    in_parts=self._copies is not None and number == 0,
                     keep_last=count,
                     keep_every=self._keep_every,
                     upto=step,
@@ -317,16 +278,16 @@ class Checkpoints:
     def _check_alike(self, ranks: Ranks) -> None:
         """Raises ValueError, the first time, unless all ranks were given the same. Collective the first time."""
         if not self._compared:
-            alike = Alike(
+            same = SameOptions(
                 {
                     "tiers": None if self.tiers is None else kinds_of(self._roots),
                     "every": self.every,
                     "keep_last": self._keep_last,
                     "keep_every": self._keep_every,
-                    "copies": self.copies,
+                    "copies": self._copies,
                 }
             )
-            alike.check(ranks.total(alike.words()), ranks)
+            same.check(ranks.total(same.words()), ranks)
             self._compared = True
 
     def _check_newest(self, step: int, ranks: Ranks) -> None:
@@ -344,7 +305,6 @@ class Checkpoints:
                 "from an earlier step, move the later ones away, or use another root"
             )
 
-    @takes_options(LoadOptions)
     def load(
         self,
         *,
@@ -352,46 +312,29 @@ class Checkpoints:
         optimizer: Optimizer | None = None,
         scheduler: object = None,
         strict: bool = True,
-        layout: Mapping[str, Sharding] | None = None,
-        names: Names | None = None,
-        convert: Convert | None = None,
+        device: str | torch.device | None = None,
         dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
         verify: str = "auto",
-        variant: str | None = None,
-        stem: str = "model",
-        device: str | torch.device | None = None,
-        budget: str | int = "256MB",
-        threads: int = 2,
-        timeout: float = 1800.0,
-        progress: bool | None = None,
-        options: LoadOptions | None = None,
-    ) -> Report | None:
-        """Goes on from the newest whole checkpoint. Collective.
+        format: Format | None = None,  # noqa: A002
+        transfer: Transfer | None = None,
+    ) -> LoadReport | None:
+        """Resume from the newest complete checkpoint. Collective.
 
         Args:
-            model: A module, or a mapping of tensors.
-            optimizer: An optimizer; see `par_checkpoint.load`, which tells more of the following keywords, too.
-            scheduler: An lr scheduler, or a list of them.
-            strict: Whether names, shapes or dtypes that do not fit are an error, or are reported.
-            layout: By name of a tensor: how the local tensor is cut out of the global one.
-            names: From a tensor's name in the model to its name in the files.
-            convert: From a tensor's name and global shape to the tensors on disk that make it up.
-            dtype: Floating-point tensors of the model of this dtype may be filled from files of another one.
+            model: Module, or mapping of tensors. `par_checkpoint.load` describes this argument and the next ones.
+            optimizer: Optimizer.
+            scheduler: LR scheduler or list of LR schedulers.
+            strict: Whether to raise an error for missing, unexpected and mismatched names.
+            device: Device for tensors that are on the meta device.
+            dtype: Dtype, or tuple of dtypes, of tensors in the model that may be cast from another dtype in the files.
             verify: "auto", "full" or "off".
-            variant: Which files of other writers to read, such as "fp16".
-            stem: What the names of other writers' files begin with.
-            device: The device on which tensors of the meta device are made. None: that of the model's device mesh, if
-                it has DTensors, else the CPU.
-            budget: Bytes that a rank may hold beside its own state, such as "256MB".
-            threads: Number of threads of a rank that read and checksum.
-            timeout: Seconds to wait for a rank that does not answer.
-            progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
-            options: An object with values for the keywords from `layout` on; a keyword goes before it.
+            format: How the model's tensors map to the files. Default: `Format()`.
+            transfer: Memory, threads and timeout. Default: `Transfer()`.
 
         Returns:
-            The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
+            The report, whose `step` is the checkpoint's; None if there is no checkpoint.
         """
-        with self._calling("load", timeout) as session:
+        with self._calling("load", timeout_of(transfer)) as session:
             self._check_alike(session.ranks)
             session.settle("wait")  # the step of a save under way counts
             passed: Sequence[str] = ()
@@ -412,18 +355,10 @@ class Checkpoints:
             scheduler=scheduler,
             group=self._group,
             strict=strict,
-            layout=layout,
-            names=names,
-            convert=convert,
+            device=device,
             dtype=dtype,
             verify=verify,
-            variant=variant,
-            stem=stem,
-            device=device,
-            budget=budget,
-            threads=threads,
-            timeout=timeout,
-            progress=progress,
+            format=format,
+            transfer=transfer,
             tiers=self.tiers,
-            options=options,
         )

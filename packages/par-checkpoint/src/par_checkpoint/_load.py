@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from os import PathLike
 from typing import Any
 
 import torch
@@ -13,16 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, parse_size, settle_, written_
+from par_groups import parse_size, settle_, written_
 
+from ._agreement import SameOptions, kinds_of, place_of
 from ._errors import UNDEFINED, CheckpointError, CorruptError, ReplacedError
-from ._options import Alike, LoadOptions, check_options, kinds_of, place_of, takes_options, usable_timeout
+from ._policies import Format, Path, Tiers, Transfer, check_one_of, check_policy, timeout_of, urls_of
+from ._progress import check_progress
 from .format.index import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
-from .state.conversion import Convert
-from .state.model import LayoutNames, Model, Names, check_layout, device_for, layout_names, model_state, rename
+from .state.model import LayoutNames, Model, check_layout, device_for, layout_names, model_state, rename
 from .state.optimizer import Naming
 from .state.own_loading import ModuleLoading, loads_itself, reload_, takes_entries
 from .state.restore import (
@@ -34,7 +34,7 @@ from .state.restore import (
 )
 from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.consistent import retry_while_replaced, version_of
-from .storage.folder import Folder, in_tiers, open_folder
+from .storage.folder import Folder, open_folder
 from .storage.outline import Outline, read_outline
 from .storage.verify import check_beside, check_blocks, check_same
 from .tiers.kept import KeptFolder
@@ -43,15 +43,13 @@ from .transfer.fill import Filling, fill_
 from .transfer.ranks import Ranks
 from .transfer.sessions import Session, session_of
 
-Path = str | PathLike[str]
-
 _SHOWN = 50  # lines of an error that lists names
 _DEPTH = 8  # calls from a warning of a load over tiers up to whoever called it
 _LOOKS = 3  # at the tiers, where what was found there goes while it is read
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class LoadReport:
     """What a load has done.
 
     Args:
@@ -77,7 +75,6 @@ class Report:
     path: str = ""
 
 
-@takes_options(LoadOptions)
 def load(
     path: Path,
     *,
@@ -86,111 +83,94 @@ def load(
     scheduler: object = None,
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
-    layout: Mapping[str, Sharding] | None = None,
-    names: Names | None = None,
-    convert: Convert | None = None,
+    device: str | torch.device | None = None,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     verify: str = "auto",
-    variant: str | None = None,
-    stem: str = "model",
-    device: str | torch.device | None = None,
-    budget: str | int = "256MB",
-    threads: int = 2,
-    timeout: float = 1800.0,
-    progress: bool | None = None,
-    tiers: Sequence[Path] | None = None,
-    options: LoadOptions | None = None,
-) -> Report:
-    """Fills a model, an optimizer and a scheduler from a checkpoint of any topology, ours or another's. Collective.
+    format: Format | None = None,  # noqa: A002
+    transfer: Transfer | None = None,
+    tiers: Tiers | None = None,
+) -> LoadReport:
+    """Fill a model, an optimizer and a scheduler from a checkpoint that any number of ranks wrote. Collective.
 
-    Existence, names, shapes, dtypes, sizes, headers, index and manifest are checked on all ranks before anything
-    changes; every block of data is checked while it is read, unless `verify` says otherwise. Where a save replaces the
-    checkpoint meanwhile, what is loaded is wholly the old or wholly the new one.
+    All ranks check existence, names, shapes, dtypes, sizes, headers, index and manifest before anything changes. They
+    check each block of data while they read it, unless `verify` says otherwise. If a save replaces the checkpoint in
+    the meantime, the loaded state is either all from the old checkpoint or all from the new one.
 
     Args:
-        path: The folder, or a URL. Also any Hugging Face folder: one file, shards with an index, or pytorch_model.bin.
-        model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
-            What is on the meta device is made while loading, buffers that no file holds among it: a module computes its
-            own in a method `reset_buffers()`, and models of transformers need none.
-        optimizer: An optimizer. It needs the model beside it for names, or to be made from named parameters. It need
-            not have stepped: its state is made, not by a step.
-        scheduler: An lr scheduler, or a list of them; anything with `load_state_dict()`.
-        group: The ranks that take part; default: the world. A byte is read by one of them and handed on.
-        strict: Whether missing, unexpected and mismatched names are an error, all in one message, or are reported.
-        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
-        names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
-            function.
-        convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
-            where it is there as it is. Default: what transformers does to its own models.
-        dtype: Which tensors of the model may be filled from files of another dtype: its floating-point tensors of this
-            dtype, or of a tuple of these. Their values are cast on the way; no tensor of the model changes its own
-            dtype. None: the dtypes in the files and in the model must agree.
-        verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
-            changed; "off" checks sizes and headers alone.
-        variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
-        stem: What the names of other writers' files begin with: "adapter_model" reads an adapter of peft. What was
-            saved here is known by its manifest.
-        device: The device on which tensors of the meta device are made. None: that of the model's device mesh, if it
-            has DTensors, else the CPU.
-        budget: Bytes that a rank may hold beside its own state, such as "256MB".
-        threads: Number of threads of a rank that read and checksum.
-        timeout: Seconds to wait for a rank that does not answer.
-        progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
-        tiers: What `save` was given: folders or URLs, the nearest first. Taken is the first in which all ranks see the
-            same whole checkpoint of the name `path`, or of whose parts their hosts have all.
-        options: An object with values for the keywords from `layout` to `progress`; a keyword goes before it.
+        path: Folder of the checkpoint, or its URL. It may be any Hugging Face folder: with one file, with shards and an
+            index, or with pytorch_model.bin. With `tiers`, the checkpoint's name in each tier.
+        model: Module (plain, wrapped, with FSDP2 or other DTensors, or with `Sharding` metadata), or a mapping of
+            tensors. Tensors on the meta device are allocated. This includes buffers that no file holds: Transformers
+            models compute theirs, other modules in a method `reset_buffers()`.
+        optimizer: Optimizer. It needs `model` for the names of its parameters, unless it was made from named
+            parameters. It may be one that has never stepped.
+        scheduler: LR scheduler or list of LR schedulers; any object with `load_state_dict()`.
+        group: Ranks that take part. One of them reads each byte and sends it to the ranks that need it. Default: all
+            ranks.
+        strict: Whether to raise one error that lists all missing, unexpected and mismatched names. With False, the
+            report lists them.
+        device: Device for tensors that are on the meta device. Default: the device of the model's mesh if it has
+            DTensors, else the CPU.
+        dtype: Dtype, or tuple of dtypes, of floating-point tensors in the model whose values may be cast from another
+            dtype in the files. The tensors keep their dtype. None: the dtypes must be equal.
+        verify: "auto" checks each block while it is read. "full" checks all files before anything changes. "off" checks
+            only sizes and headers.
+        format: How the model's tensors map to the files. Default: `Format()`.
+        transfer: Memory, threads and timeout. Default: `Transfer()`.
+        tiers: Storage tiers that `save` wrote to. Default: only `path`.
 
     Returns:
-        What was missing or left over, and the saved `extra`.
+        Missing and unexpected names, and the stored `extra` and `step`.
 
     Raises:
-        ValueError, TypeError: What the caller gave; on every rank, nothing has changed.
-        CheckpointError: There is no such checkpoint, or it does not fit; on every rank, nothing has changed.
-        CorruptError: Bytes are not what was written. If the message does not say otherwise, nothing has changed.
-        ReplacedError: It was replaced while it was read, again and again; what was being loaded is undefined.
+        ValueError, TypeError: An argument is not valid; on every rank, and nothing has changed.
+        ImportError: A package that an argument needs is not installed, such as tqdm or fsspec; on every rank.
+        CheckpointError: The checkpoint does not exist or does not fit; on every rank, and nothing has changed.
+        CorruptError: The files differ from what was written. Nothing has changed, unless the message says so.
+        ReplacedError: Saves replaced the checkpoint repeatedly while it was read. The state of `model`, `optimizer` and
+            `scheduler` is undefined.
     """
-    with session_of(group).calling(f"load({str(path)!r:.80})", usable_timeout(timeout)) as session:
+    with session_of(group).calling(f"load({str(path)!r:.80})", timeout_of(transfer)) as session:
         ranks = session.ranks
         session.settle("wait")
 
-        def opened() -> tuple[tuple[LoadOptions, list[Folder], Alike], list[int]]:
-            check_options(options, LoadOptions)
-            chosen = LoadOptions(
-                layout=layout,
-                names=names,
-                convert=convert,
+        def opened() -> tuple[tuple[_Into, list[Folder], SameOptions], list[int]]:
+            check_policy("format", format, Format)
+            check_policy("transfer", transfer, Transfer)
+            check_policy("tiers", tiers, Tiers)
+            check_one_of("verify", verify, ("auto", "full", "off"))
+            check_progress((transfer or Transfer()).progress)
+            into = _Into(
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                strict=strict,
+                device=device,
                 dtype=dtype,
                 verify=verify,
-                variant=variant,
-                stem=stem,
-                device=device,
-                budget=budget,
-                threads=threads,
-                timeout=timeout,
-                progress=progress,
+                format=format or Format(),
+                transfer=transfer or Transfer(),
             )
-            folders = [open_folder(each) for each in in_tiers(path, tiers)]
-            kinds = kinds_of([each.url for each in folders])
-            alike = Alike(
+            folders = [open_folder(each) for each in urls_of(path, tiers)]
+            same = SameOptions(
                 {
-                    "tiers": None if tiers is None else kinds,
+                    "tiers": None if tiers is None else kinds_of([each.url for each in folders]),
                     "path": place_of(folders[0].url),
                     "strict": strict,
                     "verify": verify,
-                    "variant": variant,
-                    "stem": stem,
-                    "budget": parse_size(budget),
+                    "variant": into.format.variant,
+                    "stem": into.format.stem,
+                    "budget": parse_size(into.transfer.budget),
                 }
             )
-            return (chosen, folders, alike), alike.words()
+            return (into, folders, same), same.words()
 
-        (chosen, folders, alike), sums = ranks.tell(opened, 8)
-        alike.check(sums, ranks)
-        into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
+        (into, folders, same), sums = ranks.tell(opened, 8)
+        same.check(sums, ranks)
         if tiers is None:
-            report, folder = _load_sound(into, folders[0], session, chosen), folders[0]
+            report, folder = _load_sound(into, folders[0], session), folders[0]
         else:
-            report, folder = _load_nearest(into, folders, session, chosen)
+            report, folder = _load_nearest(into, folders, session)
         of_ranks = report.extra_of_ranks
         if of_ranks is not None:
             if len(of_ranks) != ranks.size:
@@ -206,17 +186,20 @@ def load(
 
 @dataclass(frozen=True, kw_only=True)
 class _Into:
-    """What the caller gave to be filled."""
+    """The objects that a load fills, and how."""
 
     model: Model | None
     optimizer: Optimizer | None
     scheduler: object
     strict: bool
+    device: str | torch.device | None
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None
+    verify: str
+    format: Format
+    transfer: Transfer
 
 
-def _load_nearest(
-    into: _Into, folders: Sequence[Folder], session: Session, options: LoadOptions
-) -> tuple[Report, Folder]:
+def _load_nearest(into: _Into, folders: Sequence[Folder], session: Session) -> tuple[LoadReport, Folder]:
     """Loads from the nearest tier that has a whole checkpoint; where that cannot be read after all, from the next one.
 
     Rank 0 warns of what was passed over.
@@ -225,7 +208,6 @@ def _load_nearest(
         into: What is filled.
         folders: The checkpoint's folder in each tier.
         session: The ranks that load.
-        options: How to load.
 
     Returns:
         The report, and the folder that was loaded.
@@ -246,7 +228,7 @@ def _load_nearest(
         if notes:
             _warn(f"{'; '.join(notes)}. What is loaded is in {folder.url!r}", session.ranks)
         try:
-            return _load_sound(into, folder, session, options), folder
+            return _load_sound(into, folder, session), folder
         except ReplacedError:  # of all ranks, like the errors below: what took its place, or is left, is read in full
             if looks == _LOOKS:
                 raise
@@ -257,14 +239,13 @@ def _load_nearest(
             further, failed, notes = found.further, error, (str(error).replace(UNDEFINED, ""),)
 
 
-def _load_sound(into: _Into, folder: Folder, session: Session, options: LoadOptions) -> Report:
+def _load_sound(into: _Into, folder: Folder, session: Session) -> LoadReport:
     """Loads what is in a folder. Blocks of hosts' parts that turn out to be corrupt are read from their copies.
 
     Args:
         into: What is filled.
         folder: The checkpoint's folder.
         session: The ranks that load.
-        options: How to load.
     """
     ranks = session.ranks
 
@@ -278,7 +259,7 @@ def _load_sound(into: _Into, folder: Folder, session: Session, options: LoadOpti
         try:
             return retry_while_replaced(
                 version,
-                partial(_load, into, folder, session, options, wrong),
+                partial(_load, into, folder, session, wrong),
                 version(),
                 folder.url,
                 checked=lambda outcome: outcome[1],
@@ -342,16 +323,13 @@ class _Announced:
     sets_more: bool
 
 
-def _load(
-    into: _Into, folder: Folder, session: Session, options: LoadOptions, wrong: list[tuple[str, int]]
-) -> tuple[Report, bool]:
+def _load(into: _Into, folder: Folder, session: Session, wrong: list[tuple[str, int]]) -> tuple[LoadReport, bool]:
     """Loads what is there now, and tells whether all of it was compared with checksums.
 
     Args:
         into: What is filled.
         folder: The checkpoint's folder.
         session: The ranks that load.
-        options: How to load.
         wrong: Takes file and number of each block that this rank finds not to be what was written.
     """
     model, optimizer, ranks = into.model, into.optimizer, session.ranks
@@ -360,8 +338,8 @@ def _load(
             folder,
             model=model is not None,
             optimizer=optimizer is not None,
-            variant=options.variant,
-            stem=options.stem,
+            variant=into.format.variant,
+            stem=into.format.stem,
         )
     )
     stored = [key_of(section, name) for section in STEMS for name in outline.places(section)]
@@ -378,11 +356,11 @@ def _load(
         without_file = meta_buffers(model)
         buffers = [buffer for buffer in without_file if buffer.can_be_made]
         loading.check()
-        of_model, of_optimizer = _match(outline, options, into, loading)
+        of_model, of_optimizer = _match(outline, into, loading)
         check_schedulers(into.scheduler, scheduler_state)
         used = of_model.used | of_optimizer.used
         announced = _Announced(
-            layout=layout_names(options.layout, model),
+            layout=layout_names(into.format.layout, model),
             missing=[*of_model.missing, *of_optimizer.missing],
             buffers=[buffer.name for buffer in buffers],
             unmade={buffer.name: buffer.text() for buffer in without_file if not buffer.can_be_made},
@@ -408,8 +386,8 @@ def _load(
     same = {pair for of_rank in announced for pair in of_rank.same}
     if same:
         ranks.on_first(lambda: check_same(folder, outline, same))
-    if options.verify == "full":
-        ranks.agree(lambda: check_blocks(folder, outline, options.threads, _share_of(folder, ranks), wrong))
+    if into.verify == "full":
+        ranks.agree(lambda: check_blocks(folder, outline, into.transfer.threads, _share_of(folder, ranks), wrong))
         ranks.on_first(lambda: check_beside(folder, outline))
 
     homes = folder.homes if isinstance(folder, KeptFolder) and not folder.is_everywhere(ranks.size) else None
@@ -419,11 +397,11 @@ def _load(
         homes=homes,
         folder=folder,
         outline=outline,
-        device=device_for(options.device, model),
-        verify=options.verify != "off",
-        budget=parse_size(options.budget),
-        threads=options.threads,
-        progress=options.progress,
+        device=device_for(into.device, model),
+        verify=into.verify != "off",
+        budget=parse_size(into.transfer.budget),
+        threads=into.transfer.threads,
+        progress=into.transfer.progress,
         wrong=wrong,
     )
     if any(of_rank.fills_model for of_rank in announced):
@@ -445,7 +423,7 @@ def _load(
         _run(partial(reload_, optimizer, own_of_optimizer), ranks, together=has_own_code)
     if any(of_rank.sets_more for of_rank in announced):  # by code of the caller's, which may fail on one rank alone
         ranks.agree(lambda: set_scheduler_(into.scheduler, scheduler_state))
-    return report, outline.manifest is not None and options.verify != "off"
+    return report, outline.manifest is not None and into.verify != "off"
 
 
 def _tensors_of(model: nn.Module | Mapping[str, torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -481,11 +459,9 @@ def _own_key(number: int, name: str) -> str:
     return key_of("optimizer", f"{name} (in the state dict of optimizer {number})")
 
 
-def _match(
-    outline: Outline, options: LoadOptions, into: _Into, loading: ModuleLoading
-) -> tuple[Targets, OptimizerTargets]:
+def _match(outline: Outline, into: _Into, loading: ModuleLoading) -> tuple[Targets, OptimizerTargets]:
     """What this rank fills of the model and of the optimizer, and what of it the files have."""
-    model, layout, names = into.model, options.layout or {}, options.names
+    model, layout, names = into.model, into.format.layout or {}, into.format.names
     of_model, of_optimizer = Targets(), OptimizerTargets()
     if model is not None:
         of_model = model_targets(
@@ -494,8 +470,8 @@ def _match(
             outline.tied,
             layout=layout,
             names=names,
-            convert=options.convert,
-            dtype=options.dtype,
+            convert=into.format.convert,
+            dtype=into.dtype,
         )
         if outline.manifest is not None:  # no other folder has extra state
             own, saved = set(model_state(model).objects), outline.objects().keys()
@@ -513,7 +489,7 @@ def _match(
             options={member: saved for members, saved in outline.groups() for member in members},
             resized=of_model.resized,
             ties=ties_of(model, names, outline.tied),
-            device=device_for(options.device, model),
+            device=device_for(into.device, model),
         )
         settle_(tensor for group in into.optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_targets(into.optimizer, Naming(model, in_files, layout), saved_optimizer)
@@ -523,7 +499,7 @@ def _match(
     return of_model, of_optimizer
 
 
-def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced]) -> Report:
+def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced]) -> LoadReport:
     """Lists what is missing or too much, of all ranks together.
 
     Args:
@@ -531,7 +507,7 @@ def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Ann
         users: By key of everything in it that somebody should use: the number of ranks that do.
         announced: What the ranks fill, equal ones once.
     """
-    return Report(
+    return LoadReport(
         missing=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.missing)),
         unexpected=tuple(name_of(key) for key, count in users.items() if count == 0),
         mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
@@ -542,7 +518,7 @@ def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Ann
     )
 
 
-def _check_strict(folder: Folder, report: Report, unmade: Iterable[str]) -> None:
+def _check_strict(folder: Folder, report: LoadReport, unmade: Iterable[str]) -> None:
     """Raises CheckpointError that lists everything that does not fit.
 
     Args:

@@ -5,15 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_checkpoint import load, save
-from par_checkpoint.state.conversion import Part, parts_cover, split
+from par_checkpoint import Format, load, save
+from par_checkpoint.state.conversion import TensorSlice, parts_cover, split
 from par_groups import Box, Sharding, cut, whole
 
 
 def stacked(shape):
     """One tensor in the files for each index of dim 0."""
     dims = tuple(range(1, len(shape)))
-    return [Part(name=f"s{i}", shape=shape[1:], start=(i, *(0 for _ in dims)), dims=dims) for i in range(shape[0])]
+    return [
+        TensorSlice(name=f"s{i}", shape=shape[1:], start=(i, *(0 for _ in dims)), dims=dims) for i in range(shape[0])
+    ]
 
 
 def joined(shape, dim, sizes):
@@ -22,21 +24,23 @@ def joined(shape, dim, sizes):
     for number, size in enumerate(sizes):
         start = tuple(low if d == dim else 0 for d in range(len(shape)))
         extent = tuple(size if d == dim else n for d, n in enumerate(shape))
-        parts.append(Part(name=f"j{number}", shape=extent, start=start, dims=tuple(range(len(shape)))))
+        parts.append(TensorSlice(name=f"j{number}", shape=extent, start=start, dims=tuple(range(len(shape)))))
         low += size
     return parts
 
 
 def permuted(shape, order):
     """One tensor in the files whose dims are in another order."""
-    return [Part(name="p", shape=tuple(shape[d] for d in order), start=(0,) * len(shape), dims=tuple(order))]
+    return [TensorSlice(name="p", shape=tuple(shape[d] for d in order), start=(0,) * len(shape), dims=tuple(order))]
 
 
 def within(shape, offset, after):
     """A rectangle of a larger tensor in the files."""
     larger = tuple(o + n + a for o, n, a in zip(offset, shape, after, strict=True))
     dims = tuple(range(len(shape)))
-    return [Part(name="w", shape=larger, start=(0,) * len(shape), dims=dims, offset=tuple(offset), size=tuple(shape))]
+    return [
+        TensorSlice(name="w", shape=larger, start=(0,) * len(shape), dims=dims, offset=tuple(offset), size=tuple(shape))
+    ]
 
 
 def interleaved(shape, dim, ways):
@@ -45,7 +49,9 @@ def interleaved(shape, dim, ways):
     extent = tuple(n // ways if d == dim else n for d, n in enumerate(shape))
     step = tuple(ways if d == dim else 1 for d in dims)
     starts = [tuple(way if d == dim else 0 for d in dims) for way in range(ways)]
-    return [Part(name=f"i{i}", shape=extent, start=start, dims=dims, step=step) for i, start in enumerate(starts)]
+    return [
+        TensorSlice(name=f"i{i}", shape=extent, start=start, dims=dims, step=step) for i, start in enumerate(starts)
+    ]
 
 
 @st.composite
@@ -140,8 +146,8 @@ def test_what_a_rank_lacks_has_no_boxes():
 
 def test_two_parts_of_one_tensor_make_one_segment():
     halves = [
-        Part(name="t", shape=(4,), start=(0, 0), dims=(1,), offset=(2,)),
-        Part(name="t", shape=(4,), start=(1, 0), dims=(1,), size=(2,)),
+        TensorSlice(name="t", shape=(4,), start=(0, 0), dims=(1,), offset=(2,)),
+        TensorSlice(name="t", shape=(4,), start=(1, 0), dims=(1,), size=(2,)),
     ]
     parts_cover((2, 2), halves)
     (segment,) = split(whole((2, 2), (0,)), halves)
@@ -150,7 +156,7 @@ def test_two_parts_of_one_tensor_make_one_segment():
 
 @pytest.mark.parametrize("shape", [(), (0, 3)])
 def test_scalars_and_empty_tensors_convert_too(shape):
-    part = Part(name="t", shape=shape, start=(0,) * len(shape), dims=tuple(range(len(shape))))
+    part = TensorSlice(name="t", shape=shape, start=(0,) * len(shape), dims=tuple(range(len(shape))))
     parts_cover(shape, [part])
     (segment,) = split(whole(shape, (0,)), [part])
     assert segment.sharding == whole(shape, (0,))
@@ -177,8 +183,8 @@ def test_a_gap_or_an_overlap_is_refused(parts):
 
 def test_parts_of_several_steps_cover_together():
     """Indices 0, 2, 4, ... and 1, 5, 9 and 3, 7, 11."""
-    evens = Part(name="evens", shape=(6,), start=(0,), dims=(0,), step=(2,))
-    fourths = [Part(name=f"f{i}", shape=(3,), start=(i,), dims=(0,), step=(4,)) for i in (1, 3)]
+    evens = TensorSlice(name="evens", shape=(6,), start=(0,), dims=(0,), step=(2,))
+    fourths = [TensorSlice(name=f"f{i}", shape=(3,), start=(i,), dims=(0,), step=(4,)) for i in (1, 3)]
     parts_cover((12,), [evens, *fourths])
     with pytest.raises(ValueError, match=r"must hold each of the 12 of shape \(12,\) exactly once"):
         parts_cover((12,), [evens, fourths[0], fourths[0]])
@@ -188,13 +194,16 @@ def test_parts_of_several_steps_cover_together():
 
 def test_a_part_that_leaves_the_tensor_is_refused():
     with pytest.raises(ValueError, match=r"part 't', \(1, 4\) at \(3, 0\), leaves \(3, 4\)"):
-        parts_cover((3, 4), [Part(name="t", shape=(4,), start=(3, 0), dims=(1,))])
+        parts_cover((3, 4), [TensorSlice(name="t", shape=(4,), start=(3, 0), dims=(1,))])
     with pytest.raises(ValueError, match=r"start of 1 dims, but the shape is \(3, 4\)"):
-        parts_cover((3, 4), [Part(name="t", shape=(4,), start=(0,), dims=(0,))])
+        parts_cover((3, 4), [TensorSlice(name="t", shape=(4,), start=(0,), dims=(0,))])
 
 
 def test_a_name_has_one_shape():
-    parts = [Part(name="t", shape=(2,), start=(0,), dims=(0,)), Part(name="t", shape=(1,), start=(2,), dims=(0,))]
+    parts = [
+        TensorSlice(name="t", shape=(2,), start=(0,), dims=(0,)),
+        TensorSlice(name="t", shape=(1,), start=(2,), dims=(0,)),
+    ]
     with pytest.raises(ValueError, match=r"give 't' the shapes \(2,\) and \(1,\)"):
         parts_cover((3,), parts)
 
@@ -215,16 +224,16 @@ def test_a_name_has_one_shape():
 )
 def test_a_part_must_fit_its_file(wrong, words):
     with pytest.raises(ValueError, match=words):
-        Part(**{"name": "t", "shape": (2, 3), "start": (0, 0), "dims": (0, 1), **wrong})
+        TensorSlice(**{"name": "t", "shape": (2, 3), "start": (0, 0), "dims": (0, 1), **wrong})
 
 
 def test_a_conversion_of_the_caller_that_leaves_elements_out_is_refused(tmp_path):
     def top_half(name, shape):
-        return [Part(name="top", shape=(2, 3), start=(0, 0), dims=(0, 1))]
+        return [TensorSlice(name="top", shape=(2, 3), start=(0, 0), dims=(0, 1))]
 
     with pytest.raises(ValueError, match=r"convert\('w', \(4, 3\)\): the parts .top. hold 6 elements, .* of the 12"):
-        save(tmp_path / "c", model={"w": torch.ones(4, 3)}, convert=top_half)
+        save(tmp_path / "c", model={"w": torch.ones(4, 3)}, format=Format(convert=top_half))
     assert not (tmp_path / "c").exists()
     save(tmp_path / "c", model={"top": torch.ones(2, 3)})
     with pytest.raises(ValueError, match=r"convert\('w', \(4, 3\)\): the parts 'top' hold 6"):
-        load(tmp_path / "c", model={"w": torch.zeros(4, 3)}, convert=top_half)
+        load(tmp_path / "c", model={"w": torch.zeros(4, 3)}, format=Format(convert=top_half))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import CheckpointError, load, save
+from par_checkpoint import CheckpointError, Format, load, save
 from par_checkpoint.state.model import rename
 
 
@@ -151,7 +151,7 @@ def test_a_tensor_whose_name_only_ends_like_extra_state_is_a_tensor(tmp_path):
     module.register_buffer("router_extra_state", torch.full((3,), 7.0))
     module.my_extra_state = torch.nn.Parameter(torch.ones(2))
     for style in ("huggingface", "torch"):
-        save(tmp_path / style, model=module, style=style)
+        save(tmp_path / style, model=module, format=Format(style=style))
         other = copy.deepcopy(module)
         other.router_extra_state.zero_()
         load(tmp_path / style, model=other)

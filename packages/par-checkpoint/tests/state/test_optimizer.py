@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from par_checkpoint import CheckpointError, load, save
+from par_checkpoint import CheckpointError, Format, load, save
 from par_groups import on_settle, set_slots
 
 from ..helpers import batch, make_model, train
@@ -300,7 +300,7 @@ def test_a_schedule_goes_on(kind, style, tmp_path):
     optimizer = two_groups(model)
     scheduler = schedulers(kind, optimizer)
     rates(optimizer, scheduler, 3)
-    save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, style=style)
+    save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, format=Format(style=style))
     other = make_model()
     again = two_groups(other)
     resumed = schedulers(kind, again)
@@ -432,7 +432,7 @@ def test_state_of_the_optimizer_as_a_whole_is_saved_too(style, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(2))
     optimizer.state.update({"calls": 7, "history": torch.arange(3.0)})
-    save(tmp_path / "c", model=model, optimizer=optimizer, style=style)
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style=style))
     other = make_model(1)
     again = torch.optim.AdamW(other.parameters())
     assert load(tmp_path / "c", model=other, optimizer=again).unexpected == ()
@@ -450,7 +450,13 @@ def test_a_group_that_was_not_saved_keeps_its_options(tmp_path):
     model = nn.Sequential(backbone, nn.Linear(3, 2))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
-    load(tmp_path / "c", model=model, optimizer=optimizer, strict=False, names=lambda name: name.removeprefix("0."))
+    load(
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        strict=False,
+        format=Format(names=lambda name: name.removeprefix("0.")),
+    )
     assert [(each["lr"], each["weight_decay"]) for each in optimizer.param_groups] == [(1e-4, 0.01), (0.1, 0.0)]
 
 

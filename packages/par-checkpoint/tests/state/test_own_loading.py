@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, load, save
+from par_checkpoint import CheckpointError, Format, load, save
 
 
 class Inverse(nn.Linear):
@@ -90,7 +90,7 @@ STYLES = pytest.mark.parametrize("style", ["huggingface", "torch"])
 @pytest.mark.parametrize("kind", [PostHook, PreHook, ReadsItself, OwnLoadStateDict])
 def test_loading_of_a_modules_own_is_called(kind, style, tmp_path):
     model, other = kind(), kind()
-    save(tmp_path / "c", model=model, style=style)
+    save(tmp_path / "c", model=model, format=Format(style=style))
     load(tmp_path / "c", model=other)
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.inverse, model.inverse)
@@ -133,7 +133,7 @@ def test_a_pre_hook_that_changes_tensors_of_parts_is_honoured(tmp_path):
 def test_a_count_in_the_state_dict_comes_back(style, tmp_path):
     model, other = nn.Sequential(Counting(), nn.Linear(2, 2)), nn.Sequential(Counting(), nn.Linear(2, 2))
     model[0].seen = 7
-    save(tmp_path / "c", model=model, style=style)
+    save(tmp_path / "c", model=model, format=Format(style=style))
     report = load(tmp_path / "c", model=other)
     assert other[0].seen == 7
     assert (report.missing, report.unexpected) == ((), ())
@@ -162,7 +162,7 @@ def test_what_own_loading_refuses_is_raised(tmp_path):
 
 @STYLES
 def test_values_of_a_mapping_come_back_or_are_named(style, tmp_path):
-    save(tmp_path / "c", model={"w": torch.ones(2), "epoch": 7}, style=style)
+    save(tmp_path / "c", model={"w": torch.ones(2), "epoch": 7}, format=Format(style=style))
     into = {"w": torch.zeros(2), "epoch": 0}
     load(tmp_path / "c", model=into)
     assert into["epoch"] == 7
@@ -248,7 +248,7 @@ def test_what_a_subclass_adds_to_its_state_dict_comes_back(style, tmp_path):
     optimizer.count = 5
     for state in optimizer.state.values():  # more exact than what torch's own loading leaves
         state["exp_avg"] = state["exp_avg"].float() + 1e-4
-    save(tmp_path / "c", model=model, optimizer=optimizer, style=style)
+    save(tmp_path / "c", model=model, optimizer=optimizer, format=Format(style=style))
     again = Doubling(model.parameters(), lr=0.3)
     load(tmp_path / "c", model=model, optimizer=again)
     assert again.count == 5

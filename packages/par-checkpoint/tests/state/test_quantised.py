@@ -41,13 +41,13 @@ def test_convert_of_scaled_float8_to_a_dtype_is_refused(tmp_path, capsys, scale)
         assert "is quantised in the files" in capsys.readouterr().err
         assert not (tmp_path / to).exists()
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "same")]) == 0
-    assert pc.read(tmp_path / "same", "weight").dtype == torch.float8_e4m3fn
+    assert pc.read_tensor(tmp_path / "same", "weight").dtype == torch.float8_e4m3fn
 
 
 def test_save_of_scaled_float8_in_a_dtype_is_refused(tmp_path):
     model = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
     with pytest.raises(ValueError, match=r"dtype=torch.bfloat16: 'w' is quantised .* or leave dtype"):
-        pc.save(tmp_path / "a", model=model, dtype=torch.bfloat16)
+        pc.save(tmp_path / "a", model=model, format=pc.Format(dtype=torch.bfloat16))
     pc.save(tmp_path / "a", model=model)
     found = {"w": torch.zeros(2).to(torch.float8_e4m3fn), "w_scale": torch.zeros(1)}
     pc.load(tmp_path / "a", model=found)

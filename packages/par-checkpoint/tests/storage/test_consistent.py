@@ -24,8 +24,9 @@ def weights(seed):
     return {name: torch.full(SHAPE, float(seed)) for name in NAMES}
 
 
-def save(path, seed, **options):
-    pc.save(path, model=weights(seed), extra=seed, overwrite=True, max_shard_size="200KB", **options)
+def save(path, seed, style="huggingface", **options):
+    files = pc.Format(style=style, max_shard_size="200KB")
+    pc.save(path, model=weights(seed), extra=seed, overwrite=True, format=files, **options)
 
 
 def seed_of(path, local=None, **options):
@@ -51,7 +52,7 @@ def test_a_reader_gets_one_checkpoint_while_processes_replace_it(tmp_path):
     ):
         path, done = f"{scheme}{tmp_path}/{number}/step-00000001", tmp_path / f"done{number}"
         if dist.get_rank() == 0:
-            save(path, 0, style=style, group=group)
+            save(path, 0, group=group, style=style)
         dist.barrier()
         if dist.get_rank() == 0:
             check_reads(path, group)
@@ -71,7 +72,7 @@ def check_reads(path, group):
                 seen.add(seed_of(path, verify=verify, group=group))
                 assert pc.verify(path) == []
                 assert pc.inspect(path).extra >= min(seen)
-                assert len(pc.read(path, "c").unique()) == 1
+                assert len(pc.read_tensor(path, "c").unique()) == 1
                 assert pc.latest(path.removesuffix("/step-00000001"), group=group) == path
             except ReplacedError:
                 replaced += 1
@@ -84,7 +85,7 @@ def save_until(done, path, group, style):
         if done():
             return
         with contextlib.suppress(pc.CheckpointError, OSError):  # another saver was first
-            save(path, seed, style=style, group=group)
+            save(path, seed, group=group, style=style)
         time.sleep(0.01)
 
 

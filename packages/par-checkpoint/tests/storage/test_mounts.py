@@ -144,13 +144,13 @@ def test_a_checkpoint_goes_from_one_mount_to_the_other(mounts):
     a, b = mounts
     assert sharing_of(a) is Sharing.FILES
     model = {"w": torch.arange(3_000_000.0), "v": torch.ones(5)}
-    pc.save(a / "run", model=model, max_shard_size="4MB")
+    pc.save(a / "run", model=model, format=pc.Format(max_shard_size="4MB"))
     for number in range(3):
         other = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
         pc.load(b / "run", model=other)
         assert all(torch.equal(other[name], tensor) for name, tensor in model.items())
         model["v"] += 1
-        pc.save((a, b)[number % 2] / "run", model=model, max_shard_size="4MB", overwrite=True)
+        pc.save((a, b)[number % 2] / "run", model=model, overwrite=True, format=pc.Format(max_shard_size="4MB"))
     assert sorted(path.name for path in a.iterdir()) == ["run"]
 
 
@@ -311,7 +311,7 @@ def test_savers_that_cross_leave_one_checkpoint_whole_with_what_it_took_over(mou
     a, b = mounts
     before, after = ("linked", "synced-staging"), ("renamed-old", "renamed-new", "retired")
     for moment in before + after:
-        pc.save(a / "run", model={"w": torch.zeros(9)}, config={"is": "carried"}, overwrite=True)
+        pc.save(a / "run", model={"w": torch.zeros(9)}, overwrite=True, format=pc.Format(config={"is": "carried"}))
         crossing = []
 
         def cross(step, moment=moment, crossing=crossing):
@@ -386,7 +386,13 @@ def saver(path, number):
     def save():
         value, room = float(number * 100_000 + next(counter)), random.choice([1000, 3000, 200_000])
         model = {name: torch.full((size,), value) for name, size in (("room", room), *SIZES.items())}
-        pc.save(path, model=model, extra=value, config={"room": room}, overwrite=True, max_shard_size="256KB")
+        pc.save(
+            path,
+            model=model,
+            extra=value,
+            overwrite=True,
+            format=pc.Format(max_shard_size="256KB", config={"room": room}),
+        )
         return "ok"
 
     return save
@@ -457,7 +463,12 @@ def test_two_machines_write_no_file_together_or_no_page_of_one(mounts, writer):
         mock.patch.object(LocalStaging, "writer", named),
         mock.patch.object(LocalWriter, "write_at", noted),
     ):
-        pc.save(mounts[rank] / "run", model=model, max_shard_size="2MB", writer=writer)
+        pc.save(
+            mounts[rank] / "run",
+            model=model,
+            format=pc.Format(max_shard_size="2MB"),
+            transfer=pc.Transfer(writer=writer),
+        )
     told = [None, None]
     dist.all_gather_object(told, [each for each in written if each[0].endswith("safetensors")])
     files = [{name for name, _, _ in each} for each in told]

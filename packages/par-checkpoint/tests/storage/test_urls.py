@@ -33,7 +33,7 @@ def test_save_to_a_url_that_became_a_path_is_refused(tmp_path, monkeypatch, path
         lambda: pc.prune(path),
         lambda: pc.verify(path),
         lambda: pc.Checkpoints(path).load(model={"w": torch.ones(2)}),
-        lambda: pc.save("step", model={"w": torch.ones(2)}, tiers=[tmp_path / "near", path]),
+        lambda: pc.save("step", model={"w": torch.ones(2)}, tiers=pc.Tiers([tmp_path / "near", path])),
     ):
         with pytest.raises(
             ValueError, match=r"this is a local path, made of the URL .*; pass the URL itself, as a str"
@@ -46,7 +46,7 @@ def test_save_to_a_url_that_became_a_path_is_refused(tmp_path, monkeypatch, path
 def test_names_with_colons_are_local_folders(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     pc.save(name, model={"w": torch.ones(2)})
-    assert pc.read(name, "w").tolist() == [1, 1]
+    assert pc.read_tensor(name, "w").tolist() == [1, 1]
 
 
 class Buckets(MemoryFileSystem):

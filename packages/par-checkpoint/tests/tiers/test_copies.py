@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import CheckpointError, CorruptError, load, save, verify
+from par_checkpoint import CheckpointError, CorruptError, Format, Tiers, load, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint.format.manifest import BLOCK
 from par_checkpoint.storage import local
 from par_checkpoint.storage.local import LocalSource, LocalWriter
 from par_checkpoint.storage.sharing import Sharing
 from par_checkpoint.tiers.saving import PartStaging
+
+from ..helpers import policies
 
 SHAPES = {"rows": (2047, 1023), "columns": (513, 2048), "all": (3, 700001), "few": (3,)}
 CUTS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate(), "few": Replicate()}
@@ -67,7 +69,7 @@ def saved_on_two_hosts(folder, copies=2):
     with on_hosts(*names):
         host = names[dist.get_rank()]
         tiers = tiers_of(folder, host)
-        save("c", model=cut(values), tiers=tiers, copies=copies).wait()
+        save("c", model=cut(values), tiers=Tiers(tiers, copies=copies)).wait()
         yield host, tiers, values
 
 
@@ -78,7 +80,9 @@ def test_a_lost_host_comes_back_from_its_neighbours_memory(tmp_path, async_):
     with on_hosts(*names):
         host = names[dist.get_rank()]
         tiers = tiers_of(tmp_path, host)
-        save("run/step-1", model=cut(values), tiers=tiers, copies=2, async_=async_, extra={"x": 5}, step=1).wait()
+        save(
+            "run/step-1", model=cut(values), async_=async_, extra={"x": 5}, step=1, tiers=Tiers(tiers, copies=2)
+        ).wait()
         dist.barrier()
         parts = sorted(path.name for path in (tmp_path / host / "memory/run/step-1").iterdir())
         assert parts == ["part-00000-of-00002", "part-00001-of-00002"]
@@ -95,7 +99,7 @@ def test_a_lost_host_comes_back_from_its_neighbours_memory(tmp_path, async_):
                 (tmp_path / host / "memory").rename(tmp_path / host / "away")
             dist.barrier()
             with mock.patch.object(LocalSource, "read_into", counted):
-                report = load("run/step-1", model=model, tiers=tiers)
+                report = load("run/step-1", model=model, tiers=Tiers(tiers))
             assert report.extra == {"x": 5}
             assert report.step == 1
             assert is_same(model, values)
@@ -115,7 +119,7 @@ def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
     with on_hosts(*names):
         folder = tmp_path / names[rank]
         tiers = [str(folder / "memory")]
-        save("c", model=cut(values, (2, 2)), tiers=tiers, copies=2, max_shard_size="3MB").wait()
+        save("c", model=cut(values, (2, 2)), format=Format(max_shard_size="3MB"), tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         for lost in "abc":
             if names[rank] == lost and rank != 2:
@@ -123,11 +127,11 @@ def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
             dist.barrier()
             for shape in ((1, 4), (2, 2), (4, 1)):
                 model = empty(shape)
-                load("c", model=model, tiers=tiers, verify="full" if shape == (4, 1) else "auto")
+                load("c", model=model, verify="full" if shape == (4, 1) else "auto", tiers=Tiers(tiers))
                 assert is_same(model, values)
             if lost == "b" and rank in (0, 3):  # two new hosts go on, which have all parts between them
                 whole = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-                load("c", model=whole, tiers=tiers, group=pair)
+                load("c", model=whole, group=pair, tiers=Tiers(tiers))
                 assert all(torch.equal(whole[name], values[name]) for name in values)
             dist.barrier()
             if names[rank] == lost and rank != 2:
@@ -137,14 +141,14 @@ def test_uneven_hosts_and_other_numbers_of_ranks(tmp_path):
             shutil.rmtree(folder / "memory", ignore_errors=True)
         dist.barrier()
         with pytest.raises(CheckpointError, match="of 3 parts, part 0 is on no host that loads"):
-            load("c", model=empty(), tiers=tiers)
+            load("c", model=empty(), tiers=Tiers(tiers))
 
 
 @pytest.mark.ranks(2)
 def test_without_a_copy_a_lost_host_means_the_next_tier_and_a_broken_part_is_none(tmp_path):
     with saved_on_two_hosts(tmp_path, copies=1) as (host, tiers, values):
         model = empty()
-        load("c", model=model, tiers=tiers[:1])
+        load("c", model=model, tiers=Tiers(tiers[:1]))
         assert is_same(model, values)
         dist.barrier()
         part = tmp_path / "b/memory/c/part-00001-of-00002"
@@ -155,12 +159,12 @@ def test_without_a_copy_a_lost_host_means_the_next_tier_and_a_broken_part_is_non
             model = empty()
             if dist.get_rank() == 0:  # which tells of it, for all
                 with pytest.warns(UserWarning, match=rf"{message}.*What is loaded is in '.*disk/c'"):
-                    load("c", model=model, tiers=tiers)
+                    load("c", model=model, tiers=Tiers(tiers))
             else:
-                load("c", model=model, tiers=tiers)
+                load("c", model=model, tiers=Tiers(tiers))
             assert is_same(model, values)
             with pytest.raises(CheckpointError, match=r"none of the tiers has a whole checkpoint.*part 1 is on"):
-                load("c", model=model, tiers=tiers[:1])
+                load("c", model=model, tiers=Tiers(tiers[:1]))
             if host == "b":
                 shutil.rmtree(part, ignore_errors=True)
             dist.barrier()
@@ -177,21 +181,21 @@ def test_a_later_save_of_the_same_name_and_one_whose_copies_never_came(tmp_path)
             handles = []
             for number in range(3):
                 model = cut({name: value + number for name, value in values.items()})
-                handles.append(save("c", model=model, tiers=tiers, copies=2, overwrite=True))
+                handles.append(save("c", model=model, overwrite=True, tiers=Tiers(tiers, copies=2)))
             opened.set()
             for handle in handles:
                 handle.wait()
         dist.barrier()
         for kept in (tiers, tiers[1:]):
             model = empty()
-            load("c", model=model, tiers=kept)
+            load("c", model=model, tiers=Tiers(kept))
             assert is_same(model, {name: value + 2 for name, value in values.items()})
         dist.barrier()
         with mock.patch.object(saving, "copy_on", return_value=True):  # both hosts have their part, and no more
-            save("c", model=cut(values), tiers=tiers, copies=2, overwrite=True).wait()
+            save("c", model=cut(values), overwrite=True, tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         model = empty()
-        load("c", model=model, tiers=tiers)
+        load("c", model=model, tiers=Tiers(tiers))
         assert is_same(model, values)
         dist.barrier()
         shutil.rmtree(tmp_path / "a" / "memory", ignore_errors=True)  # a host is lost before the copies came
@@ -199,9 +203,9 @@ def test_a_later_save_of_the_same_name_and_one_whose_copies_never_came(tmp_path)
         model = empty()
         if dist.get_rank() == 0:
             with pytest.warns(UserWarning, match="part 0 is on no host"):
-                load("c", model=model, tiers=tiers)
+                load("c", model=model, tiers=Tiers(tiers))
         else:
-            load("c", model=model, tiers=tiers)
+            load("c", model=model, tiers=Tiers(tiers))
         assert is_same(model, {name: value + 2 for name, value in values.items()}), "of the next tier"
 
 
@@ -211,7 +215,7 @@ def test_a_save_that_dies_between_two_hosts_renames_leaves_the_old_one(tmp_path)
     with on_hosts(*names):
         host = names[dist.get_rank()]
         tiers = tiers_of(tmp_path, host)[:1]
-        save("c", model=cut(values), tiers=tiers, copies=2).wait()
+        save("c", model=cut(values), tiers=Tiers(tiers, copies=2)).wait()
         publish = PartStaging.publish_part
 
         def broken(staging):
@@ -224,14 +228,14 @@ def test_a_save_that_dies_between_two_hosts_renames_leaves_the_old_one(tmp_path)
             mock.patch.object(PartStaging, "publish_part", broken),
             pytest.raises(OSError, match="the host is on fire"),
         ):
-            save("c", model=later, tiers=tiers, copies=2, overwrite=True)
+            save("c", model=later, overwrite=True, tiers=Tiers(tiers, copies=2))
         dist.barrier()
         model = empty()
-        load("c", model=model, tiers=tiers)
+        load("c", model=model, tiers=Tiers(tiers))
         assert is_same(model, values)
-        save("c", model=later, tiers=tiers, copies=2, overwrite=True).wait()
+        save("c", model=later, overwrite=True, tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
-        load("c", model=model, tiers=tiers)
+        load("c", model=model, tiers=Tiers(tiers))
         assert is_same(model, {name: value + 1 for name, value in values.items()})
         left = sorted(path.name for path in (tmp_path / host / "memory/c").iterdir())
         assert left == ["part-00000-of-00002", "part-00001-of-00002"]
@@ -248,13 +252,13 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
     ):
         host = names[dist.get_rank()]
         tiers = tiers_of(tmp_path, host)
-        save("good", model=cut(values), tiers=tiers, copies=2, max_shard_size="5MB").wait()
+        save("good", model=cut(values), format=Format(max_shard_size="5MB"), tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         assert verify(tmp_path / "disk/good") == []
         opened, copy = threading.Event(), saving.copy_on
         held = mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(240) and copy(*a, **options))
         with held:
-            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            handle = save("c", model=cut(values), tiers=Tiers(tiers, copies=2))
             if host == "b":
                 path = tmp_path / "b/memory/c/part-00001-of-00002/model.safetensors.part"
                 data = bytearray(path.read_bytes())
@@ -268,7 +272,7 @@ def test_a_flipped_byte_in_memory_is_not_copied_on(tmp_path, sharing):
         own = f"part-0000{'ab'.index(host)}-of-00002"
         assert [path.name for path in (tmp_path / host / "memory/c").iterdir()] == [own]
         with pytest.raises(CheckpointError, match="is corrupt"):
-            load("c", model=empty(), tiers=tiers)
+            load("c", model=empty(), tiers=Tiers(tiers))
 
 
 def spoil(part):
@@ -285,7 +289,7 @@ def loaded(name, tiers, values, warned, **options):
     model = empty()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load(name, model=model, tiers=tiers, **options)
+        load(name, model=model, tiers=Tiers(tiers), **options)
     texts = [str(warning.message) for warning in caught]
     if warned is None or dist.get_rank() != 0:
         assert texts == []
@@ -315,7 +319,7 @@ def test_a_wrong_byte_in_a_part_is_read_from_its_copy_and_in_both_from_the_next_
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of blocks that are read elsewhere, until one is wrong there, too
                 with pytest.raises(CorruptError, match=rf"{said}.*is corrupt: its checksum is wrong"):
-                    load("c", model=empty(), tiers=tiers[:1], verify=verify)
+                    load("c", model=empty(), verify=verify, tiers=Tiers(tiers[:1]))
             dist.barrier()
             flipped(("a", 1), ("b", 1))
             loaded("c", tiers[:1], values, None, verify=verify)
@@ -345,10 +349,10 @@ def test_the_later_save_is_loaded_though_the_clock_was_set_back(tmp_path):
     with on_hosts(*names):
         tiers = tiers_of(tmp_path, names[dist.get_rank()])[:1]
         with mock.patch.object(time, "time_ns", return_value=1 << 62):
-            save("c", model=cut(values), tiers=tiers, copies=2).wait()
+            save("c", model=cut(values), tiers=Tiers(tiers, copies=2)).wait()
         later = {name: value + 1 for name, value in values.items()}
         with mock.patch.object(saving, "copy_on", return_value=True):  # the copies of the first save are still there
-            save("c", model=cut(later), tiers=tiers, copies=2, overwrite=True).wait()
+            save("c", model=cut(later), overwrite=True, tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         loaded("c", tiers, later, None)
 
@@ -360,7 +364,7 @@ def test_a_part_that_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path):
         host = names[dist.get_rank()]
         tiers, opened, copy = tiers_of(tmp_path, host), threading.Event(), saving.copy_on
         with mock.patch.object(saving, "copy_on", lambda *a, **options: opened.wait(240) and copy(*a, **options)):
-            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            handle = save("c", model=cut(values), tiers=Tiers(tiers, copies=2))
             if host == "b":
                 shutil.rmtree(tmp_path / "b/memory/c")
             opened.set()
@@ -368,8 +372,8 @@ def test_a_part_that_a_cleaner_takes_before_it_is_copied_on_is_told(tmp_path):
                 handle.wait()
         dist.barrier()
         with pytest.raises(CheckpointError, match="of 2 parts, part 1 is on no host that loads"):
-            load("c", model=empty(), tiers=tiers)
-        save("c", model=cut(values), tiers=tiers, copies=2, overwrite=True).wait()
+            load("c", model=empty(), tiers=Tiers(tiers))
+        save("c", model=cut(values), overwrite=True, tiers=Tiers(tiers, copies=2)).wait()
         dist.barrier()
         loaded("c", tiers[1:], values, None)
 
@@ -388,7 +392,7 @@ def test_a_tier_that_fills_up_behind_the_trainer_is_told_everywhere_and_the_othe
         host = names[dist.get_rank()]
         tiers = tiers_of(tmp_path, host)
         with mock.patch.object(LocalWriter, "write_at", limited):
-            handle = save("c", model=cut(values), tiers=tiers, copies=2)
+            handle = save("c", model=cut(values), tiers=Tiers(tiers, copies=2))
             with pytest.raises(OSError, match="No space left") as caught:
                 handle.wait()
         assert caught.value.errno == errno.ENOSPC
@@ -398,7 +402,7 @@ def test_a_tier_that_fills_up_behind_the_trainer_is_told_everywhere_and_the_othe
         assert in_memory == (of_both if full == "disk/.c" else [own])
         assert [path.name for path in (tmp_path / "disk").iterdir()] == ([] if full == "disk/.c" else ["c"])
         loaded("c", tiers[:1], values, None)
-        save("d", model=cut(values), tiers=tiers, copies=2).wait()  # there is room again
+        save("d", model=cut(values), tiers=Tiers(tiers, copies=2)).wait()  # there is room again
         dist.barrier()
         assert verify(tmp_path / "disk/d") == []
 
@@ -419,7 +423,7 @@ def test_hosts_that_were_booted_and_parts_of_which_half_was_copied(tmp_path):
             dist.barrier()
             loaded("c", tiers, values, None)  # of the other one's memory, and then of the disk
         with pytest.raises(CheckpointError, match=r"none of the tiers has a whole checkpoint that all ranks see: "):
-            load("c", model=empty(), tiers=tiers[:1])
+            load("c", model=empty(), tiers=Tiers(tiers[:1]))
 
 
 @pytest.mark.ranks(2)
@@ -427,9 +431,6 @@ def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
     names, model = ("a", "b"), cut(drawn())
     memory = str(tmp_path / names[dist.get_rank()] / "memory")
     cases = [
-        ({"copies": 0, "tiers": [memory]}, ValueError, "copies is 0; give 1"),
-        ({"copies": True, "tiers": [memory]}, TypeError, "copies is True; give on how many hosts"),
-        ({"copies": 2}, ValueError, "copies is 2, but there are no tiers"),
         ({"copies": 3, "tiers": [memory]}, ValueError, r"copies is 3, but the ranks are on 2 hosts \(a, b\); give 2"),
         ({"copies": 2, "tiers": ["memory://x", memory]}, ValueError, "the first tier, of 'memory://x/c', is no folder"),
         ({"copies": 2, "tiers": [str(tmp_path / "shared")]}, ValueError, "hosts [ab] and [ab] share the first tier"),
@@ -443,24 +444,24 @@ def test_what_cannot_be_copied_is_refused_on_all_ranks(tmp_path):
     with on_hosts(*names):
         for options, kind, match in cases:
             with pytest.raises(kind, match=match):
-                save("c", model=model, **options)
+                save("c", model=model, **policies(**options))
             dist.barrier()
             assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left of it"
             dist.barrier()
-        save("c", model=model, tiers=[memory], copies=1).wait()
+        save("c", model=model, tiers=Tiers([memory], copies=1)).wait()
         with pytest.raises(FileExistsError, match="pass overwrite=True"):
-            save("c", model=model, tiers=[memory], copies=1)
+            save("c", model=model, tiers=Tiers([memory], copies=1))
         (tmp_path / names[dist.get_rank()] / "memory/c/notes").write_text("mine")
         with pytest.raises(CheckpointError, match="holds what is no part of a host, such as notes"):
-            save("c", model=model, tiers=[memory], copies=1, overwrite=True)
+            save("c", model=model, overwrite=True, tiers=Tiers([memory], copies=1))
 
 
 def test_copies_on_one_host(tmp_path):
     model = {"w": torch.ones(3)}
-    save("c", model=model, tiers=[tmp_path / "memory", tmp_path / "disk"], copies=1).wait()
+    save("c", model=model, tiers=Tiers([tmp_path / "memory", tmp_path / "disk"], copies=1)).wait()
     assert verify(tmp_path / "disk" / "c") == []
     into = {"w": torch.zeros(3)}
-    load("c", model=into, tiers=[tmp_path / "memory"])
+    load("c", model=into, tiers=Tiers([tmp_path / "memory"]))
     assert torch.equal(into["w"], model["w"])
     with pytest.raises(ValueError, match=r"copies is 2, but the ranks are on 1 host \("):
-        save("d", model=model, tiers=[tmp_path], copies=2)
+        save("d", model=model, tiers=Tiers([tmp_path], copies=2))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from par_checkpoint import CheckpointError, CorruptError, inspect, load, read, save, verify
+from par_checkpoint import CheckpointError, CorruptError, Tiers, inspect, load, read_tensor, save, verify
 from par_checkpoint.tools.cli import main
 from par_groups import Box
 
@@ -33,7 +33,7 @@ def saved(folder, *, copies, name="run/step-00000001"):
         for name, value in values().items()
     }
     with mock.patch.object(socket, "gethostname", return_value=HOSTS[rank]):
-        save(name, model=model, tiers=[folder / HOSTS[rank]], copies=copies, step=1, extra={"x": 5}).wait()
+        save(name, model=model, step=1, extra={"x": 5}, tiers=Tiers([folder / HOSTS[rank]], copies=copies)).wait()
     dist.barrier()
     return [str(folder / host / name) for host in HOSTS]
 
@@ -73,7 +73,7 @@ def test_what_hosts_hold_is_told_on_one_machine(tmp_path):
     assert all(sum(b.numel for b in contents.boxes[name]) == expected[name].numel() for name in expected)
     assert verify(folders) == []
     for name, value in expected.items():
-        assert torch.equal(read(folders, name), value)
+        assert torch.equal(read_tensor(folders, name), value)
 
     one = inspect(folders[1])
     assert [part.path for part in one.parts] == [f"{folders[1]}/{shards[1]}"]
@@ -82,12 +82,12 @@ def test_what_hosts_hold_is_told_on_one_machine(tmp_path):
         mine = torch.zeros_like(value, dtype=torch.bool)
         for there in one.boxes[name]:
             mine[there.slices] = True
-            assert torch.equal(read(folders[1], name, there), value[there.slices])
+            assert torch.equal(read_tensor(folders[1], name, there), value[there.slices])
         others = [other.slices for other in inspect(folders[0]).boxes[name]]
         assert sum(int(mine[slices].sum()) for slices in others) == 0
         assert int(mine.sum()) + sum(value[slices].numel() for slices in others) == value.numel()
     with pytest.raises(CheckpointError, match=r"is in part 0, with the data of host a, which is not in .*/b/run"):
-        read(folders[1], "rows")
+        read_tensor(folders[1], "rows")
     faults = verify(f"{folders[1]}/{shards[1]}")
     assert faults == faults.lost
     assert "part 0 of 2, with the data of host a, is not in" in faults[0]
@@ -151,10 +151,10 @@ def test_one_command_tells_whether_hosts_folders_can_be_loaded(tmp_path):
 
 def test_a_host_that_has_all_parts_is_converted_and_loaded(tmp_path):
     model = {"w": torch.randn(5, 7), "flag": torch.ones(3, dtype=torch.bool), "long": torch.arange(3)}
-    save("c", model=model, tiers=[tmp_path], copies=1)
+    save("c", model=model, tiers=Tiers([tmp_path], copies=1))
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "h")]) == 0
     assert main(["diff", str(tmp_path / "c"), str(tmp_path / "h")]) == 0
     into = {name: torch.zeros_like(value) for name, value in model.items()}
     load(tmp_path / "h", model=into)
     assert all(torch.equal(into[name], value) for name, value in model.items())
-    assert torch.equal(read(tmp_path / "c", "w", box((1, 2), (3, 4))), model["w"][1:4, 2:6])
+    assert torch.equal(read_tensor(tmp_path / "c", "w", box((1, 2), (3, 4))), model["w"][1:4, 2:6])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, _save, save
+from par_checkpoint import Checkpoints, Tiers, _save, save
 
 
 def on_hosts(monkeypatch, *names):
@@ -23,7 +23,7 @@ def test_tiers_that_cannot_be_are_refused_on_every_rank_and_leave_nothing(tmp_pa
     def refused(words, *tiers, copies=None, group=None):
         dist.barrier()
         with pytest.raises(ValueError, match=words):
-            Checkpoints("run", tiers=tiers, copies=copies, group=group).check()
+            Checkpoints("run", group=group, tiers=Tiers(tiers, copies=copies)).check()
         dist.barrier()
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -35,7 +35,7 @@ def test_tiers_that_cannot_be_are_refused_on_every_rank_and_leave_nothing(tmp_pa
     refused("hosts [ab] and [ab] share the first tier, '.*shared/run'", shared, copies=2, group=two)
     refused("b does not see the tier '.*own1/run' that a sees", own, group=two)
     refused("copies is 3, but the ranks are on 2 hosts", own, shared, copies=3, group=two)
-    Checkpoints("run", tiers=[own, shared, "memory://par-probe"], copies=2, group=two).check()
+    Checkpoints("run", group=two, tiers=Tiers([own, shared, "memory://par-probe"], copies=2)).check()
     dist.barrier()
     assert [list(path.iterdir()) for path in (own / "run", shared / "run")] == [[], []]
 
@@ -44,7 +44,7 @@ def test_tiers_that_cannot_be_are_refused_on_every_rank_and_leave_nothing(tmp_pa
 def test_a_run_is_removed_from_all_tiers_parts_and_copies_too(tmp_path, monkeypatch):
     on_hosts(monkeypatch, "a", "b")
     own, shared = tmp_path / f"own{dist.get_rank()}", tmp_path / "shared"
-    checkpoints = Checkpoints("run", tiers=[own, shared], copies=2, keep_last=None)
+    checkpoints = Checkpoints("run", keep_last=None, tiers=Tiers([own, shared], copies=2))
     for step in (1, 2):
         checkpoints.save(step, model={"w": torch.full((300,), float(step))}).wait()
     (own / "run" / "notes").mkdir()
@@ -73,7 +73,7 @@ def test_a_save_says_which_tiers_are_still_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr(
         _save.Save, "_copy_on", lambda save, act, before: held(save, lambda: (go.wait(), act()), before)
     )
-    handle = save("one", model={"w": torch.ones(3)}, tiers=[tmp_path / name for name in "abc"])
+    handle = save("one", model={"w": torch.ones(3)}, tiers=Tiers([tmp_path / name for name in "abc"]))
     go.set()
     handle.wait()
     b, c = str(tmp_path / "b" / "one"), str(tmp_path / "c" / "one")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import par_checkpoint
-from par_checkpoint import Checkpoints, save
+from par_checkpoint import Checkpoints, Format, save
 from par_checkpoint.tools.cli import main
 
 
@@ -121,7 +121,9 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 
 def test_a_config_reaches_the_folder(tmp_path, model):
-    par_checkpoint.save(tmp_path / "c", model=model, config={"model_type": "x", "width": 7})
+    par_checkpoint.save(
+        tmp_path / "c", model=model, format=par_checkpoint.Format(config={"model_type": "x", "width": 7})
+    )
     assert json.loads((tmp_path / "c/config.json").read_text()) == {"model_type": "x", "width": 7}
 
 
@@ -137,7 +139,7 @@ def test_corrupt_bytes_are_neither_converted_nor_compared(saved, tmp_path, capsy
 
 
 def test_a_config_that_is_no_json_is_wrong(tmp_path, model, capsys):
-    save(tmp_path / "c", model=model, config={"width": 7})
+    save(tmp_path / "c", model=model, format=Format(config={"width": 7}))
     assert main(["verify", str(tmp_path / "c")]) == 0
     (tmp_path / "c/config.json").write_text('{"width": ')
     assert main(["verify", str(tmp_path / "c")]) == 1

@@ -39,7 +39,7 @@ def converted(source, target):
 
 def test_convert_keeps_config_and_tokenizer(tmp_path):
     config = {"model_type": "x", "dtype": "float32", "text_config": {"torch_dtype": "float32", "width": 3}}
-    pc.save(tmp_path / "a", model={"w": torch.ones(2)}, config=config, step=7)
+    pc.save(tmp_path / "a", model={"w": torch.ones(2)}, step=7, format=pc.Format(config=config))
     for name, data in BESIDE.items():
         (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "a" / name).write_bytes(data)
@@ -58,7 +58,14 @@ def test_convert_names_what_it_leaves_out(tmp_path, capsys):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    pc.save(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler, extra={"a": 1}, config={"b": 2})
+    pc.save(
+        tmp_path / "a",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra={"a": 1},
+        format=pc.Format(config={"b": 2}),
+    )
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "left out: the optimizer, the scheduler, the extra\n" in capsys.readouterr().out
     left_out = convert_checkpoint(str(tmp_path / "a"), str(tmp_path / "c"), to="dcp")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_checkpoint import CheckpointError, inspect, save
+from par_checkpoint import CheckpointError, Format, inspect, save
 
 
 def test_inspect_tells_what_is_there(tmp_path):
@@ -12,7 +12,7 @@ def test_inspect_tells_what_is_there(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(2, 5)).sum().backward()
     optimizer.step()
-    save(path, model=model, optimizer=optimizer, extra={"epoch": 3}, step=9, max_shard_size=100)
+    save(path, model=model, optimizer=optimizer, extra={"epoch": 3}, step=9, format=Format(max_shard_size=100))
     contents = inspect(path)
     assert contents.style == "huggingface"
     assert contents.step == 9

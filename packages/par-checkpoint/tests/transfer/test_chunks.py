@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from par_checkpoint import release, save
+from par_checkpoint import release_memory, save
 from par_checkpoint.transfer import chunks
 from par_checkpoint.transfer.chunks import CHUNK, Chunks, chunk_sizes
 from par_checkpoint.transfer.sessions import session_of
@@ -54,11 +54,11 @@ def test_what_was_copied_into_is_released_and_made_anew(tmp_path):
     kept = session_of(None)._memory
     assert sum(chunk.numel() for chunk in kept.memory) >= 12 << 20
     handle = save(tmp_path / "again", model=model, async_=True)
-    release()
+    release_memory()
     assert handle.done()  # it is waited for
     assert kept.memory == []
     assert session_of(None)._memory is None
-    release()  # again is harmless
+    release_memory()  # again is harmless
     save(tmp_path / "b", model=model, async_=True).wait()
 
 
@@ -73,6 +73,6 @@ def test_an_error_is_still_raised_after_a_release(tmp_path):
     (tmp_path / "a").mkdir()
     with mock.patch("par_checkpoint.transfer.write.crc32c", side_effect=OSError(28, "No space left on device")):
         handle = save(tmp_path / "b", model={"w": torch.ones(3)}, async_=True)
-        release()
+        release_memory()
     with pytest.raises(OSError, match="No space left"):
         handle.wait()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_checkpoint import inspect
+from par_checkpoint import Tiers, inspect
 from par_groups import STOP_SIGNALS
 from par_train import Run, Strategy
 from par_train.run import run as run_module
@@ -136,7 +136,7 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path):
 @pytest.mark.ranks(2)
 def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_last_one_has_everything(tmp_path):
     folder, near, far = (tmp_path / name for name in ("run", "near", "far"))
-    tiers = {"tiers": [near, far], "checkpoint_every": 3, "keep_last": [1, 2]}
+    tiers = {"tiers": Tiers([near, far]), "checkpoint_every": 3, "keep_last": [1, 2]}
     Loop(zero=1).train(tmp_path / "whole", 9)
     Loop(zero=1).train(folder, 9, at(7, lambda run: run.leave()), async_=True, **tiers)
     dist.barrier()
@@ -150,7 +150,9 @@ def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_l
         dist.barrier()
         said, found = io.StringIO(), case / ("far" if gone == "near" else "near")
         with redirect_stderr(said):
-            Loop(zero=1).train(case / "run", 9, resume="auto", **{**tiers, "tiers": [case / "near", case / "far"]})
+            Loop(zero=1).train(
+                case / "run", 9, resume="auto", **{**tiers, "tiers": Tiers([case / "near", case / "far"])}
+            )
         if dist.get_rank() == 0:
             assert f"goes on after step 7, from {found}/checkpoints/step-00000007\n" in said.getvalue()
         dist.barrier()
@@ -159,7 +161,7 @@ def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_l
     with pytest.raises(ValueError, match="holds a run already, of step 7; go on with resume='auto', replace it"):
         Loop().train(tmp_path / "other", 2, **tiers)
     with pytest.raises(ValueError, match="copies is 2, but the ranks are on 1 host"):
-        Loop().train(tmp_path / "other", 2, tiers=[near, far], copies=2, overwrite=True)
+        Loop().train(tmp_path / "other", 2, tiers=Tiers([near, far], copies=2), overwrite=True)
     Loop().train(tmp_path / "other", 2, overwrite=True, **tiers)
     dist.barrier()
     assert [steps_of(tier) for tier in (near, far)] == [[2], [2]]
@@ -201,7 +203,8 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
     refused("keep_last is '3'; give 1 or more, or None", keep_last="3")
     refused("log_every is 2.5; give 1 or more", log_every=2.5)
     refused("log_every is -1; give 1 or more", log_every=-1)
-    refused("save_options is 'fast'; give a par_checkpoint.SaveOptions, or None", save_options="fast")
+    refused("format='fast': it must be a policy; pass a par_checkpoint.Format, or None", format="fast")
+    refused("tiers is ['a']; give par_checkpoint.Tiers([...]), or None", tiers=["a"])
     refused("resume='auto' goes on with a run and overwrite=True replaces it", resume="auto", overwrite=True)
     refused("until is 0; give the number of steps", until=0)
     refused(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_checkpoint import CheckpointError
+from par_checkpoint import CheckpointError, Tiers
 from par_testing import storm
 from par_train import Strategy
 
@@ -117,8 +117,8 @@ def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypa
     monkeypatch.setattr(socket, "gethostname", lambda: names[rank])
     tiers = [tmp_path / names[rank] / "memory", tmp_path / "disk"]
     first, second = Training(zero=2), Training(zero=2)
-    assert second.strategy.checkpoints("gpt", tiers=tiers).resume() is None
-    checkpoints = first.strategy.checkpoints("gpt", tiers=tiers, copies=2, keep_last=[1, 2])
+    assert second.strategy.checkpoints("gpt", tiers=Tiers(tiers)).resume() is None
+    checkpoints = first.strategy.checkpoints("gpt", tiers=Tiers(tiers, copies=2), keep_last=[1, 2])
     for step in (2, 4):
         first.steps(2)
         (handle,) = checkpoints.save(step, async_=True)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_the_memory_of_a_neighbouring_host(tmp_path, monkeypa
         shutil.rmtree(tiers[0])
         tiers[1].rename(tmp_path / "away")
     dist.barrier()
-    checkpoints = second.strategy.checkpoints("gpt", tiers=tiers)
+    checkpoints = second.strategy.checkpoints("gpt", tiers=Tiers(tiers))
     assert checkpoints.latest_step() == 4
     assert checkpoints.resume() == 4
     assert checkpoints.resumed_from == str(tiers[0] / "gpt" / "step-00000004")
@@ -146,16 +146,16 @@ def test_single_objects_go_to_tiers_and_come_back_from_the_nearest_one(tmp_path)
     first.steps(2)
     tiers = [tmp_path / "memory", tmp_path / "disk"]
     for kind in ("model", "optimizer"):
-        first.strategy.save(getattr(first, kind), "out", tiers=tiers).wait()
+        first.strategy.save(getattr(first, kind), "out", tiers=Tiers(tiers)).wait()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(tiers[0])
     dist.barrier()
     for kind in ("model", "optimizer"):
-        second.strategy.load(getattr(second, kind), "out", tiers=tiers)
+        second.strategy.load(getattr(second, kind), "out", tiers=Tiers(tiers))
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
-    with pytest.raises(ValueError, match="plan='torch': one rank writes its files to one folder, so tiers and copies"):
-        first.strategy.save(first.model, "model.pt", plan="torch", tiers=tiers)
+    with pytest.raises(ValueError, match="plan='torch': one rank writes its files to one folder, so tiers have"):
+        first.strategy.save(first.model, "model.pt", plan="torch", tiers=Tiers(tiers))
 
 
 TOPOLOGIES = [

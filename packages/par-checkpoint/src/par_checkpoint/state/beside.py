@@ -8,7 +8,7 @@ import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,6 @@ from .transformers import pretrained_of
 
 _SHOWN = 10  # names in a warning
 _DEPTH = 8  # calls from a warning up to whoever called `save`
-
-
-def check_config(config: Any) -> None:
-    """Raises TypeError unless a config can be written as a mapping of plain JSON; None is written nowhere."""
-    if config is not None and not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
-        raise TypeError(f"config is a {type(config).__name__}; give a mapping, or an object with to_dict()")
 
 
 def files_beside(

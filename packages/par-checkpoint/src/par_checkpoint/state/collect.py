@@ -22,7 +22,7 @@ from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
 from ..plan.claims import Entry, key_of, name_of
-from .conversion import Convert, checked
+from .conversion import Conversion, checked
 from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
 from .optimizer import Naming, OptimizerState, optimizer_state
 from .quantised import check_cast
@@ -106,7 +106,7 @@ def collect(
     extra: object,
     layout: Mapping[str, Sharding] | None,
     names: Names | None,
-    convert: Convert | None,
+    convert: Conversion | None,
     dtype: torch.dtype | None,
     stem: str,
 ) -> Content:

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TensorSlice:
     """A tensor in the files, or a rectangle of one, and where it lies in a tensor in memory.
 
     Args:
@@ -83,11 +83,11 @@ class Part:
         return tuple(extent)
 
 
-Convert = Callable[[str, Shape], Sequence[Part] | None]
+Conversion = Callable[[str, Shape], Sequence[TensorSlice] | None]
 """The parts of a tensor, from its name in the model and its global shape; None where it lies in the files as it is."""
 
 
-def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
+def parts_cover(shape: Shape, parts: Sequence[TensorSlice]) -> None:
     """Checks that parts hold every element of a tensor in memory exactly once.
 
     Args:
@@ -132,7 +132,7 @@ def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
         )
 
 
-def _of_each_remainder(part: Part, common: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _of_each_remainder(part: TensorSlice, common: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """A part as boxes, start and size, of a tensor whose dims were each cut in two, into index // s and index % s.
 
     Args:
@@ -152,14 +152,14 @@ def _of_each_remainder(part: Part, common: Sequence[int]) -> Iterator[tuple[list
         yield [n for quotient, rest, _ in run for n in (quotient, rest)], [n for *_, count in run for n in (count, 1)]
 
 
-def checked(convert: Convert) -> Convert:
+def checked(convert: Conversion) -> Conversion:
     """A conversion whose parts of a tensor are checked to hold each of its elements exactly once.
 
     Raises:
         ValueError: When it is called, naming the tensor. See `parts_cover`.
     """
 
-    def convert_and_check(name: str, shape: Shape) -> Sequence[Part] | None:
+    def convert_and_check(name: str, shape: Shape) -> Sequence[TensorSlice] | None:
         parts = convert(name, shape)
         if parts is not None:
             try:
@@ -171,7 +171,7 @@ def checked(convert: Convert) -> Convert:
     return convert_and_check
 
 
-def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
+def split(sharding: Sharding, parts: Sequence[TensorSlice]) -> list[Segment]:
     """A rank's share of a tensor in memory, as its share of each tensor in the files.
 
     Args:
@@ -192,7 +192,7 @@ def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
     return [Segment(name, Sharding(shapes[name], tuple(own))) for name, own in boxes.items()]
 
 
-def _common(box: Box, part: Part) -> Box | None:
+def _common(box: Box, part: TensorSlice) -> Box | None:
     """What a box and a part have in common, as a box of the tensor in the files."""
     start, size, stride = list(part.first), list(part.extent), list(box.stride)
     offset = box.offset

@@ -11,7 +11,7 @@ from par_groups import Segment, Sharding, sharding_of
 
 from .._torch_private import local_of as memory_of
 from ..format.pickled import is_extra_state
-from .conversion import Convert, split
+from .conversion import Conversion, split
 
 Model = nn.Module | Mapping[str, torch.Tensor]
 Names = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
@@ -210,7 +210,7 @@ def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding])
     return sharding
 
 
-def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key: str) -> list[Segment]:
+def segments_on_disk(name: str, sharding: Sharding, convert: Conversion | None, key: str) -> list[Segment]:
     """What a tensor in memory is on disk: itself under its name there, or the parts that `convert` says.
 
     Args:

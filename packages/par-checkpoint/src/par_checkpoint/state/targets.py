@@ -16,7 +16,7 @@ from par_groups import SCALARS, Segments, Sharding, slots_of, whole
 
 from ..plan.claims import Entry, key_of, name_of, section_of
 from ..storage.directory import Place
-from .conversion import Convert, checked
+from .conversion import Conversion, checked
 from .model import (
     Model,
     Names,
@@ -149,7 +149,7 @@ def model_targets(
     *,
     layout: Mapping[str, Sharding] | None,
     names: Names | None,
-    convert: Convert | None,
+    convert: Conversion | None,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None,
 ) -> Targets:
     """The tensors of a model, matched with what the files hold.

@@ -18,7 +18,7 @@ from torch import nn
 
 from par_groups import attributes
 
-from .conversion import Convert, Part, Shape
+from .conversion import Conversion, Shape, TensorSlice
 from .model import Model, clean, unwrapped
 
 _CONVERTS_SINCE = 5
@@ -38,7 +38,7 @@ def is_pretrained(module: nn.Module) -> bool:
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
-def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Convert | None:
+def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversion | None:
     """The conversion that `save_pretrained` would apply to a model's tensors, new names included.
 
     Args:
@@ -60,7 +60,7 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Convert |
         return None
     parts, refused = _traced_parts(_reversed(transforms), shapes, inner.config)
 
-    def convert(key: str, shape: Shape) -> Sequence[Part] | None:
+    def convert(key: str, shape: Shape) -> Sequence[TensorSlice] | None:
         if key in refused:
             operations, cause = refused[key]
             raise ValueError(
@@ -127,7 +127,7 @@ def _reversed(transforms: Sequence[Any]) -> list[Any]:
         ) from error
 
 
-def _as_it_is(key: str, shape: Shape, parts: Sequence[Part]) -> bool:
+def _as_it_is(key: str, shape: Shape, parts: Sequence[TensorSlice]) -> bool:
     """Whether the parts are one: the tensor itself, under its own name."""
     if [part.name for part in parts] != [key]:
         return False
@@ -135,7 +135,7 @@ def _as_it_is(key: str, shape: Shape, parts: Sequence[Part]) -> bool:
     return part.shape == part.extent == tuple(shape) and part.dims == tuple(range(len(shape)))
 
 
-Parts = dict[str, list[Part]]
+Parts = dict[str, list[TensorSlice]]
 Refused = dict[str, tuple[str, Exception]]
 
 
@@ -158,7 +158,7 @@ def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config
     parts: Parts = {}
     for name, tensor in traced.items():
         for piece in tensor.pieces:
-            part = Part(
+            part = TensorSlice(
                 name=name, shape=tensor.shape, start=piece.start, dims=piece.dims, offset=piece.offset, size=piece.size
             )
             parts.setdefault(piece.key, []).append(part)
@@ -193,7 +193,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 class _Piece(NamedTuple):
-    """A rectangle of a traced tensor, and where its elements lie in the model. The fields are those of `Part`."""
+    """A rectangle of a traced tensor, and the place of its elements in the model, with the fields of `TensorSlice`."""
 
     key: str
     start: Shape

@@ -2,10 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
-from ..format.index import is_base_name
 from ..format.manifest import BLOCK, Manifest
 from .files import Source, Writer
 from .local import LocalFolder
@@ -69,37 +68,6 @@ def _is_scheme(text: str, *, anywhere: bool) -> bool:
     if anywhere:
         return text.rpartition("::")[2].lower() in _SCHEMES
     return re.fullmatch("[A-Za-z][A-Za-z0-9+.:-]+", text) is not None  # one letter is a drive
-
-
-def in_tiers(path: str | os.PathLike[str], tiers: Sequence[str | os.PathLike[str]] | None) -> list[str]:
-    """The places of a checkpoint: its path, or where there are tiers, its name in each of them.
-
-    Args:
-        path: The path, or the name in the tiers.
-        tiers: Folders or URLs, the nearest first; None: the path stands for itself.
-
-    Raises:
-        TypeError: Tiers that are no list of paths.
-        ValueError: No tiers, two equal ones, or a path in them that is no plain name.
-    """
-    if tiers is None:
-        return [os.fspath(path)]
-    if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
-        raise TypeError(f"tiers is {tiers!r}; give a list of folders or URLs, the nearest first")
-    name, roots = os.fspath(path), [os.fspath(tier).rstrip("/") for tier in tiers]
-    if not isinstance(name, str) or not all(is_base_name(part) for part in name.split("/")):
-        raise ValueError(f"path is {name!r}; with tiers it is the checkpoint's name in each of them, such as 'step-1'")
-    if not roots or len(set(roots)) < len(roots):
-        raise ValueError(f"tiers is {list(tiers)!r}; give one or more folders or URLs, all different")
-    seen = [root if "://" in root else os.path.realpath(root) for root in roots]
-    for number, inner in enumerate(seen):
-        for outer in seen[:number] + seen[number + 1 :]:
-            if f"{inner}/".startswith(f"{outer}/"):
-                raise ValueError(
-                    f"tiers is {list(tiers)!r}, of which {roots[number]!r} is another one, or lies in it; give folders "
-                    "that do not hold each other"
-                )
-    return [f"{root}/{name}" for root in roots]
 
 
 class Folder(Protocol):

@@ -16,7 +16,7 @@ from .folder import Folder
 from .outline import Outline, read_outline, tensors_of, wrong_size
 
 
-class Faults(list[str]):
+class VerifyReport(list[str]):
     """What is wrong with a checkpoint, one sentence for each fault.
 
     Attributes:
@@ -84,7 +84,7 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
             )
 
 
-def faults_of(folder: Folder, *, deep: bool) -> Faults:
+def faults_of(folder: Folder, *, deep: bool) -> VerifyReport:
     """What is wrong with a checkpoint.
 
     Args:
@@ -94,16 +94,16 @@ def faults_of(folder: Folder, *, deep: bool) -> Faults:
     try:
         outline = read_outline(folder)
     except (CheckpointError, OSError) as error:
-        return Faults(_wrong_one_by_one(folder, deep=deep) or [str(error)])
+        return VerifyReport(_wrong_one_by_one(folder, deep=deep) or [str(error)])
     manifest = outline.manifest
     if manifest is None:
-        return Faults(
+        return VerifyReport(
             [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
         )
     wrong = wrong_beside(folder, manifest, deep=deep)
     for name, record in manifest.files.items() if deep else ():
         wrong.extend(text for _, text in wrong_blocks(folder, name, record, outline.directories))
-    return Faults(wrong)
+    return VerifyReport(wrong)
 
 
 def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:

@@ -16,7 +16,7 @@ from ..storage.directory import Place
 from ..storage.folder import Folder, open_folder
 from ..storage.local import LocalFolder
 from ..storage.outline import read_outline
-from ..storage.verify import Faults, wrong_beside, wrong_blocks
+from ..storage.verify import VerifyReport, wrong_beside, wrong_blocks
 from .kept import KeptFolder, SaveId, small_in
 from .part import PartRecord, part_of, read_part
 
@@ -24,7 +24,7 @@ AnyPath = str | PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPart:
+class HostShard:
     """A part of a checkpoint, or a copy of one, that a host keeps.
 
     Args:
@@ -174,19 +174,19 @@ def _boxes_of(place: Place, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
             yield from cut(record, first, last).boxes
 
 
-def _look_at(path: Path) -> tuple[HostPart, PartRecord | None]:
+def _look_at(path: Path) -> tuple[HostShard, PartRecord | None]:
     """What is in the folder of a part, and what the part says of itself if it is whole."""
     number, count = part_of(path.name) or (0, 0)
     try:
         record, manifest = read_part(path)
     except (CheckpointError, OSError) as error:
-        return HostPart(path=str(path), number=number, count=count, fault=str(error)), None
+        return HostShard(path=str(path), number=number, count=count, fault=str(error)), None
     size = sum(file.size for name, file in manifest.files.items() if name not in record.homes)
     for name, homes in record.homes.items():
         file = manifest.files[name]
         blocks = zip(block_ranges(file.size, file.data_begin, file.block), homes, strict=True)
         size += file.data_begin + sum(end - begin for (begin, end), part in blocks if part == record.part)
-    part = HostPart(
+    part = HostShard(
         path=str(path),
         number=number,
         count=count,
@@ -198,7 +198,7 @@ def _look_at(path: Path) -> tuple[HostPart, PartRecord | None]:
     return part, record
 
 
-def faults_of_parts(folder: Gathered, *, deep: bool) -> Faults:
+def faults_of_parts(folder: Gathered, *, deep: bool) -> VerifyReport:
     """What is wrong with the parts of a checkpoint, each copy looked at, and what of it a load cannot do without.
 
     Args:
@@ -216,7 +216,7 @@ def faults_of_parts(folder: Gathered, *, deep: bool) -> Faults:
     try:
         outline = read_outline(folder)
     except CheckpointError as error:
-        return Faults([*faults, *folder.missing, str(error)], [*lost, str(error)])
+        return VerifyReport([*faults, *folder.missing, str(error)], [*lost, str(error)])
     faults += [*folder.missing, *wrong_beside(folder, decode_manifest(folder.small[MANIFEST]), deep=deep)]
     bad: dict[tuple[str, int], list[str]] = {}
     for part, path in every if deep else ():
@@ -230,7 +230,7 @@ def faults_of_parts(folder: Gathered, *, deep: bool) -> Faults:
         faults += texts
         if len(texts) == len(folder.copies[folder.record.homes[name][number]]):
             lost += texts
-    return Faults(faults, lost)
+    return VerifyReport(faults, lost)
 
 
 def _is_of(homes: Sequence[int], part: int, name: str, number: int) -> bool:

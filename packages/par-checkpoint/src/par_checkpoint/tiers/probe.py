@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from ..storage.remote import RemoteFolder
 
 
-def check_tiers(roots: Sequence[str], tiers: Sequence[object] | None, copies: int | None, ranks: Ranks) -> None:
+def check_tiers(roots: Sequence[str], copies: int | None, ranks: Ranks) -> None:
     """Raises what a save to these tiers would run into, on every rank. Collective.
 
     A file is written into each and removed again; a folder that is not there yet is made, and goes if it is refused.
 
     Args:
         roots: The folder of the steps in each tier.
-        tiers: The tiers as they were given.
         copies: On how many hosts each host's part is kept in the first tier; None: all ranks see it.
         ranks: The ranks that save.
 
@@ -37,7 +36,7 @@ def check_tiers(roots: Sequence[str], tiers: Sequence[object] | None, copies: in
     def look() -> None:
         first = open_folder(roots[0])
         if copies is not None:
-            check_copies(copies, tiers, first, "huggingface")
+            check_copies(copies, first, "huggingface")
             check_hosts(copies, hosts)
 
     ranks.agree(look)

@@ -57,31 +57,18 @@ def hosts_of(ranks: Ranks) -> Hosts:
     return Hosts(names=names, of_rank=tuple(ranks.hosts()), rank=ranks.rank)
 
 
-def check_copies(copies: object, tiers: object, folder: Folder, style: str) -> None:
-    """Raises unless copies of hosts' parts can be asked for: what is wrong with them, apart from the hosts.
+def check_copies(copies: int, folder: Folder, style: str) -> None:
+    """Raise ValueError unless the first tier can keep the shards of hosts, as far as one host can tell.
 
     Args:
-        copies: On how many hosts each part is to be.
-        tiers: The tiers that were given.
-        folder: The checkpoint's folder in the first tier.
-        style: The style of the files.
-
-    Raises:
-        TypeError, ValueError: What was given, the rule, and what to give.
+        copies: Number of hosts that keep each shard.
+        folder: Folder of the checkpoint in the first tier.
+        style: Style of the files.
     """
-    if isinstance(copies, bool) or not isinstance(copies, int):
-        raise TypeError(f"copies is {copies!r}; give on how many hosts each host's part is to be, such as 2, or None")
-    if copies < 1:
-        raise ValueError(f"copies is {copies}; give 1 for a host's part on that host alone, 2 for one more on the next")
-    if tiers is None:
-        raise ValueError(
-            f"copies is {copies}, but there are no tiers; give the memory of each host as the first one, such as "
-            "tiers=['/dev/shm/run', 's3://bucket/run']"
-        )
     if not isinstance(folder, LocalFolder):
         raise ValueError(
             f"copies is {copies}, but the first tier, of {folder.url!r}, is no folder of a host; give one such as "
-            "'/dev/shm/run' first, or leave copies away"
+            "'/dev/shm/run' first, or leave copies out"
         )
     if style != "huggingface":
         raise ValueError(f"copies is {copies} and style is {style!r}, of which one rank writes all; use 'huggingface'")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..transfer.ranks import Ranks, Transfer
+from ..transfer.ranks import PeerTransfer, Ranks
 
 _UNDER_WAY = 4  # blocks of a rank that are sent or received at a time
 
@@ -57,7 +57,7 @@ def travel(
         RuntimeError: Another rank is gone.
     """
     error: BaseException | None = None
-    under_way: deque[tuple[Move, torch.Tensor, Transfer | None]] = deque()
+    under_way: deque[tuple[Move, torch.Tensor, PeerTransfer | None]] = deque()
 
     def attempted(act: Callable[[Move, torch.Tensor], None], move: Move, block: torch.Tensor) -> None:
         nonlocal error

@@ -18,9 +18,9 @@ from ..storage.folder import open_folder
 from ..storage.outline import read_outline
 from ..storage.steps import prune, read_manifest, step_of
 from ..storage.verify import check_blocks
-from ..tiers.gathered import Gathered, HostPart, open_checkpoint, part_folders
+from ..tiers.gathered import Gathered, HostShard, open_checkpoint, part_folders
 from .convert import FORMATS, convert_checkpoint
-from .inspect import Contents, inspect
+from .inspect import CheckpointInfo, inspect
 from .read import reader_of
 from .verify import verify
 
@@ -129,7 +129,7 @@ def _together(paths: Sequence[str]) -> list[str | list[str]]:
     return [parts + empty, *(path for path in paths if path not in parts + empty)]
 
 
-def _list_tensors(contents: Contents) -> None:
+def _list_tensors(contents: CheckpointInfo) -> None:
     for places in (contents.tensors, contents.optimizer):
         width = max((len(name) for name in places), default=0)
         for name, place in places.items():
@@ -152,7 +152,7 @@ def _there(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     return f"{', '.join(each[:_SHOWN])}{more}" if each else "nothing of it"
 
 
-def _about(part: HostPart) -> str:
+def _about(part: HostShard) -> str:
     """What a part is, in words."""
     text = f"{part.path}: part {part.number} of {part.count}"
     if part.fault:
@@ -173,7 +173,7 @@ def _summary_of_parts(paths: Sequence[str]) -> str:
     return f"{_size(size)}  {count} part{'s' * (count > 1)} of hosts, {state}"
 
 
-def _summary(contents: Contents) -> str:
+def _summary(contents: CheckpointInfo) -> str:
     parts = [f"{contents.style} style"]
     if contents.step is not None:
         parts.append(f"step {contents.step}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._errors import CheckpointError
+from .._policies import Format
 from .._save import save
 from ..format.manifest import CONFIG, MANIFEST
 from ..format.pickled import check_whole, load_object
@@ -75,15 +76,9 @@ def convert_checkpoint(
         check_cast({name: each.dtype for name, each in found.tensors.items()}, list(found.tensors), cast)
     if to != "dcp":
         with tempfile.TemporaryDirectory() as beside:
-            save(
-                target,
-                model=found.tensors,
-                style=to,
-                dtype=cast,
-                max_shard_size=max_shard_size,
-                step=found.step,
-                assets=_written(found.beside, Path(beside), cast),
-            )
+            assets = _written(found.beside, Path(beside), cast)
+            files = Format(style=to, dtype=cast, max_shard_size=max_shard_size, assets=assets)
+            save(target, model=found.tensors, step=found.step, format=files)
         return found.left_out
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: PLC0415 - slow to import
 

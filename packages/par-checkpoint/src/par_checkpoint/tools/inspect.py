@@ -12,11 +12,11 @@ from ..storage.consistent import read_consistently
 from ..storage.directory import Place
 from ..storage.folder import Folder
 from ..storage.outline import read_outline
-from ..tiers.gathered import Gathered, HostPart, open_checkpoint
+from ..tiers.gathered import Gathered, HostShard, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class CheckpointInfo:
     """What a checkpoint holds.
 
     Args:
@@ -45,7 +45,7 @@ class Contents:
     groups: tuple[tuple[list[str], dict[str, Any]], ...]
     scheduler: Any
     extra: Any
-    parts: tuple[HostPart, ...] = ()
+    parts: tuple[HostShard, ...] = ()
     boxes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     @property
@@ -59,7 +59,7 @@ class Contents:
         return sum(self.files.values())
 
 
-def inspect(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Contents:
+def inspect(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> CheckpointInfo:
     """Looks at what a checkpoint holds, without its tensors' data. No process group is needed.
 
     Args:
@@ -76,12 +76,12 @@ def inspect(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Conten
     return read_consistently(folder, lambda: _contents(folder))
 
 
-def _contents(folder: Folder) -> Contents:
+def _contents(folder: Folder) -> CheckpointInfo:
     outline = read_outline(folder)
     manifest = outline.manifest
     parts = folder if isinstance(folder, Gathered) else None
     places = {**outline.places("optimizer"), **outline.places("model")}
-    return Contents(
+    return CheckpointInfo(
         path=folder.url if parts is None else parts.names,
         style="foreign" if manifest is None else manifest.style,
         step=None if manifest is None else manifest.step,

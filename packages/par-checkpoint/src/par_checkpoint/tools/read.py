@@ -1,4 +1,4 @@
-"""`read`: one tensor of a checkpoint, or a rectangle of it."""
+"""`read_tensor`: one tensor of a checkpoint, or a rectangle of it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,9 @@ from ..storage.outline import Outline, read_outline, tensors_of
 from ..tiers.gathered import open_checkpoint
 
 
-def read(path: str | PathLike[str] | Sequence[str | PathLike[str]], name: str, box: Box | None = None) -> torch.Tensor:
+def read_tensor(
+    path: str | PathLike[str] | Sequence[str | PathLike[str]], name: str, box: Box | None = None
+) -> torch.Tensor:
     """Reads one tensor, or a rectangle of it. Only its bytes are read, and checksums are not looked at.
 
     Args:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from os import PathLike
 
 from ..storage.consistent import read_consistently
-from ..storage.verify import Faults, faults_of
+from ..storage.verify import VerifyReport, faults_of
 from ..tiers.gathered import Gathered, faults_of_parts, open_checkpoint
 
 
-def verify(path: str | PathLike[str] | Sequence[str | PathLike[str]], deep: bool = True) -> Faults:
+def verify(path: str | PathLike[str] | Sequence[str | PathLike[str]], deep: bool = True) -> VerifyReport:
     """Compares a checkpoint with the checksums in its manifest. No process group is needed.
 
     Args:

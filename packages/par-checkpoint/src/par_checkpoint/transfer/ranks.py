@@ -42,7 +42,7 @@ _PATIENCE = timedelta(days=1)  # of gloo, while two ranks connect: how long that
 _NOTICE = timedelta(seconds=60)  # after which a warning names ranks that have not come to a call
 
 
-class Transfer:
+class PeerTransfer:
     """Bytes under way to or from another rank.
 
     Args:
@@ -362,15 +362,15 @@ class Ranks:
             raise outcome[1].error()
         return cast("Value", outcome[0])
 
-    def send(self, buffer: torch.Tensor, to: int) -> Transfer:
+    def send(self, buffer: torch.Tensor, to: int) -> PeerTransfer:
         """Begins to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
         return self._begun(lambda: self._gloo.send([buffer], to, 0), to)
 
-    def receive(self, buffer: torch.Tensor, source: int) -> Transfer:
+    def receive(self, buffer: torch.Tensor, source: int) -> PeerTransfer:
         """Begins to receive what that rank sends next into a contiguous uint8 tensor."""
         return self._begun(lambda: self._gloo.recv([buffer], source, 0), source)
 
-    def _begun(self, begin: Callable[[], Any], peer: int) -> Transfer:
+    def _begun(self, begin: Callable[[], Any], peer: int) -> PeerTransfer:
         """A transfer that has begun, after two ranks have connected if it is their first one.
 
         Raises:
@@ -378,7 +378,7 @@ class Ranks:
                 stop.
         """
         if peer in self._met:
-            return Transfer(begin(), self._timeout, self._lost)
+            return PeerTransfer(begin(), self._timeout, self._lost)
         if not self._is_there(peer):
             raise self._lost(f"rank {peer} has not made its side of a connection")
         seconds = self._timeout.total_seconds()
@@ -388,7 +388,7 @@ class Ranks:
             connecting.leave()
             raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")
         connecting.close()  # torch aborts a thread that lets go of a work while the interpreter ends
-        transfer = Transfer(begun.result(), self._timeout, self._lost)
+        transfer = PeerTransfer(begun.result(), self._timeout, self._lost)
         self._met.add(peer)
         return transfer
 

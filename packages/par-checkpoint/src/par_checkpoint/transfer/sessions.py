@@ -270,7 +270,7 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
     return session
 
 
-def release(group: dist.ProcessGroup | None = None) -> None:
+def release_memory(group: dist.ProcessGroup | None = None) -> None:
     """Frees the memory that this rank keeps for the next save in the background, such as pinned memory.
 
     It is as large as what the rank writes in a save. A save that is under way is waited for; what goes wrong in it is

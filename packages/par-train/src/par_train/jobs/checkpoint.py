@@ -16,13 +16,13 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from par_checkpoint import CheckpointError, Checkpoints, Save, inspect, load, save
+from par_checkpoint import CheckpointError, Checkpoints, Save, Tiers, inspect, load, save
 from par_precision import MixedOptimizer, precision_of
 
 from .. import __version__
@@ -69,13 +69,13 @@ class Origin:
         path: Its folder; with tiers, its name in each of them.
         folder: The folder, or that in the nearest tier that has it.
         state: What it says of training.
-        tiers: The tiers that it is looked for in; None: it lies in its folder.
+        tiers: The tiers that it is looked for in; None: it is in its folder.
     """
 
     path: str
     folder: str
     state: TrainingState
-    tiers: tuple[str, ...] | None = None
+    tiers: Tiers | None = None
 
     def load(self, **parts: Any) -> None:
         """Fills what is given as `par_checkpoint.load` takes it; every rank takes its part. Collective."""
@@ -94,7 +94,7 @@ def checkpoints_of(options: Options) -> Checkpoints | None:
     keep_last = list(given.keep_last) if len(given.keep_last) > 1 else next(iter(given.keep_last), 1)
     tiers = [str(Path(tier).expanduser()) if "://" not in tier else tier for tier in given.tiers]
     name = options.files.checkpoints.name  # so that the output folder may be a tier
-    return Checkpoints(name, tiers=tiers, copies=given.copies or None, keep_last=keep_last)
+    return Checkpoints(name, tiers=Tiers(tiers, copies=given.copies or None), keep_last=keep_last)
 
 
 def find_in_tiers(checkpoints: Checkpoints) -> Origin | None:
@@ -116,8 +116,7 @@ def find_in_tiers(checkpoints: Checkpoints) -> Origin | None:
         state = TrainingState(**report.extra)
     except TypeError as error:
         raise UserError(f"{report.path!r} is no checkpoint of a run: {error}; {START_ANEW}") from None
-    tiers = tuple(fspath(tier) for tier in checkpoints.tiers or ())
-    return Origin(path=checkpoints.name(report.step), folder=report.path, state=state, tiers=tiers)
+    return Origin(path=checkpoints.name(report.step), folder=report.path, state=state, tiers=checkpoints.tiers)
 
 
 def write_checkpoint(place: str | PathLike[str] | Checkpoints, state: TrainingState, **parts: Any) -> Save:

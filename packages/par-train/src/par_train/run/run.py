@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 from torch.utils.data import DataLoader
 
-from par_checkpoint import Save, SaveOptions
+from par_checkpoint import Format, Save, Tiers
 from par_diagnosis import Diagnosis, Place
 from par_groups import agree, check_alike, together
 
@@ -60,10 +60,9 @@ class Run:
         overwrite: Replaces the run that the folder has, as soon as training begins.
         checkpoint_every: Steps between two checkpoints; None saves at the end alone.
         keep_last: Number of the newest checkpoints that stay; None keeps all. With tiers also a list of one for each.
-        tiers: Folders or URLs of this run, the nearest first, such as "/dev/shm/llama" and "s3://bucket/llama", in
-            which `checkpoints` is then; the folder itself may be one of them. Training waits for the first alone, and
-            the run ends when the last one has everything. A run goes on from the nearest that has the newest step.
-        copies: Where the first tier is local to each host: on how many hosts each host's part is kept there.
+        tiers: Storage tiers of this run, such as `Tiers(["/dev/shm/llama", "s3://bucket/llama"])`, which each get a
+            folder `checkpoints`. The folder of the run may be one of them. Training waits only for the first tier, and
+            the run ends when the last one has everything. A run resumes from the nearest tier that has the newest step.
         async_: Whether training goes on while a checkpoint is written, as in `Strategy.checkpoint`. The last one is
             waited for.
         log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
@@ -80,8 +79,8 @@ class Run:
             `flops_per_second` and `mfu`, too, of what is logged as `tokens`.
         peak_flops: Operations a second of one device; None: those of GPUs that are known. Without, there is no `mfu`.
         progress: Whether rank 0 shows progress: a bar on a terminal, else a line every ten seconds.
-        save_options: Further options of `par_checkpoint.save`, such as `SaveOptions(assets=["Qwen3-8B"])`, with which
-            each checkpoint has the files of a tokenizer, too.
+        format: Files of the checkpoints, such as `Format(assets=["Qwen3-8B"])` with those of a tokenizer. Default:
+            `Format()`.
 
     Attributes:
         step: Steps done, those of earlier runs included.
@@ -113,13 +112,12 @@ class Run:
         overwrite: bool = False,
         checkpoint_every: int | None = None,
         keep_last: int | Sequence[int | None] | None = None,
-        tiers: Sequence[str | PathLike[str]] | None = None,
-        copies: int | None = None,
+        tiers: Tiers | None = None,
         async_: bool = False,
         log_every: int = 10,
         trackers: Sequence[Tracker | str] = (),
         progress: bool = True,
-        save_options: SaveOptions | None = None,
+        format: Format | None = None,  # noqa: A002
         profile: str | None = None,
         diagnose: float | None = 300.0,
         goodput: bool = False,
@@ -131,13 +129,14 @@ class Run:
         self.step = self.ended_by = self.exit_code = 0
         self._resume = None if resume is None else fspath(resume)
         self._overwrite = overwrite
-        self._tiers, self._copies = tiers, copies
+        self._tiers = tiers
+        self._copies = tiers.copies if isinstance(tiers, Tiers) else None  # else `_check` raises, on every rank
         self._root = self.files.checkpoints if tiers is None else Path(self.files.checkpoints.name)
         self._checkpoint_every, self._keep_last, self._async = checkpoint_every, keep_last, async_
         self._log_every, self._progress = log_every, progress
         is_list = isinstance(trackers, Iterable) and not isinstance(trackers, str)
         self._trackers = list(trackers) if is_list else trackers  # else `_check` raises, on every rank
-        self._save_options = save_options
+        self._format = format
         self._stop = Stop()
         self._lock: Lock | None = None
         self._records: Records | None = None
@@ -179,8 +178,10 @@ class Run:
             if number is not None and (not isinstance(number, int) or number < 1):
                 remedy = "1 or more" if name == "log_every" else "1 or more, or None"
                 raise UserError(f"{name} is {number!r}; give {remedy}")
-        if self._save_options is not None and not isinstance(self._save_options, SaveOptions):
-            raise UserError(f"save_options is {self._save_options!r}; give a par_checkpoint.SaveOptions, or None")
+        if self._format is not None and not isinstance(self._format, Format):
+            raise UserError(f"format={self._format!r}: it must be a policy; pass a par_checkpoint.Format, or None")
+        if self._tiers is not None and not isinstance(self._tiers, Tiers):
+            raise UserError(f"tiers={self._tiers!r}: it must be a policy; pass par_checkpoint.Tiers([...]), or None")
         if self._resume is not None and self._overwrite:
             raise UserError(f"resume={self._resume!r} goes on with a run and overwrite=True replaces it; give only one")
 
@@ -227,19 +228,19 @@ class Run:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         numbers = (self._checkpoint_every, self._keep_last, self._log_every, self._copies)
-        options = (str(self.files.folder), numbers, len(self._tiers or ()))
+        options = (str(self.files.folder), numbers, len(self._tiers.folders) if isinstance(self._tiers, Tiers) else 0)
         said = agree(problem, (options, present, saved, self._resume, self._overwrite), None)
         check_alike({rank: each[0] for rank, each in said.items()}, "options of a Run")
         _, present, saved, self._resume, self._overwrite = said[0]
         if self._tiers is not None:
-            self._check_tiers()
+            self._check_tiers(self._tiers)
         self._go_on(present, saved)
 
     @property
     def _run_checkpoints(self) -> RunCheckpoints:
-        return self.strategy.checkpoints(self._root, keep_last=self._keep_last, tiers=self._tiers, copies=self._copies)
+        return self.strategy.checkpoints(self._root, keep_last=self._keep_last, tiers=self._tiers)
 
-    def _check_tiers(self) -> None:
+    def _check_tiers(self, tiers: Tiers) -> None:
         """Refuses tiers that cannot be saved to, or that hold a run that is neither gone on with nor replaced."""
         self._run_checkpoints.check()
         if self._resume == "auto" or self._overwrite:
@@ -247,7 +248,7 @@ class Run:
         newest = self._run_checkpoints.latest_step()
         if newest is not None:
             raise UserError(
-                f"a tier of {[fspath(tier) for tier in self._tiers or ()]} holds a run already, of step {newest}; go "
+                f"a tier of {[fspath(tier) for tier in tiers.folders]} holds a run already, of step {newest}; go "
                 "on with resume='auto', replace it with overwrite=True, or name other tiers"
             )
 
@@ -519,7 +520,7 @@ class Run:
         """Writes a checkpoint. Collective."""
         self._clock.enter(self.step, "checkpoint")
         with writing(self._root, self._remedy("resume='auto'")):
-            saves = self._run_checkpoints.save(self.step, async_=async_, options=self._save_options)
+            saves = self._run_checkpoints.save(self.step, async_=async_, format=self._format)
         self._follow(saves)
         self._saved = self.step
 

@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, Save, SaveOptions, load, save
+from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
 from par_data import GlobalDataLoader, Position
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
@@ -69,8 +69,7 @@ class RunCheckpoints:
         state: The state of the run besides its models.
         root: The folder of the checkpoints; with tiers, its name in each of them.
         keep_last: The number of newest checkpoints to keep, or one number for each tier; None keeps all.
-        tiers: Folders or URLs, the nearest first; None for the one folder `root`.
-        copies: The number of hosts that hold each host's part of the first tier; None if all ranks share that tier.
+        tiers: Storage tiers that each keep the checkpoints; None for the one folder `root`.
 
     Attributes:
         resumed_from: The folder that `resume` has read, in the nearest tier that held it; None before.
@@ -83,17 +82,10 @@ class RunCheckpoints:
         root: PathLike,
         *,
         keep_last: int | Sequence[int | None] | None = None,
-        tiers: Sequence[PathLike] | None = None,
-        copies: int | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        if tiers is not None and (isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence)):
-            raise TypeError(f"tiers={tiers!r}: it must be a list; pass folders or URLs, the nearest first")
         self._bundles, self._state, self._root = bundles, state, os.fspath(root)
-        self._options: dict[str, Any] = {
-            "keep_last": tuple(keep_last) if isinstance(keep_last, Sequence) else keep_last,
-            "tiers": None if tiers is None else tuple(os.fspath(tier) for tier in tiers),
-            "copies": copies,
-        }
+        self._keep_last, self._tiers = keep_last, tiers
         self._folders: list[Checkpoints] = []
         self.resumed_from: str | None = None
 
@@ -109,28 +101,29 @@ class RunCheckpoints:
         # The `Checkpoints` are kept, since each of them knows its newest step and need not ask a slow tier for it.
         if len(self._folders) != number:
             roots = [self._root] if number == 1 else [f"{self._root}/{index}" for index in range(number)]
-            self._folders = [Checkpoints(root, **self._options) for root in roots]
+            self._folders = [Checkpoints(root, keep_last=self._keep_last, tiers=self._tiers) for root in roots]
         return list(zip(self._bundles, self._folders, strict=True))
 
-    def save(self, step: int, *, async_: bool = False, options: SaveOptions | None = None) -> list[Save]:
+    def save(self, step: int, *, async_: bool = False, format: Format | None = None) -> list[Save]:  # noqa: A002
         """Write everything that training needs to resume, as `root/step-00000100`. Collective.
 
         Args:
             step: The number of steps done.
             async_: Whether to return at once. The next step of an optimizer then waits until the bytes are copied. If
                 you change weights otherwise, call the handle's `wait_for_copy()` first.
-            options: Further options of `par_checkpoint.save`, such as its `workers`.
+            format: The files to write, such as `Format(assets=["Qwen3-8B"])` for those of a tokenizer. Default:
+                `Format()`.
 
         Returns:
             A handle for each bundle of models.
         """
         folders, extra = self.folders(), self._state.state_dict()
-        keywords: dict[str, Any] = {} if options is None else {"options": options}
+        # A background copy lets the next step begin before the bytes are copied. Its optimizer waits for the copy.
+        transfer = Transfer(copy="background")
         handles = []
         for bundle, folder in folders:
-            # copy="background" lets the next step begin before the bytes are copied; it is how `async_` copies.
             handle = folder.save(
-                step, force=True, extra=extra, copy="background", async_=async_, **_parts(bundle), **keywords
+                step, force=True, extra=extra, async_=async_, format=format, transfer=transfer, **_parts(bundle)
             )
             handles.extend([] if handle is None else [handle])
         return handles
@@ -214,8 +207,7 @@ class StrategyFiles(Setup):
         plan: str = "huggingface",
         max_file_size_gb: float = 10,
         *,
-        tiers: Sequence[PathLike] | None = None,
-        copies: int | None = None,
+        tiers: Tiers | None = None,
     ) -> Save | None:
         """Write a model, an optimizer or an lr scheduler as full tensors, independent of the topology. Collective.
 
@@ -226,9 +218,8 @@ class StrategyFiles(Setup):
             plan: "huggingface" or "torch". For a model with adapters, "peft" writes only these, as `PeftModel` opens
                 them; "merged" adds them to the weights, as transformers opens the model. `obj` does not change.
             max_file_size_gb: The largest size of a safetensors file, in gigabytes (10^9 bytes).
-            tiers: Folders or URLs, the nearest first, for plan "huggingface". `path` is then a name in each of them,
-                and the call waits for the first only; see `par_checkpoint.save`.
-            copies: The number of hosts that hold each host's part, if the first tier is local to each host.
+            tiers: The storage tiers that each keep the files, for plan "huggingface". `path` is then a name in each of
+                them, and the call waits for the first only.
 
         Returns:
             For plan "huggingface" a handle, whose `wait()` waits for all tiers; else None.
@@ -238,11 +229,9 @@ class StrategyFiles(Setup):
         """
         self._check_open()
         gigabytes = max_file_size_gb
-        return save_object(self._bundles, obj, path, plan, gigabytes, self.device, tiers=tiers, copies=copies)
+        return save_object(self._bundles, obj, path, plan, gigabytes, self.device, tiers=tiers)
 
-    def load(
-        self, obj: Any, path: PathLike, plan: str = "huggingface", *, tiers: Sequence[PathLike] | None = None
-    ) -> None:
+    def load(self, obj: Any, path: PathLike, plan: str = "huggingface", *, tiers: Tiers | None = None) -> None:
         """Fill a model, an optimizer or an lr scheduler from the files of `save` or `checkpoint`. Collective.
 
         Args:
@@ -274,8 +263,7 @@ class StrategyFiles(Setup):
         root: PathLike,
         *,
         keep_last: int | Sequence[int | None] | None = None,
-        tiers: Sequence[PathLike] | None = None,
-        copies: int | None = None,
+        tiers: Tiers | None = None,
     ) -> RunCheckpoints:
         """Return the checkpoints of a run in one root folder: to save, to find the latest, to resume.
 
@@ -283,14 +271,13 @@ class StrategyFiles(Setup):
             root: The folder of the checkpoints; with tiers, its name in each of them, such as "gpt". Several models
                 have a folder `0`, `1`, ... each.
             keep_last: The number of newest checkpoints to keep; with tiers perhaps a list, one for each. Default: all.
-            tiers: Folders or URLs, the nearest first, such as "/dev/shm/run" and "s3://bucket/run". A step waits only
-                for the first; see `par_checkpoint.save`. Default: the one folder `root`.
-            copies: The number of hosts that hold each host's part, if the first tier is local to each host.
+            tiers: The storage tiers that each keep the checkpoints, such as `Tiers(["/dev/shm/run",
+                "s3://bucket/run"])`. A step waits only for the first. Default: the one folder `root`.
         """
         self._check_open()
-        asked = repr((str(root), keep_last, tiers, copies))
+        asked = repr((str(root), keep_last, tiers))
         if asked not in self._checkpoints:
-            made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers, copies=copies)
+            made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers)
             self._checkpoints[asked] = made
         return self._checkpoints[asked]
 
@@ -303,11 +290,10 @@ def save_object(
     gigabytes: float,
     device: torch.device,
     *,
-    tiers: Sequence[PathLike] | None = None,
-    copies: int | None = None,
+    tiers: Tiers | None = None,
 ) -> Save | None:
     """Write one object; see `StrategyFiles.save`."""
-    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None or copies is not None)
+    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None)
     size = round(gigabytes * 1e9)
     if plan == "huggingface":
         with together("save", None):
@@ -317,7 +303,8 @@ def save_object(
                     "place; use plan='peft' to write only the adapters, plan='merged' to add them to the weights, or "
                     "checkpoint() to resume training"
                 )
-        return save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=size, tiers=tiers, copies=copies)
+        files = Format(max_shard_size=size)
+        return save(_folder(path, kind), **keywords, overwrite=True, format=files, tiers=tiers)
     if plan == "peft":
         save_adapters(obj, path)
         return None
@@ -331,7 +318,7 @@ def save_object(
                 "path, or plan='huggingface'"
             )
     staging = f"{os.fspath(path)}.saving"
-    save(staging, **keywords, style="torch", overwrite=True)
+    save(staging, **keywords, overwrite=True, format=Format(style="torch"))
     with together(kind, None):  # on each rank, this returns when the file exists
         if dist.get_rank() == 0:
             try:
@@ -345,7 +332,7 @@ def save_object(
 
 
 def load_object(
-    bundles: Sequence[ModelBundle], obj: Any, path: PathLike, plan: str, *, tiers: Sequence[PathLike] | None = None
+    bundles: Sequence[ModelBundle], obj: Any, path: PathLike, plan: str, *, tiers: Tiers | None = None
 ) -> None:
     """Fill one object; see `Strategy.load`."""
     kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None)
@@ -391,7 +378,7 @@ def _described(
         problem = ValueError(f"plan={plan!r}: it must be one of {', '.join(PLANS)}; pass one of these")
     elif tiered and plan != "huggingface":
         problem = ValueError(
-            f"plan={plan!r}: one rank writes its files to one folder, so tiers and copies have no meaning; use "
+            f"plan={plan!r}: one rank writes its files to one folder, so tiers have no meaning; use "
             "plan='huggingface', or remove them"
         )
     elif not kinds or obj is None:

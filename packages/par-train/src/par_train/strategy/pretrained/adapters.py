@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_checkpoint import load
+from par_checkpoint import Format, load
 from par_groups import sharding_of
 
 from .causal import PathLike, pretrained_of
@@ -103,7 +103,8 @@ def fill_adapters_(part: nn.Module, adapter: Any, seed: int, device: torch.devic
 
 def read_(tensors: Mapping[str, nn.Parameter], path: PathLike) -> None:
     """Fills matrices of adapters from a folder of peft's, in whatever dtype the files are. Collective."""
-    load(path, model=tensors, stem=FILE, dtype=next((tensor.dtype for tensor in tensors.values()), None))
+    dtype = next((tensor.dtype for tensor in tensors.values()), None)
+    load(path, model=tensors, dtype=dtype, format=Format(stem=FILE))
 
 
 def adapters_in(model: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_checkpoint import save
+from par_checkpoint import Format, save
 from par_groups import agree, attributes, set_sharding, sharding_of, together
 
 from .adapters import (
@@ -33,7 +33,8 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
             adapters_in(model)
             write_config(model, folder)
         tensors = adapter_tensors(model)
-        save(path, model=tensors, stem=FILE, assets=[Path(folder, CONFIG)], overwrite=True, max_shard_size=sys.maxsize)
+        files = Format(stem=FILE, assets=[Path(folder, CONFIG)], max_shard_size=sys.maxsize)
+        save(path, model=tensors, overwrite=True, format=files)
 
 
 def load_adapters(model: nn.Module, path: PathLike) -> None:
@@ -52,7 +53,7 @@ def save_merged(model: nn.Module, path: PathLike, size: int, device: torch.devic
         size: Largest size of a file in bytes.
         device: Where ranks tell each other of their parts.
     """
-    save(path, model=_Merged(_merged(model, device), model), overwrite=True, max_shard_size=size)
+    save(path, model=_Merged(_merged(model, device), model), overwrite=True, format=Format(max_shard_size=size))
 
 
 class _Merged(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from par_checkpoint import load
+from par_checkpoint import Format, load
 from par_groups import together
 from par_layers import parallelize
 
@@ -132,7 +132,7 @@ def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: tup
     Raises:
         ValueError: The files lack a tensor, or have one that the model has no place for; on every rank.
     """
-    report = load(path, model=part, names=base_name, strict=False, device=device, dtype=dtype)
+    report = load(path, model=part, strict=False, device=device, dtype=dtype, format=Format(names=base_name))
     missing = [name for name in report.missing if ".lora_" not in name]
     if missing or report.unexpected or report.mismatched:
         problems = [

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Sequence
 
-from .conversion import Convert, Part, Shape
+from .conversion import Conversion, Shape, TensorSlice
 
 _EXPERT = "{expert}"
 
 
-def expert_layout(
+def expert_conversion(
     pattern: str, gate: str | None, up: str, down: str, *, interleaved: bool = False, transposed: bool = False
-) -> Convert:
+) -> Conversion:
     """The `convert` of a mixture of experts that is no model of transformers, whose own conversion is known.
 
     In memory a module of experts has packed parameters: `gate_up_proj` [experts, 2 f, h] and `down_proj`
@@ -36,10 +36,10 @@ def expert_layout(
 
     Example:
         mixtral = "model.layers.*.block_sparse_moe.experts.{expert}"
-        layout = expert_layout(
+        layout = expert_conversion(
             "model.layers.*.mlp.experts", f"{mixtral}.w1.weight", f"{mixtral}.w3.weight", f"{mixtral}.w2.weight"
         )
-        par_checkpoint.save(path, model=model, convert=layout)
+        par_checkpoint.save(path, model=model, format=Format(convert=layout))
     """
     names = [name for name in (gate, up, down) if name is not None]
     for name in names:
@@ -52,7 +52,7 @@ def expert_layout(
     module = re.escape(pattern).replace(r"\*", r"(\d+)")
     matches = re.compile(rf"{module}\.({'|'.join(own)})(_bias)?").fullmatch
 
-    def convert(name: str, shape: Shape) -> Sequence[Part] | None:
+    def convert(name: str, shape: Shape) -> Sequence[TensorSlice] | None:
         found = matches(name)
         if found is None:
             return None
@@ -74,7 +74,9 @@ def expert_layout(
                 at = place if interleaved else place * width
                 start = (expert, *(at if d == dim else 0 for d in range(1, len(shape))))
                 parts.append(
-                    Part(name=file.replace(_EXPERT, str(expert)), shape=in_files, start=start, dims=dims, step=step)
+                    TensorSlice(
+                        name=file.replace(_EXPERT, str(expert)), shape=in_files, start=start, dims=dims, step=step
+                    )
                 )
         return parts
 

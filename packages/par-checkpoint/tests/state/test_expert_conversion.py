@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from par_checkpoint import CheckpointError, expert_layout, load, save
+from par_checkpoint import CheckpointError, Format, expert_conversion, load, save
 from par_checkpoint.state.conversion import parts_cover
 
 EXPERTS, WIDTH, HIDDEN = 3, 4, 5
@@ -37,7 +37,7 @@ def one_layer(seed, *, gated=True):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_every_expert_has_tensors_of_its_own_in_the_files(interleaved, transposed, gated, tmp_path):
     gate, up, down = MIXTRAL if gated else (None, *MIXTRAL[1:])
-    layout = expert_layout(MEMORY, gate, up, down, interleaved=interleaved, transposed=transposed)
+    layout = expert_conversion(MEMORY, gate, up, down, interleaved=interleaved, transposed=transposed)
     model, expected = {"blocks.1.norm": torch.randn(HIDDEN)}, {}
     expected.update(model)
     first = "gate_up_proj" if gated else "up_proj"
@@ -52,20 +52,20 @@ def test_every_expert_has_tensors_of_its_own_in_the_files(interleaved, transpose
                 for expert in range(EXPERTS if one is not None else 0):
                     key = name.replace("*", str(block)).replace("{expert}", str(expert))
                     expected[key.replace("weight", "bias") if end else key] = one[expert]
-    save(tmp_path / "c", model=model, convert=layout)
+    save(tmp_path / "c", model=model, format=Format(convert=layout))
     files = load_file(tmp_path / "c" / "model.safetensors")
     assert files.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(files[name], tensor), name
     again = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.items()}
-    load(tmp_path / "c", model=again, convert=layout)
+    load(tmp_path / "c", model=again, format=Format(convert=layout))
     for name, tensor in model.items():
         assert torch.equal(again[name], tensor), name
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_parts_hold_every_element_once(experts, width, hidden, interleaved, transposed):
-    layout = expert_layout(MEMORY, *MIXTRAL, interleaved=interleaved, transposed=transposed)
+    layout = expert_conversion(MEMORY, *MIXTRAL, interleaved=interleaved, transposed=transposed)
     for name, *shape in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
         whole = (experts, *(reversed(shape) if transposed else shape))
         parts_cover(whole, layout(f"blocks.0.moe.experts.{name}", whole))
@@ -74,7 +74,7 @@ def test_the_parts_hold_every_element_once(experts, width, hidden, interleaved, 
 
 
 def test_what_is_no_tensor_of_experts_stays_as_it_is():
-    layout = expert_layout(MEMORY, *MIXTRAL)
+    layout = expert_conversion(MEMORY, *MIXTRAL)
     for name in ("blocks.0.moe.gate.weight", "blocks.x.moe.experts.down_proj", "more.blocks.0.moe.experts.down_proj"):
         assert layout(name, (EXPERTS, HIDDEN, WIDTH)) is None
 
@@ -89,11 +89,11 @@ def test_what_is_no_tensor_of_experts_stays_as_it_is():
 )
 def test_names_that_do_not_fit_are_refused(names, words):
     with pytest.raises(ValueError, match=words):
-        expert_layout(MEMORY, *names)
+        expert_conversion(MEMORY, *names)
 
 
 def test_shapes_and_biases_that_do_not_fit_are_refused():
-    layout = expert_layout("moe", "{expert}.gate", "{expert}.up", "{expert}.down")
+    layout = expert_conversion("moe", "{expert}.gate", "{expert}.up", "{expert}.down")
     with pytest.raises(ValueError, match=r"'moe.gate_up_proj' has shape \(2, 5, 4\); .* gate and up are as wide"):
         layout("moe.gate_up_proj", (2, 5, 4))
     with pytest.raises(ValueError, match=r"'moe.down_proj' has shape \(8, 4\)"):
