@@ -23,7 +23,7 @@ from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors, check_cove
 from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
 from par_checkpoint.plan.plan import Planner
 from par_checkpoint.plan.tasks import Dealt, Plan
-from par_checkpoint.transfer.claims import claims_of_all, words_of
+from par_checkpoint.transfer.exchange import claims_of_all, words_of
 from par_checkpoint.transfer.ranks import Ranks, _halves
 from par_checkpoint.transfer.sessions import Session
 from par_groups import cut, whole

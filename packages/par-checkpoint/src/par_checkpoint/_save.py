@@ -48,7 +48,7 @@ from .storage.local import LocalFolder
 from .storage.sharing import ALIGNMENT, Sharing
 from .tiers.copies import copy_on
 from .tiers.saving import PartFolder, PartStaging, Saved, check_copies, commit_parts, part_folder
-from .transfer.claims import claims_of_all, words_of
+from .transfer.exchange import claims_of_all, words_of
 from .transfer.memory import Local
 from .transfer.ranks import Ranks
 from .transfer.sessions import Session, session_of

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import _SIZE, save
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.dtypes import _DTYPES, _ORDERED, dtype_of, order_of, safetensors_name
+from par_checkpoint.format.header import _DTYPES, _ORDERED, dtype_of, order_of, safetensors_name
 
 
 def test_names_and_order_are_those_of_safetensors():

@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import _SIZE, _TYPES, load, save, save_file
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.dtypes import _DTYPES
-from par_checkpoint.format.header import MAX_HEADER, Stored, decode_header, encode_header
+from par_checkpoint.format.header import _DTYPES, MAX_HEADER, Stored, decode_header, encode_header
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.dictionaries(

@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
     refused("log_every is 2.5; give 1 or more", log_every=2.5)
     refused("log_every is -1; give 1 or more", log_every=-1)
     refused("format='fast': it must be a policy; pass a par_checkpoint.Format, or None", format="fast")
-    refused("tiers is ['a']; give par_checkpoint.Tiers([...]), or None", tiers=["a"])
+    refused(r"tiers=\['a'\]: it must be a policy; pass par_checkpoint.Tiers\(\[...\]\), or None", tiers=["a"])
     refused("resume='auto' goes on with a run and overwrite=True replaces it", resume="auto", overwrite=True)
     refused("until is 0; give the number of steps", until=0)
     refused(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._errors import CheckpointError, corrupt
-from .dtypes import safetensors_name
+from .header import safetensors_name
 from .manifest import MANIFEST
 
 _DEPTH = 100  # far below where reading JSON ends

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from par_groups import Sharding, attributes, settle_
 
 from ..format.bytes import bytes_of
-from ..format.dtypes import safetensors_name
+from ..format.header import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
 from ..plan.claims import Entry, key_of, name_of
 from .conversion import Conversion, checked

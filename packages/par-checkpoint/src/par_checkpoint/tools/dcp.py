@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._errors import CheckpointError, corrupt
-from ..format.dtypes import is_dtype
+from ..format.header import is_dtype
 from ..format.index import is_base_name
 from ..format.pickled import load_bytes
 from ..format.strict_json import is_count

@@ -19,7 +19,7 @@ from ..plan.tasks import Plan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
-from .claims import claims_of_all, words_of
+from .exchange import claims_of_all, words_of
 from .memory import Local
 from .ranks import attempt
 from .read import Reading, read_blocks, window_of, wrong_join

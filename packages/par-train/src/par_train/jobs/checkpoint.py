@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from par_checkpoint import CheckpointError, Checkpoints, Save, Tiers, inspect, load, save
+from par_checkpoint import CheckpointError, Checkpoints, Format, Save, Tiers, inspect, load, save
 from par_precision import MixedOptimizer, precision_of
 
 from .. import __version__
@@ -150,7 +150,8 @@ def save_checkpoint(
         state: Progress of the run, equal on every rank.
     """
     config = {"format": _FORMAT, "par_train": __version__, "options": dataclasses.asdict(options)}
-    return write_checkpoint(path, state, model=model, optimizer=optimizer, scheduler=optimizer.scaling, config=config)
+    files, scaling = Format(config=config), optimizer.scaling
+    return write_checkpoint(path, state, model=model, optimizer=optimizer, scheduler=scaling, format=files)
 
 
 def load_model(path: str | Path) -> GPT:

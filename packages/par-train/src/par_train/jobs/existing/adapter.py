@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from par_checkpoint import Format
+
 from ...strategy.pretrained.adapters import FILE, adapter_tensors
 from ..options import Options
 from .folder import ModelFolder
@@ -39,4 +41,5 @@ def adapter_parts(model: nn.Module) -> dict[str, Any]:
     in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
     named = model.state_dict(keep_vars=True).items()
     own = {name: tensor for name, tensor in named if id(tensor) in in_files}
-    return {"model": own, "names": {name: in_files[id(tensor)] for name, tensor in own.items()}, "stem": FILE}
+    names = {name: in_files[id(tensor)] for name, tensor in own.items()}
+    return {"model": own, "format": Format(names=names, stem=FILE)}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from par_checkpoint import Checkpoints, Save
+from par_checkpoint import Checkpoints, Format, Save
 from par_data import IGNORED
 from par_groups import ProcessGroups, Topology, together
 from par_plan import PretrainedShape, model_flops
@@ -154,18 +155,25 @@ class ModelTrainer(Training):
                 with together("the adapter's config", None):
                     write_config(self.model, made)
                 assets = [folder.path, *Path(made).iterdir()]
-                return write_checkpoint(place, state, **self._parts(), assets=assets)
+                return write_checkpoint(place, state, **self._parts(assets))
         names = ["generation_config.json"]
         stored, written = folder.dtype, precision_of(self.options.precision).weights
         written = written or weights_dtype(self.options, folder)
         if stored is None or f"torch.{stored}" == str(written):
             names.append("config.json")  # else transformers says in it which dtype the weights have now
         assets = [folder.path, *(folder.path / name for name in names if (folder.path / name).is_file())]
-        return write_checkpoint(place, state, **self._parts(), assets=assets)
+        return write_checkpoint(place, state, **self._parts(assets))
 
-    def _parts(self) -> dict[str, Any]:
-        """The keywords with which par-checkpoint saves or loads model, or adapter, optimizer and loss scale."""
-        of_model = adapter_parts(self.model) if self.options.adapter.rank else {"model": self.model}
+    def _parts(self, assets: Sequence[Path] | None = None) -> dict[str, Any]:
+        """Return the keywords with which par-checkpoint saves or loads model or adapter, optimizer and loss scale.
+
+        Args:
+            assets: Files that a save copies next to the tensors.
+        """
+        of_model: dict[str, Any] = {"model": self.model, "format": Format()}
+        if self.options.adapter.rank:
+            of_model = adapter_parts(self.model)
+        of_model["format"] = replace(of_model["format"], assets=assets)
         return {**of_model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
 
     def _load(self, origin: Origin) -> None:
