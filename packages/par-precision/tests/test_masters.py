@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from par_groups import set_sharding, whole, written_
 from par_precision import mixed
@@ -201,6 +201,22 @@ def test_torchs_state_by_name_is_refused_where_masters_are_stepped():
     module, optimizer = mixed(module := nn.Linear(4, 4), torch.optim.AdamW(module.parameters()), "bf16")
     optimizer.backward(module(torch.ones(2, 4)).sum())
     optimizer.step()
-    with pytest.raises(ValueError, match=r"get_state_dict\(\) looks for tensors of the AdamW"):
+    with pytest.raises(ValueError, match=r"look for the tensors of the AdamW among .* use par_checkpoint.save"):
         get_optimizer_state_dict(module, optimizer)
     assert optimizer.state_dict()["state"]
+
+
+def test_set_optimizer_state_dict_of_masters_raises_before_changes():
+    """Also of an optimizer that has not stepped, whose rates torch sets to 0 while it makes a step."""
+    whole = nn.Linear(4, 4)
+    given = get_optimizer_state_dict(whole, torch.optim.AdamW(whole.parameters()))
+    module, optimizer = mixed(module := nn.Linear(4, 4), torch.optim.AdamW(module.parameters(), lr=0.1), "bf16")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"look for the tensors of the AdamW among .* use par_checkpoint.save"):
+            set_optimizer_state_dict(module, optimizer, given)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        optimizer.backward(module(torch.ones(2, 4)).sum())
+        optimizer.step()
+    own, plain = mixed(own := nn.Linear(4, 4), torch.optim.AdamW(own.parameters()), "fp32")
+    set_optimizer_state_dict(own, plain, given)
+    assert plain.state[own.weight]["step"] == 1

@@ -19,6 +19,7 @@ from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
+    from ._torch_private import is_called_by_state_dict_of_dcp
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, backend_of, check_collectives, sendable
@@ -96,6 +97,7 @@ __all__ = [
     "gradients",
     "group_among",
     "has_stepped",
+    "is_called_by_state_dict_of_dcp",
     "launch",
     "on_settle",
     "on_written",
@@ -134,6 +136,7 @@ _MODULE_OF = {
         "live.process_groups": ("ProcessGroups",),
         "live.recorder": ("FlightRecorder",),
         "live.trace": ("Communicator", "Operation"),
+        "_torch_private": ("is_called_by_state_dict_of_dcp",),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
             *("follow_written_", "gradients", "on_settle", "on_written", "set_gradient_elsewhere"),

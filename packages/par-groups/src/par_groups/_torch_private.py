@@ -125,15 +125,18 @@ def split_factor(placement: "Placement") -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
-def in_get_state_dict() -> bool:
-    """Whether `get_state_dict` or `get_optimizer_state_dict` of torch.distributed.checkpoint asks for a state dict.
+def is_called_by_state_dict_of_dcp() -> bool:
+    """Return whether torch.distributed.checkpoint's functions for optimizer states are on the call stack.
 
-    `_get_optim_state_dict` is there since torch 2.2. Both look for an optimizer's tensors among a module's parameters,
-    and end in a KeyError where there are others. Nothing public tells who asks.
+    `_get_optim_state_dict` and `_load_optim_state_dict` exist since torch 2.2. `get_optimizer_state_dict`,
+    `set_optimizer_state_dict` and their like call them. They look for an optimizer's tensors among a module's
+    parameters and end in a KeyError if it holds other tensors. No public API tells who calls.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    code = None if module is None else module._get_optim_state_dict.__code__
-    frame = inspect.currentframe() if code is not None else None
-    while frame is not None and frame.f_code is not code:
+    if module is None:
+        return False
+    codes = (module._get_optim_state_dict.__code__, module._load_optim_state_dict.__code__)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

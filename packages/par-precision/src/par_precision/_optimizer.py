@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from par_groups import refuse_get_state_dict, zero_grad_
+from par_groups import is_called_by_state_dict_of_dcp, refuse_get_state_dict, zero_grad_
 
 from ._dtensor import local_part
 from ._policy import Policy
@@ -299,7 +299,16 @@ class MixedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the user's optimizer."""
+        """The state of the user's optimizer.
+
+        Raises:
+            ValueError: torch.distributed.checkpoint reads or sets it by parameter names, which masters and the shards
+                of par-zero do not have.
+        """
+        # torch asks for `state` before it changes anything, and ends in a KeyError later. For an optimizer that holds
+        # other tensors than the module's, `state_dict` raises the error that says so.
+        if is_called_by_state_dict_of_dcp():
+            self.state_dict()
         return self.inner.state
 
     @property

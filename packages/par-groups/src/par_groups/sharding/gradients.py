@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from .._torch_private import in_get_state_dict
+from .._torch_private import is_called_by_state_dict_of_dcp
 from ..attributes import GRADIENT_ELSEWHERE
 from .segments import segments_of
 from .sharding import Box
@@ -160,22 +160,23 @@ def _has_same_bits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def refuse_get_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Raises an error if torch.distributed.checkpoint asks for the state of an optimizer by names of parameters.
+    """Raise an error if torch.distributed.checkpoint reads or sets the state of an optimizer by parameter names.
 
-    To be called where an optimizer that holds other tensors than the module's parameters gives its state dict: there
-    torch would end in a KeyError that names a number.
+    Call it when an optimizer that holds other tensors than the module's parameters returns its state or state dict.
+    torch would end in a KeyError there that names a number.
 
     Args:
         optimizer: The optimizer.
 
     Raises:
-        ValueError: It is asked so.
+        ValueError: torch.distributed.checkpoint is the caller.
     """
-    if in_get_state_dict():
+    if is_called_by_state_dict_of_dcp():
         raise ValueError(
-            f"get_state_dict() looks for tensors of the {type(optimizer).__name__} among the module's parameters, and "
-            "it holds others; use par_checkpoint.save(path, model=module, optimizer=optimizer), or "
-            "get_model_state_dict() and each rank's optimizer.state_dict()"
+            "get_state_dict() and set_state_dict() of torch.distributed.checkpoint look for the tensors of the "
+            f"{type(optimizer).__name__} among the module's parameters, and it holds other tensors; use "
+            "par_checkpoint.save and load(path, model=module, optimizer=optimizer), or get_model_state_dict(), "
+            "set_model_state_dict() and the state_dict() of each rank's optimizer"
         )
 
 
