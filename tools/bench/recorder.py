@@ -1,6 +1,6 @@
 """What it costs to be able to say why a job hangs: a tiny step of two gloo ranks with and without.
 
-Turns of steps in one process, in a drawn order that both ranks have alike: bare, beside a `Diagnosis`, and beside what
+Turns of steps in one process, in a drawn order that both ranks have alike: bare, beside a `Watchdog`, and beside what
 samples the waiting for lines of metrics. And the flight recorder of torch itself, which reads a variable when a process
 makes its first group: an operation of one rank in fresh processes in turn. Times are those of the processor, all
 threads of a rank together: other work of the machine would hide a hundredth. Run as `python tools/bench/recorder.py`;
@@ -21,7 +21,7 @@ from _table import Section, write_sections
 from _turns import quartile, ratio, shuffled
 from torch import nn
 
-from par_diagnosis import Diagnosis
+from par_diagnosis import Watchdog
 from par_groups import FlightRecorder, ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import Block
@@ -29,7 +29,7 @@ from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
 TURNS, STEPS, PROCESSES, DEPTH, IDLE = 16, 20, 4, 20, 8.0
-BARE, WATCHED, SAMPLED = "bare", "beside Diagnosis", "beside the sampling of waits"
+BARE, WATCHED, SAMPLED = "bare", "with Watchdog", "beside the sampling of waits"
 ON, OFF = "torch's recorder on (its default)", "torch's recorder off"
 
 
@@ -89,7 +89,7 @@ def measure() -> tuple[dict[str, list[float]], dict[str, float], int, tuple[floa
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, Callable[[], AbstractContextManager[object]]] = {
             BARE: nullcontext,
-            WATCHED: partial(Diagnosis, groups, folder, timeout=300.0),
+            WATCHED: partial(Watchdog, folder, groups, timeout=300.0),
             SAMPLED: lambda: Exposed(groups).sampled(),
         }
         taken: dict[str, list[float]] = {name: [] for name in contenders}

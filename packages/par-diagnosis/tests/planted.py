@@ -1,6 +1,6 @@
-"""A rank of a small loop in which the last rank does something wrong at one step: `planted.py FAULT FOLDER`.
+"""One rank of a small loop in which the last rank has a fault at one step: `planted.py FAULT FOLDER`.
 
-As soon as a line is spoken, all ranks end: what hangs would hang for ever.
+All ranks end as soon as the line is reported, because a hang would last for ever.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from par_diagnosis import Diagnosis
+from par_diagnosis import Watchdog
 from par_groups import ProcessGroups, Topology, launch
 
 TIMEOUT = 1.0
@@ -42,7 +42,7 @@ def step(group):
     gather_flags(group)
 
 
-# The faults: what the guilty rank does in the place of its step.
+# The faults: what the guilty rank does instead of its step.
 
 
 def missing(group, **_):
@@ -77,8 +77,8 @@ def sleeping(group, **_):
     step(group)
 
 
-def slow_data(place, group, **_):
-    place.at(FAULT_STEP, "data")
+def slow_data(activity, group, **_):
+    activity.update(FAULT_STEP, "data")
     next(read_slowly())
     step(group)
 
@@ -101,10 +101,10 @@ def spins(group, **_):
         sum(range(100))
 
 
-def nan(place, group, **_):
+def nan(activity, group, **_):
     """A rank that leaves a step whose loss is not a number, by itself."""
     reduce_gradients(group)
-    place.note({"loss": torch.tensor(float("nan"))})
+    activity.log({"loss": torch.tensor(float("nan"))})
 
 
 def full_disk(**_):
@@ -129,24 +129,25 @@ def train(fault, folder, groups, rank, world):
     facts = {"microbatches": 3 if guilty and fault is config else 2}
     patience = 8.0 if fault in (dead, stopped, shape, ended) else 60.0  # of those ranks nobody answers
 
-    def tell(text):
+    def report(text):
         if (folder / "ending").exists():  # a rank that goes because all was told is no fault
             return
-        if "(error)" not in text and not all_are_there(folder, world):  # one is late, as the machine is busy
+        if "par-diagnosis: error" not in text and not all_are_there(
+            folder, world
+        ):  # one is late, as the machine is busy
             return
-        print(diagnosis._meeting._round, text, flush=True)
+        print(watchdog._exchange._number, text, flush=True)
         (folder / "told.new").write_text(text)
         (folder / "told.new").replace(folder / "told")
 
-    with Diagnosis(
-        groups, folder / "diagnosis", timeout=TIMEOUT, facts=facts, tell=tell, patience=patience
-    ) as diagnosis:
-        diagnosis.catch_death()
+    with Watchdog(
+        folder / "diagnosis", groups, timeout=TIMEOUT, facts=facts, report=report, patience=patience
+    ) as watchdog:
         for number in range(FAULT_STEP + 9):
-            diagnosis.place.at(number, "step")
+            watchdog.activity.update(number, "step")
             if guilty and number == FAULT_STEP:
                 (folder / "planted").touch()
-                fault(group=groups["data"], place=diagnosis.place)
+                fault(group=groups["data"], activity=watchdog.activity)
                 if fault is ended:
                     return
             else:

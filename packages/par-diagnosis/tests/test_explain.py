@@ -1,4 +1,4 @@
-"""The words for what ranks were doing, from dumps alone: planted here as records, by the hundreds of ranks."""
+"""The line about dumps of several ranks, made here as records."""
 
 import json
 import pickle
@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from par_diagnosis.__main__ import main
-from par_diagnosis._dump import Dump, Frame, from_json, read_folder
+from par_diagnosis._divergence import find_divergence
+from par_diagnosis._dump import Dump, StackFrame, from_json, read_folder
 from par_diagnosis._explain import explain
-from par_diagnosis._history import find_difference
 from par_groups import Communicator, Operation
 
 
@@ -44,16 +44,16 @@ def steps(count, *, left_out=(), more=()):
     return [*done[:-1], replace(done[-1], ended=False)]
 
 
-def test_one_rank_of_four_is_two_operations_behind_in_a_group_of_eight():
+def test_explain_rank_that_skips_a_call_is_named():
     ranks = (4, 5, 6, 7)
     went_on = [*(replace(one, ended=True) for one in steps(4)[:-2]), replace(steps(4)[-2], ended=False)]
     dumps = {rank: dump(rank, 8, [("tensor", ranks, went_on)]) for rank in ranks}
     dumps[5] = dump(5, 8, [("tensor", ranks, steps(3, left_out=[(2, 1)]))])
     dumps |= {rank: dump(rank, 8, [("tensor", (0, 1, 2, 3), steps(3)[:-1])]) for rank in (0, 1, 2, 3)}
     assert explain(dumps, 8).line == (
-        "rank 5 is in reduce_scatter of [6] of tensor group [4..7] at linear.py:99 before, or without, all_reduce at "
-        "norm.py:5, which always came first and which ranks [4, 6, 7] have called; now 3 operations further: rank 5 "
-        "never called it, or calls in another order"
+        "rank 5 is in reduce_scatter of [6] of the tensor group [4..7] at linear.py:99, and before it always called "
+        "all_reduce at norm.py:5, which ranks [4, 6, 7] have called and are 3 operations ahead: rank 5 skipped that "
+        "call, or calls in a different order"
     )
 
 
@@ -69,58 +69,58 @@ A, B, C = ("a", 1), ("b", 2), ("c", 3)
         ([A, C], "operation", False),  # nobody has a past that would tell
     ],
 )
-def test_the_odd_one_is_told_by_its_own_past_where_two_ranks_differ(own, kind, is_sure):
+def test_find_divergence_of_two_ranks_uses_their_past(own, kind, is_sure):
     usual = [A, B, A, B, A, B]
 
     def done(calls):
         return [operation(number, name, f"x.py:{line}") for number, (name, line) in enumerate(calls, 1)]
 
-    difference = find_difference({0: done(usual), 1: done(own)})
-    assert (None if difference is None else difference.kind) == kind
-    if difference is not None:
-        assert (difference.rank, difference.is_sure) == (1, is_sure)
+    divergence = find_divergence({0: done(usual), 1: done(own)})
+    assert (None if divergence is None else divergence.kind) == kind
+    if divergence is not None:
+        assert (divergence.rank, divergence.is_sure) == (1, is_sure)
 
 
-def test_an_operation_left_out_is_found_by_the_places_of_those_that_follow():
+def test_find_divergence_skipped_call_is_found_by_call_sites():
     usual = steps(4)
     calls = [("all_reduce", "x.py:1"), ("all_reduce", "x.py:2")]
     many = [operation(n, *calls[(n - 1) % 2]) for n in range(1, 9)]
     less = [operation(n, *calls[(n - 1) % 2 if n < 5 else n % 2]) for n in range(1, 8)]
-    difference = find_difference({0: many, 1: many, 2: less})
-    assert (difference.rank, difference.kind, difference.own.number) == (2, "skipped", 5)
-    assert difference.other.sites[0] == "x.py:1"
-    assert find_difference({0: usual, 1: usual[:-2]}) is None  # it is only behind
+    divergence = find_divergence({0: many, 1: many, 2: less})
+    assert (divergence.rank, divergence.kind, divergence.own.number) == (2, "skipped", 5)
+    assert divergence.other.sites[0] == "x.py:1"
+    assert find_divergence({0: usual, 1: usual[:-2]}) is None  # it is only behind
 
 
-def test_ranks_that_call_from_other_lines_by_design_are_not_accused():
+def test_find_divergence_other_lines_by_design_is_none():
     sender = [operation(n, "broadcast", "send.py:1") for n in range(1, 6)]
     receiver = [operation(n, "broadcast", "receive.py:9") for n in range(1, 6)]
-    assert find_difference({0: sender, 1: receiver, 2: receiver}) is None
+    assert find_divergence({0: sender, 1: receiver, 2: receiver}) is None
 
 
-def test_amounts_may_differ_where_the_operation_allows_it():
+def test_find_divergence_allows_uneven_all_to_all():
     uneven = {rank: [operation(1, "all_to_all", elements=rank)] for rank in range(3)}
-    assert find_difference(uneven) is None
-    assert find_difference({rank: [operation(1, elements=6 + rank // 2)] for rank in range(3)}).rank == 2
+    assert find_divergence(uneven) is None
+    assert find_divergence({rank: [operation(1, elements=6 + rank // 2)] for rank in range(3)}).rank == 2
 
 
-def test_two_ranks_that_wait_for_each_other_call_in_another_order():
+def test_explain_two_groups_in_different_orders():
     both = (0, 1)
     done = [operation(n, site=f"x.py:{n % 2}", began=n) for n in range(1, 5)]
     first = dump(0, 2, [("data", both, [*done, operation(5, began=9, ended=False)]), ("tensor", both, done)])
     second = dump(1, 2, [("data", both, done), ("tensor", both, [*done, operation(5, began=9, ended=False)])])
     line = explain({0: first, 1: second}, 2).line
-    assert "rank 0 is in all_reduce of data group [0, 1]" in line
-    assert "rank 1 is in all_reduce of tensor group [0, 1]" in line
-    assert "they call in another order" in line
+    assert "rank 0 is in all_reduce of the data group [0, 1]" in line
+    assert "rank 1 is in all_reduce of the tensor group [0, 1]" in line
+    assert "they call in different orders" in line
 
 
-def test_the_one_that_nobody_waits_for_is_found_behind_those_that_wait_themselves():
+def test_explain_follows_waits_to_the_rank_that_reads():
     """Rank 3 waits for 2 in one group, rank 2 for 1 in another, and rank 1 for nobody: it reads."""
     frames = (
-        Frame(site="threading.py:5", function="wait", is_foreign=True),
-        Frame(site="reader.py:7", function="read", code="queue.get()"),
-        Frame(site="train.py:3", function="main"),
+        StackFrame(site="threading.py:5", function="wait", is_library=True),
+        StackFrame(site="reader.py:7", function="read", code="queue.get()"),
+        StackFrame(site="train.py:3", function="main"),
     )
     dumps = {
         1: dump(1, 4, [("b", (1, 2), [])], frames=frames, phase="data", seconds=12.0, step=6),
@@ -130,12 +130,12 @@ def test_the_one_that_nobody_waits_for_is_found_behind_those_that_wait_themselve
     }
     line = explain(dumps, 4).line
     assert line.startswith("rank 1 is waiting for its data for 12 s, at reader.py:7 `queue.get()` in read() (step 7)")
-    assert "has not come to all_reduce number 1 of b group [1, 2], in which rank 2 waits at train.py:10" in line
+    assert "has not called all_reduce number 1 of the b group [1, 2], in which rank 2 waits at train.py:10" in line
 
 
-def test_a_message_of_a_pipeline_that_does_not_come_leads_to_its_sender():
+def test_explain_missing_message_names_its_sender():
     dumps = {
-        0: dump(0, 2, [], frames=(Frame(site="model.py:4", function="forward", code="loop()"),)),
+        0: dump(0, 2, [], frames=(StackFrame(site="model.py:4", function="forward", code="loop()"),)),
         1: dump(1, 2, [], doing="in F of stage 1, microbatch 0", waits_for=(0,)),
     }
     assert explain(dumps, 2).line == (
@@ -143,41 +143,41 @@ def test_a_message_of_a_pipeline_that_does_not_come_leads_to_its_sender():
     )
 
 
-def test_stages_that_wait_for_each_others_messages_are_a_circle():
+def test_explain_stages_that_wait_for_each_other():
     dumps = {rank: dump(rank, 2, [], doing=f"in F of stage {rank}", waits_for=(1 - rank,)) for rank in (0, 1)}
     line = explain(dumps, 2).line
     assert "rank 0 is in F of stage 0, at an unknown place and waits for a message of rank 1; rank 1 is in F" in line
-    assert "they call in another order" in line
+    assert "they call in different orders" in line
 
 
-def test_who_failed_comes_first_and_errors_that_another_rank_has_caused_do_not_count():
+def test_explain_failed_rank_before_errors_it_has_caused():
     both = (0, 1)
     lost = dump(0, 2, [("data", both, [operation(1)])], error="RuntimeError: Connection closed by peer", time=1.0)
     failed = dump(1, 2, error="OSError: No space left", error_sites=("save.py:2",), step=4, time=2.0)
     found = explain({0: lost, 1: failed}, 2)
     assert found.line == (
-        "rank 1 failed (step 5) at save.py:2: OSError: No space left; rank 0 waits in all_reduce of data group [0, 1] "
-        "at train.py:10"
+        "rank 1 failed (step 5) at save.py:2: OSError: No space left; rank 0 waits in all_reduce of the data "
+        "group [0, 1] at train.py:10"
     )
     alike = {rank: replace(failed, rank=rank) for rank in (0, 1)}
-    assert explain(alike, 2).line.startswith("ranks [0, 1] failed alike (step 5) at save.py:2: OSError")
+    assert explain(alike, 2).line.startswith("ranks [0, 1] failed with the same error (step 5) at save.py:2: OSError")
 
 
-def test_of_long_facts_the_difference_is_shown():
+def test_explain_long_facts_are_shortened():
     facts = {rank: {"options": f"Options({'x' * 200}, rows={4 + (rank == 2)}, {'y' * 200})"} for rank in range(3)}
     line = explain({rank: dump(rank, 3, [], facts=facts[rank]) for rank in range(3)}, 3).line
     assert "rank 2 has options ...xxx" in line
     assert "rows=5, yyy" in line
-    assert "where ranks [0, 1] have ...xxx" in line
+    assert ", ranks [0, 1] have ...xxx" in line
     assert len(line) < 400
 
 
-def test_a_network_that_does_not_end_is_not_blamed_on_a_rank():
+def test_explain_all_ranks_in_one_operation_blames_no_rank():
     dumps = {rank: dump(rank, 2, [("world", (0, 1), [operation(1, ended=False)])]) for rank in (0, 1)}
-    assert "the network, or a device, is slow or stuck" in explain(dumps, 2).line
+    assert "the network or a device is slow or stuck" in explain(dumps, 2).line
 
 
-def test_one_late_rank_of_a_thousand_is_found():
+def test_explain_one_late_rank_of_a_thousand():
     ranks = tuple(range(1000))
     waiting = {rank: dump(rank, 1000, [("world", ranks, steps(60))]) for rank in ranks}
     waiting[613] = dump(613, 1000, [("world", ranks, [replace(one, ended=True) for one in steps(60)[:-1]])])
@@ -186,12 +186,12 @@ def test_one_late_rank_of_a_thousand_is_found():
     assert "ranks [0..612, 614..999] wait" in line
 
 
-def test_dumps_are_read_as_they_were_written(tmp_path):
+def test_from_json_returns_the_written_dump(tmp_path):
     written = dump(
         1,
         2,
         [("data", (0, 1), steps(2))],
-        frames=(Frame(site="a.py:1", function="f"),),
+        frames=(StackFrame(site="a.py:1", function="f"),),
         facts={"x": "1"},
         waits_for=(0,),
     )
@@ -209,7 +209,7 @@ def test_dumps_are_read_as_they_were_written(tmp_path):
     assert found.unreadable[0].startswith("rank-0.json: ")
 
 
-def test_dumps_of_torch_are_read_for_ranks_that_have_no_other(tmp_path, capsys):
+def test_main_reads_dumps_of_torch_for_other_ranks(tmp_path, capsys):
     def entry(number, state):
         return {
             "process_group": ("0", "default_pg"), "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False,
@@ -223,21 +223,21 @@ def test_dumps_of_torch_are_read_for_ranks_that_have_no_other(tmp_path, capsys):
     waiting = {"entries": [entry(1, "completed"), entry(2, "scheduled")], "pg_config": config}
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(waiting))
     (tmp_path / "nccl_trace_rank_1").write_text(json.dumps(behind))
-    (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps(Frame))  # a class is never made of somebody's file
+    (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps(StackFrame))  # a class is never made of somebody's file
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "rank 1 is at an unknown place and has not come to all_reduce number 2" in out
+    assert "rank 1 is at an unknown place and has not called all_reduce number 2" in out
     assert "rank 0 waits at /x/train.py:3" in out
-    assert "nccl_trace_rank_2: it is no dump of torch's flight recorder" in out
+    assert "nccl_trace_rank_2: not a dump of torch's flight recorder" in out
 
 
-@pytest.mark.parametrize(("name", "words"), [("none", "there is no folder"), ("", "there is no dump in")])
-def test_a_folder_without_dumps_is_a_mistake(tmp_path, capsys, name, words):
+@pytest.mark.parametrize(("name", "words"), [("none", "does not exist"), ("", "contains no dump")])
+def test_main_folder_without_dumps_exits_with_2(tmp_path, capsys, name, words):
     assert main([str(tmp_path / name)]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_what_python_wrote_when_a_signal_ended_a_rank_names_its_place(tmp_path, capsys):
+def test_main_names_the_place_of_a_fatal_signal(tmp_path, capsys):
     text = 'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "/x/train.py", line 3 in step\n'
     (tmp_path / "rank-1.fatal").write_text(text)
     waiting = dump(0, 2, [("world", (0, 1), [operation(1, ended=False)])])
@@ -245,12 +245,12 @@ def test_what_python_wrote_when_a_signal_ended_a_rank_names_its_place(tmp_path, 
     assert main([str(tmp_path)]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(
-        "rank 1 was ended by a signal (Aborted) at /x/train.py:3, as gloo ends a rank that gets more"
+        "rank 1 was killed by a signal (Aborted) at /x/train.py:3: gloo aborts a rank whose tensor is smaller"
     )
-    assert "; rank 0 waits in all_reduce of the world [0, 1] at train.py:10" in line
+    assert "; rank 0 waits in all_reduce of the world group [0, 1] at train.py:10" in line
 
 
-def test_dumps_are_explained_without_torch(tmp_path):
+def test_main_needs_no_torch(tmp_path):
     (tmp_path / "rank-0.json").write_text(dump(0, 1).to_json())
     call = f"from par_diagnosis.__main__ import main; main([{str(tmp_path)!r}])"
     code = f"import sys; {call}; sys.exit('torch' in sys.modules)"

@@ -1,6 +1,6 @@
-"""Faults planted on one rank of three: the one line names the rank, the place and the cause.
+"""Faults on one rank of three: the line names the rank, the place and the cause.
 
-It comes before the collectives' own timeout, which is beyond the limit of the test.
+The line comes before the timeout of the collectives, which is longer than the limit of the test.
 """
 
 import os
@@ -25,30 +25,30 @@ def site(mark):
 EXPECTED = {
     "missing": [
         "rank 2 never called all_reduce",
-        "as ranks [0, 1] did at",
+        "which ranks [0, 1] called at",
         site("reduces"),
-        "went on to",
+        "; rank 2 called all_reduce at",
         site("sums"),
     ],
-    "order": ["rank 2 is in all_gather", site("gathers"), "before, or without, all_reduce", site("sums"), "[0..2]"],
+    "order": ["rank 2 is in all_gather", site("gathers"), "always called all_reduce", site("sums"), "[0..2]"],
     "shape": [
-        "rank 2 was ended by a signal (Aborted)",
+        "rank 2 was killed by a signal (Aborted)",
         site("short"),
-        "another shape",
+        "gloo aborts a rank",
         "ranks [0, 1] wait in all_gather",
     ],
     "dead": ["rank 2 is gone", "has ended", "ranks [0, 1] wait in all_reduce", site("reduces")],
     "stopped": ["rank 2 is stopped", "ranks [0, 1] wait in all_reduce", site("reduces")],
-    "sleeping": ["rank 2 is", site("sleeps"), "time.sleep(60)", "has not come to all_reduce", site("reduces")],
+    "sleeping": ["rank 2 is", site("sleeps"), "time.sleep(60)", "has not called all_reduce", site("reduces")],
     "slow_data": ["rank 2 is waiting for its data for", site("reads"), "read_slowly()", "ranks [0, 1] wait"],
-    "blocked": ["rank 2 is", site("blocks"), "lock.acquire()", "has not come to all_reduce", site("reduces")],
-    "spins": ["rank 2 is", "in spins()", "has not come to all_reduce", site("reduces")],
+    "blocked": ["rank 2 is", site("blocks"), "lock.acquire()", "has not called all_reduce", site("reduces")],
+    "spins": ["rank 2 is", "in spins()", "has not called all_reduce", site("reduces")],
     "nan": [
         "rank 2 never called all_reduce",
         site("sums"),
-        "went on to",
+        "; rank 2 called all_reduce at",
         site("reduces"),
-        "on rank 2 alone loss is nan",
+        "only on rank 2 loss is nan",
     ],
     "full_disk": [
         "rank 2 failed (step 4)",
@@ -56,18 +56,18 @@ EXPECTED = {
         "OSError: [Errno 28] No space left on device",
         "'/data/step-3'",
     ],
-    "config": ["rank 2 ", "rank 2 has microbatches 3, where ranks [0, 1] have 2"],
+    "config": ["rank 2 ", "rank 2 has microbatches 3, ranks [0, 1] have 2"],
     "ended": ["rank 2 has ended its run (step 4)", "ranks [0, 1] wait in all_reduce", site("reduces")],
 }
 USUAL = ("missing", "sleeping", "dead", "full_disk")
 
 
-def test_every_fault_has_its_words():
+def test_every_fault_has_expected_words():
     assert set(EXPECTED) == {fault.__name__ for fault in planted.FAULTS}
 
 
 def said(warm_python, folder, fault, port):
-    """What is told."""
+    """Return the lines that all ranks have reported."""
     ranks = []
     for rank in range(WORLD):
         place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
@@ -93,14 +93,14 @@ def said(warm_python, folder, fault, port):
 @pytest.mark.parametrize(
     "fault", [each if each in USUAL else pytest.param(each, marks=pytest.mark.storm) for each in EXPECTED]
 )
-def test_one_line_names_the_rank_the_place_and_the_cause(warm_python, tmp_path, fault, free_port, capsys):
+def test_line_names_rank_place_and_cause(warm_python, tmp_path, fault, free_port, capsys):
     rounds, lines = zip(*(line.split(" ", 1) for line in said(warm_python, tmp_path, fault, free_port)), strict=True)
-    assert len(set(rounds)) == len(rounds), lines  # on a busy machine ranks end so late that they meet again
+    assert len(set(rounds)) == len(rounds), lines  # on a busy machine ranks end so late that they report again
     for line in lines:
         assert all(words in line for words in EXPECTED[fault]), line
-    assert main([str(tmp_path)]) == 0  # from the dumps alone
+    assert main([str(tmp_path)]) == 0  # the same from the dumps
     first = capsys.readouterr().out.splitlines()[0]
-    if fault not in ("dead", "stopped", "ended"):  # of these nothing is left that would tell
+    if fault not in ("dead", "stopped", "ended"):  # nothing on the disk shows these
         assert all(words in first for words in EXPECTED[fault]), first
     else:
         assert "rank 2 left no dump; ranks [0, 1] wait in all_reduce" in first

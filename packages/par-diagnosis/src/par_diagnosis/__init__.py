@@ -1,23 +1,23 @@
-"""Which rank of a job hangs, where and why, from a thread that watches each rank.
+"""Report which rank of a job hangs, where and why, from a thread that watches each rank.
 
-`_watch` notices a timeout, SIGQUIT or an error; `_capture` writes what this rank was doing, and in `_meeting` the ranks
-exchange it over the store. `_explain` turns it into words, with `_history` for what ranks have done differently. These
-and `_dump` need no torch, so that `python -m par_diagnosis` reads the dumps of a job that has died.
+`_watchdog` notices a hang, SIGQUIT or an error. `_capture` makes the dump of this rank, and `_exchange` sends it to the
+other ranks over the store. `_explain` compares the dumps in words, with `_divergence` for ranks that call different
+collectives. These modules and `_dump` need no torch, so `python -m par_diagnosis` starts at once.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._place import Place
-    from ._watch import Diagnosis
+    from ._activity import Activity
+    from ._watchdog import Watchdog
 
 __version__ = "0.1.0"
 
-__all__ = ["Diagnosis", "Place"]
+__all__ = ["Activity", "Watchdog"]
 
-_MODULE_OF = {"Diagnosis": "_watch", "Place": "_place"}
-"""The module of each public name: torch is imported when a name is first used."""
+_MODULE_OF = {"Activity": "_activity", "Watchdog": "_watchdog"}
+"""Module of each public name. A module is imported when a name is first used, because it imports torch."""
 
 
 def __getattr__(name: str) -> object:

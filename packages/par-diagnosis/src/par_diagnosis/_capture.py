@@ -1,4 +1,4 @@
-"""What this rank is doing, seen from another of its threads while the one that trains may be stuck."""
+"""The dump of this rank, made by another thread while the program may be stuck."""
 
 import linecache
 import os
@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from par_groups import FlightRecorder, attributes
-from par_groups.live.trace import is_foreign, short_path, sites_of
+from par_groups import FlightRecorder, attributes, call_sites, is_library_path, shorten_path
 
-from ._dump import Dump, Frame
-from ._place import Place
+from ._activity import Activity
+from ._dump import Dump, StackFrame
 
 _FRAMES = 60
-"""How many frames of a stack are kept, the innermost ones."""
+"""Number of frames of a stack that are kept, the innermost ones."""
 
 
 def capture(
     recorder: FlightRecorder,
-    place: Place,
+    activity: Activity,
     thread: int,
     *,
     rank: int,
@@ -30,27 +29,31 @@ def capture(
     reason: str,
     error: BaseException | None = None,
 ) -> Dump:
-    """Makes this rank's dump. No communication.
+    """Make the dump of this rank, without communication.
 
     Args:
-        recorder: The communicators.
-        place: What the program has told of its progress.
-        thread: The identifier of the thread that trains.
-        rank: This rank.
-        world: The number of ranks.
-        reason: Why, as `Dump.reason`.
-        error: What the program has failed with.
+        recorder: Recorder of the process groups.
+        activity: Progress that the program has reported.
+        thread: Identifier of the thread that trains.
+        rank: Global rank.
+        world: Number of ranks.
+        reason: Reason for the dump; see `Dump.reason`.
+        error: Exception that the program has raised.
     """
     now = time.time()
     stack = list(_stack(thread))
-    frames = [_frame(frame, line) for frame, line in stack[:_FRAMES]]
     doing, waits_for = "", tuple[int, ...]()
     for frame, _ in stack:
-        doing, waits_for = doing or _doing_of(frame), waits_for or _waits_of(frame)
+        # An object of the stack can describe what it does. Its method is called here only, so it costs a step nothing.
+        # The class is searched, and not the object, because an object's own `__getattr__` could have side effects.
+        holder = frame.f_locals.get("self")
+        describe, list_ranks = attributes.DOING.of(type(holder)), attributes.WAITS_FOR.of(type(holder))
+        doing = doing or ("" if describe is None else describe(holder))
+        waits_for = waits_for or (() if list_ranks is None else list_ranks(holder))
     sites: tuple[str, ...] = ()
     if error is not None:
         calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        sites = sites_of(calls[::-1])
+        sites = call_sites(calls[::-1])
     return Dump(
         rank=rank,
         world=world,
@@ -58,16 +61,16 @@ def capture(
         pid=os.getpid(),
         time=now,
         reason=reason,
-        step=place.step,
-        phase=place.phase,
-        seconds=time.monotonic() - place.since,
-        frames=tuple(frames),
+        step=activity.step,
+        phase=activity.phase,
+        seconds=time.monotonic() - activity.since,
+        frames=tuple(_frame(frame, line) for frame, line in stack[:_FRAMES]),
         doing=doing,
         waits_for=waits_for,
         error="" if error is None else _first_line(error),
         error_sites=sites,
-        not_finite=place.not_finite(),
-        facts=dict(place.facts),
+        non_finite=activity.non_finite(),
+        facts=dict(activity.facts),
         communicators=recorder.communicators(),
         no_record=recorder.missing,
     )
@@ -79,39 +82,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stack(thread: int) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a thread and the lines that they are at, innermost first; none if the thread has ended."""
+    """Yield the frames of a thread and their lines, innermost first; nothing if the thread has ended."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
-def _frame(frame: FrameType, line: int) -> Frame:
+def _frame(frame: FrameType, line: int) -> StackFrame:
     path = frame.f_code.co_filename
-    foreign = is_foreign(path) or _is_of_diagnosis(path)
-    return Frame(
-        site=f"{short_path(path)}:{line}",
+    return StackFrame(
+        site=f"{shorten_path(path)}:{line}",
         function=frame.f_code.co_name,
         code=linecache.getline(path, line).strip(),
-        is_foreign=foreign,
+        is_library=is_library_path(path) or Path(path).parent == Path(__file__).parent,
     )
-
-
-def _is_of_diagnosis(path: str) -> bool:
-    return Path(path).parent == Path(__file__).parent
-
-
-# Objects of ours that know what a thread is in say so by two methods, which are looked for in the frames of its stack:
-# so nothing is noted while all is well.
-
-
-def _doing_of(frame: FrameType) -> str:
-    holder = frame.f_locals.get("self")
-    tell = attributes.DOING.of(type(holder))
-    return "" if tell is None else str(tell(holder))
-
-
-def _waits_of(frame: FrameType) -> tuple[int, ...]:
-    holder = frame.f_locals.get("self")
-    tell = attributes.WAITS_FOR.of(type(holder))
-    return () if tell is None else tuple(tell(holder))

@@ -1,26 +1,26 @@
-"""One line that says which rank keeps the others, where, and why, from what each was doing. Pure; no torch."""
+"""One line that names the rank that blocks the other ranks, the place and the cause. Pure functions on dumps."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from par_groups import Communicator, Operation
 
-from ._dump import Dump, Frame
-from ._history import Difference, find_difference
+from ._divergence import Divergence, find_divergence
+from ._dump import Dump
 
 _LOST = re.compile(
     r"closed by|reset by|broken pipe|timed? ?out|likely closed|ncclRemoteError|is gone, or did not answer|PeerFailed",
     re.IGNORECASE,
 )
-"""What errors say that another rank has caused."""
+"""Texts of errors that another rank has caused."""
 
 _PLUMBING = ("_collectives.py", "agreement.py", "vote.py")
-"""Files that every collective of ours goes through, so that their lines tell nothing."""
+"""Files of par that every collective passes through, so that their lines say nothing about the place."""
 
 _LONG = 80
-"""Letters of a fact that are shown."""
+"""Number of characters of a fact that are shown."""
 
 _PHASES = {
     "data": "waiting for its data",
@@ -32,44 +32,52 @@ _PHASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What is wrong, in words.
+    """Cause of a hang, in words.
 
     Args:
-        line: One line: the rank, the place and the cause.
-        details: A line for every rank.
+        line: One line with the rank, the place and the cause.
+        details: One line per rank.
     """
 
     line: str
     details: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Wait:
-    """An operation that a rank is in, and the ranks whose part is missing."""
+    """An operation that a rank waits in, and the ranks that have not called it.
 
-    rank: int
+    Args:
+        operation: The operation.
+        key: Key of its communicator.
+        communicator: The communicator.
+        missing: Ranks that have not called it.
+    """
+
     operation: Operation
+    key: str
     communicator: Communicator
-    missing: tuple[int, ...] = field(default=())
+    missing: tuple[int, ...]
 
 
 def explain(dumps: Mapping[int, Dump], world: int, absent: Mapping[int, str] | None = None) -> Explanation:
-    """Says who keeps whom.
+    """Find the rank that blocks the other ranks.
 
-    Looked for in this order: a rank that has failed by itself; one that is gone, or has ended; an operation in which
-    the ranks of a communicator differ; one that has not come to where others wait; ranks that wait for each other.
+    The first cause that applies is reported: a rank that has failed, a rank that is gone or has ended, an operation in
+    which the ranks of a communicator differ, a rank that has not called an operation in which the other ranks wait, and
+    ranks that wait for each other.
 
     Args:
-        dumps: What each rank was doing, by rank.
-        world: The number of ranks.
-        absent: What is known of ranks that have no dump, in words, such as "is gone".
+        dumps: Dumps by rank.
+        world: Number of ranks.
+        absent: State of ranks without a dump, in words, such as "is gone".
     """
     gone = {rank: "left no dump" for rank in range(world) if rank not in dumps} | dict(absent or {})
     waits = _waits(dumps, world)
     line = (
         _failed(dumps, waits)
         or _absent(gone, waits)
-        or _different(dumps)
+        or _diverged(dumps)
         or _late(dumps, waits)
         or _circle(dumps, waits)
         or _busy(dumps, waits)
@@ -79,24 +87,24 @@ def explain(dumps: Mapping[int, Dump], world: int, absent: Mapping[int, str] | N
     return Explanation(line=line + _causes(dumps), details=tuple(details))
 
 
-# What can be wrong, one after the other
+# The causes, in the order in which they are tried. Each function returns "" if its cause does not apply.
 
 
 def _failed(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """The ranks that have failed by themselves, the first one first."""
+    """Name the rank that has failed first, unless another rank has caused its error."""
     failed = sorted(
         (dump for dump in dumps.values() if dump.error and not _is_consequence(dump)), key=lambda dump: dump.time
     )
     if not failed:
         return ""
     first = failed[0]
-    alike = [dump.rank for dump in failed if dump.error == first.error]
-    who = f"ranks {_listed(alike)} failed alike" if len(alike) > 1 else f"rank {first.rank} failed"
-    return f"{who}{_when(first)}{_at(first.error_sites)}: {first.error}{_waiting_for(waits, alike)}"
+    same = [dump.rank for dump in failed if dump.error == first.error]
+    who = f"ranks {_listed(same)} failed with the same error" if len(same) > 1 else f"rank {first.rank} failed"
+    return f"{who}{_when(first)}{_at(first.error_sites)}: {first.error}{_waiting_for(waits, same)}"
 
 
 def _absent(gone: Mapping[int, str], waits: Mapping[int, _Wait]) -> str:
-    """The ranks that nothing was heard of."""
+    """Name the ranks without a dump."""
     if not gone:
         return ""
     by_words: dict[str, list[int]] = {}
@@ -106,83 +114,71 @@ def _absent(gone: Mapping[int, str], waits: Mapping[int, _Wait]) -> str:
     return f"{'; '.join(parts)}{_waiting_for(waits, list(gone))}"
 
 
-def _different(dumps: Mapping[int, Dump]) -> str:
-    """An operation in which the ranks of a communicator differ; of several, the one that was begun first."""
-    found: list[tuple[float, Communicator, Difference]] = []
-    for members in _communicators(dumps).values():
-        difference = find_difference({rank: one.operations for rank, one in members.items()})
-        if difference is not None:
-            communicator = members[difference.rank]
-            found.append((min(difference.own.began, difference.other.began), communicator, difference))
+def _diverged(dumps: Mapping[int, Dump]) -> str:
+    """Describe the operation in which the ranks of a communicator differ; of several, the one that began first."""
+    found: list[tuple[float, str, Communicator, Divergence]] = []
+    for (key, _), members in _communicators(dumps).items():
+        divergence = find_divergence({rank: one.operations for rank, one in members.items()})
+        if divergence is not None:
+            began = min(divergence.own.began, divergence.other.began)
+            found.append((began, key, members[divergence.rank], divergence))
     if not found:
         return ""
-    _, communicator, difference = min(found, key=lambda item: item[0])
-    return _difference_in_words(communicator, difference, dumps)
-
-
-def _difference_in_words(communicator: Communicator, difference: Difference, dumps: Mapping[int, Dump]) -> str:
-    own, other, rank = difference.own, difference.other, difference.rank
-    where, others = _group(communicator), _ranks(difference.others)
-    doubt = "" if difference.is_sure else ", or the other way round"
-    ahead = max((_last(dumps[it], communicator) for it in difference.others), default=other.number) - own.number
-    if difference.kind == "skipped":
+    _, key, communicator, divergence = min(found, key=lambda item: item[0])
+    own, other, rank = divergence.own, divergence.other, divergence.rank
+    group, others = _group(communicator), _ranks(divergence.others)
+    doubt = "" if divergence.is_sure else ", or the other way round"
+    if divergence.kind == "skipped":
         return (
-            f"rank {rank} never called {other.name} number {other.number} of {where}, as {others} did"
-            f"{_at(other.sites)}: it went on to {own.name}{_at(own.sites)}"
+            f"rank {rank} never called {other.name} number {other.number} of {group}, which {others} called"
+            f"{_at(other.sites)}; rank {rank} called {own.name}{_at(own.sites)} instead"
         )
-    if difference.kind == "shape":
+    if divergence.kind == "shape":
+        verb = "passes" if len(divergence.others) == 1 else "pass"
         return (
-            f"rank {rank} brings {own} to number {own.number} of {where}{_at(own.sites)}, where {others} "
-            f"{_verb(difference.others, 'brings', 'bring')} {other}{_at(other.sites)}: another shape{doubt}"
+            f"rank {rank} passes {own} to number {own.number} of {group}{_at(own.sites)}, where {others} {verb} "
+            f"{other}{_at(other.sites)}: the shapes differ{doubt}"
         )
-    if difference.kind == "order":
+    if divergence.kind == "order":
+        ahead = max((_last(dumps[it], key) for it in divergence.others), default=other.number) - own.number
+        verb, now = ("has", "is") if len(divergence.others) == 1 else ("have", "are")
+        further = f" and {now} {ahead} operation{'s' if ahead > 1 else ''} ahead" if ahead > 0 else ""
         return (
-            f"rank {rank} is in {own} of {where}{_at(own.sites)} before, or without, {other.name}{_at(other.sites)}, "
-            f"which always came first and {_where_they_are(others, difference, ahead)}: rank {rank} never called "
-            f"it, or calls in another order{doubt}"
+            f"rank {rank} is in {own} of {group}{_at(own.sites)}, and before it always called {other.name}"
+            f"{_at(other.sites)}, which {others} {verb} called{further}: rank {rank} skipped that call, or calls in "
+            f"a different order{doubt}"
         )
     return (
-        f"rank {rank} is in {own} of {where}{_at(own.sites)}, where {others} {_verb(difference.others, 'is', 'are')} "
-        f"in {other}{_at(other.sites)} (number {own.number}): another order, or a call that one of them left out{doubt}"
+        f"rank {rank} is in {own} of {group}{_at(own.sites)}, where {others} "
+        f"{'is' if len(divergence.others) == 1 else 'are'} in {other}{_at(other.sites)} (number {own.number}): the "
+        f"order differs, or a rank skipped a call{doubt}"
     )
 
 
-def _where_they_are(others: str, difference: Difference, ahead: int) -> str:
-    """Where the other ranks are, as a relative clause of their operation."""
-    if ahead <= 0:
-        return f"in which {others} {_verb(difference.others, 'is', 'are')}"
-    further = "an operation" if ahead == 1 else f"{ahead} operations"
-    return f"which {others} {_verb(difference.others, 'has', 'have')} called; now {further} further"
-
-
 def _late(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """A rank that waits for nobody, and for which others wait."""
+    """Name a rank that waits for no rank, and that other ranks wait for."""
     for start in _in_order(dumps, waits):
         chain, is_closed = _chain(start, dumps, waits)
         if is_closed or len(chain) < 2:
             continue
-        root, keeper = dumps[chain[-1]], chain[-2]
-        if keeper not in waits:
-            doing = dumps[keeper].doing or _place_of(dumps[keeper])
-            return f"rank {root.rank} {_doing(root)}; rank {keeper} waits for its message ({doing})"
-        operation, communicator = waits[keeper].operation, waits[keeper].communicator
-        alike = [
-            rank
-            for rank, wait in sorted(waits.items())
-            if wait.communicator.label == communicator.label and root.rank in wait.missing
-        ]
-        too = [rank for rank in waits[keeper].missing if rank != root.rank and rank in dumps]
-        also = f", nor {_verb(too, 'has', 'have')} {_ranks(too)}" if too else ""
+        root, waiter = dumps[chain[-1]], chain[-2]
+        if waiter not in waits:
+            doing = dumps[waiter].doing or _place_of(dumps[waiter])
+            return f"rank {root.rank} {_doing(root)}; rank {waiter} waits for its message ({doing})"
+        wait = waits[waiter]
+        same = [rank for rank, one in sorted(waits.items()) if one.key == wait.key and root.rank in one.missing]
+        too = [rank for rank in wait.missing if rank != root.rank and rank in dumps]
+        also = f", nor {'has' if len(too) == 1 else 'have'} {_ranks(too)}" if too else ""
         return (
-            f"rank {root.rank} {_doing(root)} and has not come to {operation.name} number {operation.number} of "
-            f"{_group(communicator)}{also}, in which {_ranks(alike)} {_verb(alike, 'waits', 'wait')}"
-            f"{_at(operation.sites)}"
+            f"rank {root.rank} {_doing(root)} and has not called {wait.operation.name} number "
+            f"{wait.operation.number} of {_group(wait.communicator)}{also}, in which {_ranks(same)} "
+            f"{_wait_verb(same)}{_at(wait.operation.sites)}"
         )
     return ""
 
 
 def _circle(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """Ranks that wait for each other, in different communicators or for messages: they call in different orders."""
+    """Describe ranks that wait for each other, in different communicators or for messages."""
     for start in _in_order(dumps, waits):
         circle, is_closed = _chain(start, dumps, waits)
         if not is_closed:
@@ -194,18 +190,22 @@ def _circle(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
             else f"rank {rank} {_doing(dumps[rank])} and waits for a message of {_ranks(dumps[rank].waits_for)}"
             for rank in circle
         ]
-        return f"{'; '.join(parts)}: they call in another order{_odd_one(circle, dumps, waits)}"
+        return f"{'; '.join(parts)}: they call in different orders{_changed_order(circle, dumps, waits)}"
     return ""
 
 
 def _in_order(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> list[int]:
-    """The ranks that wait, who has waited longest first; those that wait for messages last."""
+    """Return the ranks that wait, the longest wait first; ranks that wait for messages last."""
     ranks = [rank for rank in dumps if rank in waits or dumps[rank].waits_for]
     return sorted(ranks, key=lambda rank: waits[rank].operation.began if rank in waits else float("inf"))
 
 
 def _chain(start: int, dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> tuple[list[int], bool]:
-    """Who waits for whom, from a rank on: to one that waits for nobody, or, where they go round, the circle alone."""
+    """Follow the ranks from one to the rank that it waits for.
+
+    Returns:
+        The ranks up to one that waits for no rank, and False; or the ranks of a circle, and True.
+    """
     seen = [start]
     while True:
         wait = waits.get(seen[-1])
@@ -218,8 +218,8 @@ def _chain(start: int, dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) ->
         seen.append(following)
 
 
-def _odd_one(circle: Sequence[int], dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """Which rank of a circle does what it did not do before, if its own past tells."""
+def _changed_order(circle: Sequence[int], dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
+    """Name the rank of a circle that calls in another order than before, if its own past shows it."""
     odd = []
     for rank in circle:
         if rank not in waits:
@@ -228,82 +228,85 @@ def _odd_one(circle: Sequence[int], dumps: Mapping[int, Dump], waits: Mapping[in
             (one for group in dumps[rank].communicators.values() for one in group.operations),
             key=lambda one: one.began,
         )
-        places = [(one.name, one.sites[:1]) for one in done if one.began <= waits[rank].operation.began]
-        before, here = places[-2:-1], places[-1:]
-        followers = [two for one, two in pairwise(places[:-1]) if [one] == before]
+        calls = [(one.name, one.sites[:1]) for one in done if one.began <= waits[rank].operation.began]
+        before, here = calls[-2:-1], calls[-1:]
+        followers = [two for one, two in pairwise(calls[:-1]) if [one] == before]
         if followers and here[0] not in followers:
             odd.append(rank)
-    return f", rank {odd[0]} than it did before" if len(odd) == 1 else ""
+    return f"; rank {odd[0]} has changed its order" if len(odd) == 1 else ""
 
 
 def _busy(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """Says what ranks do where none is behind another: all are in an operation that does not end, or none waits."""
+    """Describe ranks that do not wait for each other."""
     common = [rank for rank, wait in waits.items() if not wait.missing]
     if common and len(common) == len(dumps):
         wait = waits[common[0]]
         return (
-            f"all ranks of {_group(wait.communicator)} are in {wait.operation}{_at(wait.operation.sites)}, and it does "
-            "not end: the network, or a device, is slow or stuck"
+            f"all ranks of {_group(wait.communicator)} are in {wait.operation}{_at(wait.operation.sites)}, which does "
+            "not end: the network or a device is slow or stuck"
         )
     slowest = max(dumps.values(), key=lambda dump: dump.seconds)
-    return f"no rank waits for another; rank {slowest.rank} {_doing(slowest)}"
+    if len(dumps) == 1:
+        return f"rank {slowest.rank} {_doing(slowest)}"
+    return f"no rank waits for another rank; rank {slowest.rank} {_doing(slowest)}"
 
 
-# What ranks wait for
+# Ranks and the operations that they wait in
 
 
 def _communicators(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]], dict[int, Communicator]]:
-    """What the ranks of each communicator know of it."""
+    """Return each communicator as its ranks have recorded it, by key and ranks."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, Communicator]] = {}
     for rank, dump in sorted(dumps.items()):
-        for label, communicator in dump.communicators.items():
-            found.setdefault((label, communicator.ranks), {})[rank] = communicator
+        for key, communicator in dump.communicators.items():
+            found.setdefault((key, communicator.ranks), {})[rank] = communicator
     return found
 
 
 def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
-    """The oldest operation that each rank is in, and who has not begun it."""
-    begun = {
-        key: {rank: _last(dumps[rank], one) for rank, one in members.items()}
-        for key, members in _communicators(dumps).items()
+    """Return the oldest operation that each rank waits in."""
+    last = {
+        group: {rank: _last(dumps[rank], group[0]) for rank in members}
+        for group, members in _communicators(dumps).items()
     }
     found: dict[int, _Wait] = {}
     for rank, dump in dumps.items():
         pending = [
-            (operation, communicator)
-            for communicator in dump.communicators.values()
+            (operation, key)
+            for key, communicator in dump.communicators.items()
             for operation in communicator.operations
             if not operation.is_message and (not operation.ended or _has_failed_in(dump, operation))
         ]
         if not pending:
             continue
-        operation, communicator = min(pending, key=lambda item: item[0].began)
-        last = begun[communicator.label, communicator.ranks]
+        operation, key = min(pending, key=lambda item: item[0].began)
+        communicator = dump.communicators[key]
+        numbers = last[key, communicator.ranks]
         missing = tuple(
             other
             for other in communicator.ranks or range(world)
-            if other != rank and last.get(other, 0) < operation.number
+            if other != rank and numbers.get(other, 0) < operation.number
         )
-        found[rank] = _Wait(rank, operation, communicator, missing)
+        found[rank] = _Wait(operation=operation, key=key, communicator=communicator, missing=missing)
     return found
 
 
 def _has_failed_in(dump: Dump, operation: Operation) -> bool:
-    """Whether it is the last operation of a rank that has then failed because of another one."""
+    """Return whether an operation is the last one of a rank whose error another rank has caused."""
     if not _is_consequence(dump):
         return False
     begun = [one for group in dump.communicators.values() for one in group.operations]
     return operation == max(begun, key=lambda one: one.began)
 
 
-def _last(dump: Dump, communicator: Communicator) -> int:
-    """The number of the last collective that a rank has begun in a communicator."""
-    known = dump.communicators.get(communicator.label)
+def _last(dump: Dump, key: str) -> int:
+    """Return the number of the last collective that a rank has called in a communicator."""
+    known = dump.communicators.get(key)
     return max((one.number for one in known.operations if not one.is_message), default=0) if known else 0
 
 
 def _is_consequence(dump: Dump) -> bool:
-    """Whether a rank has failed because of another one."""
+    """Return whether another rank has caused the error of a rank."""
     return bool(dump.error) and _LOST.search(dump.error) is not None
 
 
@@ -311,30 +314,26 @@ def _is_consequence(dump: Dump) -> bool:
 
 
 def _causes(dumps: Mapping[int, Dump]) -> str:
-    """What may be behind it: numbers that are not finite on some ranks alone, and what some were told differently."""
+    """Return possible causes: values that are not finite on some ranks only, and facts that differ between ranks."""
     parts = []
-    odd = {rank: dump.not_finite for rank, dump in sorted(dumps.items()) if dump.not_finite}
+    odd = {rank: dump.non_finite for rank, dump in sorted(dumps.items()) if dump.non_finite}
     if odd and len(odd) < len(dumps):
-        parts.append("; ".join(f"on rank {rank} alone {words}" for rank, words in odd.items()))
+        parts.append("; ".join(f"only on rank {rank} {words}" for rank, words in odd.items()))
     for name in sorted({name for dump in dumps.values() for name in dump.facts}):
         values: dict[str, list[int]] = {}
         for rank, dump in sorted(dumps.items()):
             values.setdefault(dump.facts.get(name, "none"), []).append(rank)
-        if len(values) > 1:
-            common = max(values.values(), key=len)
-            theirs = next(value for value, ranks in values.items() if ranks is common)
-            for value, ranks in values.items():
-                if ranks is not common:
-                    own, usual = _around_difference(value, theirs)
-                    parts.append(
-                        f"{_ranks(ranks)} {_verb(ranks, 'has', 'have')} {name} {own}, where {_ranks(common)} "
-                        f"{_verb(common, 'has', 'have')} {usual}"
-                    )
+        common = max(values, key=lambda value: len(values[value]))
+        for value, ranks in values.items():
+            if value != common:
+                own, usual = _around_difference(value, common)
+                has, have = ("has" if len(them) == 1 else "have" for them in (ranks, values[common]))
+                parts.append(f"{_ranks(ranks)} {has} {name} {own}, {_ranks(values[common])} {have} {usual}")
     return "".join(f"; {part}" for part in parts)
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Two texts; of long ones, what stands where they begin to differ."""
+    """Shorten two long texts to the part where they begin to differ."""
     if max(len(one), len(other)) <= _LONG:
         return one, other
     same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
@@ -343,7 +342,7 @@ def _around_difference(one: str, other: str) -> tuple[str, str]:
 
 
 def _state(dump: Dump, wait: _Wait | None) -> str:
-    """What a rank is doing, in a line."""
+    """Return one line on what a rank is doing."""
     if dump.error:
         return f"rank {dump.rank} has failed{_when(dump)}{_at(dump.error_sites)}: {dump.error}"
     if wait is None:
@@ -356,41 +355,33 @@ def _state(dump: Dump, wait: _Wait | None) -> str:
 
 
 def _doing(dump: Dump) -> str:
-    """What a rank is doing that waits for no operation."""
-    since = f" for {dump.seconds:.0f} s" if dump.phase and dump.seconds >= 1 else ""
-    words = _PHASES.get(dump.phase, "")
-    if dump.doing:
-        words = dump.doing
+    """Return what a rank is doing that waits in no operation."""
     if dump.error:
         return f"has failed{_at(dump.error_sites)}: {dump.error}"
+    since = f" for {dump.seconds:.0f} s" if dump.phase and dump.seconds >= 1 else ""
+    words = dump.doing or _PHASES.get(dump.phase, "")
     return f"is {f'{words}{since}, ' if words else ''}{_place_of(dump)}{_when(dump)}"
 
 
 def _place_of(dump: Dump) -> str:
-    """Where a rank's program is."""
-    own = _first([frame for frame in dump.frames if not frame.is_foreign])
-    inner = dump.frames[0] if dump.frames else None
-    if inner is None:
+    """Return the place of a rank's program: its innermost frame, and the innermost frame outside of par's packages."""
+    if not dump.frames:
         return "at an unknown place"
+    own = next((frame for frame in dump.frames if not frame.is_library), None)
     if own is None:
-        return f"at {inner.site} in {inner.function}()"
+        return f"at {dump.frames[0].site} in {dump.frames[0].function}()"
     code = f" `{own.code}`" if own.code else ""
-    program = _first([frame for frame in dump.frames if not frame.is_foreign and not frame.site.startswith("par_")])
-    called = f" < {program.site}" if program is not None and program is not own else ""
-    return f"at {own.site}{code} in {own.function}(){called}"
-
-
-def _first(frames: Sequence[Frame]) -> Frame | None:
-    return frames[0] if frames else None
+    program = next((one for one in dump.frames if not one.is_library and not one.site.startswith("par_")), own)
+    return f"at {own.site}{code} in {own.function}(){f' < {program.site}' if program is not own else ''}"
 
 
 def _at(sites: Sequence[str]) -> str:
-    """Where an operation was called: the innermost line that tells something, and that of the user's own program."""
-    telling = [site for site in sites if not site.rpartition(":")[0].endswith(_PLUMBING)] or list(sites)
-    if not telling:
+    """Return the place of a call: its innermost informative line, and its innermost line outside of par's packages."""
+    informative = [site for site in sites if not site.rpartition(":")[0].endswith(_PLUMBING)] or list(sites)
+    if not informative:
         return ""
-    program = next((site for site in telling if not site.startswith("par_")), telling[0])
-    return f" at {telling[0]}" + (f" < {program}" if program != telling[0] else "")
+    program = next((site for site in informative if not site.startswith("par_")), informative[0])
+    return f" at {informative[0]}" + (f" < {program}" if program != informative[0] else "")
 
 
 def _when(dump: Dump) -> str:
@@ -398,22 +389,26 @@ def _when(dump: Dump) -> str:
 
 
 def _waiting_for(waits: Mapping[int, _Wait], ranks: Iterable[int]) -> str:
-    """Who waits for some ranks, and where."""
+    """Return which ranks wait for some ranks, and where."""
     wanted = set(ranks)
-    waiting = [wait for _, wait in sorted(waits.items()) if wait.rank not in wanted and wanted & set(wait.missing)]
+    waiting = {rank: wait for rank, wait in sorted(waits.items()) if rank not in wanted and wanted & set(wait.missing)}
     if not waiting:
         return ""
-    first = waiting[0]
-    alike = [wait.rank for wait in waiting if wait.communicator.label == first.communicator.label]
+    first = next(iter(waiting.values()))
+    same = [rank for rank, wait in waiting.items() if wait.key == first.key]
     return (
-        f"; {_ranks(alike)} {_verb(alike, 'waits', 'wait')} in {first.operation.name} of "
-        f"{_group(first.communicator)}{_at(first.operation.sites)}"
+        f"; {_ranks(same)} {_wait_verb(same)} in {first.operation.name} of {_group(first.communicator)}"
+        f"{_at(first.operation.sites)}"
     )
 
 
+def _wait_verb(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
 def _group(communicator: Communicator) -> str:
-    name = "the world" if communicator.label == "world" else f"{communicator.label} group"
-    return f"{name} {_listed(communicator.ranks)}" if communicator.ranks else name
+    label = f"{communicator.label} " if communicator.label else ""
+    return f"the {label}group {_listed(communicator.ranks)}" if communicator.ranks else f"the {label}group"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -421,7 +416,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks as [0, 1], or [4..7] where three or more follow each other."""
+    """Return ranks as [0, 1], or as [4..7] if three or more are consecutive."""
     parts: list[str] = []
     rest = list(ranks)
     while rest:
@@ -431,7 +426,3 @@ def _listed(ranks: Sequence[int]) -> str:
         parts += [f"{rest[0]}..{rest[length - 1]}"] if length > 2 else [str(rank) for rank in rest[:length]]
         rest = rest[length:]
     return f"[{', '.join(parts)}]"
-
-
-def _verb(ranks: Sequence[int], one: str, several: str) -> str:
-    return one if len(ranks) == 1 else several

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
     from .live.recorder import FlightRecorder
-    from .live.trace import Communicator, Operation
+    from .live.trace import (
+        Communicator,
+        Operation,
+        call_sites,
+        is_library_path,
+        read_flight_trace,
+        shorten_path,
+    )
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import (
         follow_written_,
@@ -85,6 +92,7 @@ __all__ = [
     "agree",
     "backend_of",
     "block_stop_signals",
+    "call_sites",
     "check_alike",
     "check_collectives",
     "check_owned",
@@ -98,12 +106,14 @@ __all__ = [
     "group_among",
     "has_stepped",
     "is_called_by_state_dict_of_dcp",
+    "is_library_path",
     "launch",
     "on_settle",
     "on_written",
     "parse_size",
     "part_of",
     "read_environment",
+    "read_flight_trace",
     "refuse_get_state_dict",
     "register_mode",
     "segments_of",
@@ -114,6 +124,7 @@ __all__ = [
     "set_slots",
     "settle_",
     "sharding_of",
+    "shorten_path",
     "slots_of",
     "sync_to_disk",
     "to_dtensor",
@@ -135,8 +146,11 @@ _MODULE_OF = {
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),
         "live.recorder": ("FlightRecorder",),
-        "live.trace": ("Communicator", "Operation"),
         "_torch_private": ("is_called_by_state_dict_of_dcp",),
+        "live.trace": (
+            *("Communicator", "Operation", "call_sites", "is_library_path"),
+            *("read_flight_trace", "shorten_path"),
+        ),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
             *("follow_written_", "gradients", "on_settle", "on_written", "set_gradient_elsewhere"),

@@ -92,6 +92,14 @@ def group_called(name: str) -> Iterator[None]:
         module._process_group_name = known
 
 
+def groups_by_name() -> dict[str, dist.ProcessGroup]:
+    """Return all process groups of this process by torch's name of each.
+
+    `distributed_c10d._world.pg_names`, in torch 2.11 to 2.13. No public function lists the groups that a program has.
+    """
+    return {str(name): group for group, name in list(dist.distributed_c10d._world.pg_names.items())}
+
+
 def flight_trace() -> dict[str, Any]:
     """What torch's flight recorder has noted in this process: "entries", one for each collective of gloo and NCCL.
 

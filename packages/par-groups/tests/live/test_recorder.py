@@ -1,4 +1,4 @@
-"""The flight recorder: every way that leads to a collective is seen, by the names that the groups have here."""
+"""The flight recorder sees every way to call a collective, and names the groups."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import FlightRecorder, ProcessGroups, Topology
-from par_groups.live.trace import operations_of, short_path
+from par_groups import FlightRecorder, ProcessGroups, Topology, read_flight_trace, shorten_path
 
 HERE = Path(__file__).name
 
@@ -26,7 +25,7 @@ def by_the_method(group):
 
 
 @pytest.mark.ranks(4, backend="gloo")
-def test_operations_are_told_with_shapes_sites_and_states_for_each_communicator():
+def test_communicators_return_shapes_sites_and_states():
     rank = dist.get_rank()
     with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
         recorder = FlightRecorder(groups, last=3)
@@ -61,7 +60,7 @@ def test_operations_are_told_with_shapes_sites_and_states_for_each_communicator(
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_any_group_of_torch_is_read_by_the_label_that_it_is_given():
+def test_given_groups_are_read_by_their_labels():
     recorder = FlightRecorder({"mine": dist.new_group([0, 1]), "everybody": dist.group.WORLD})
     dist.broadcast(torch.ones(4, dtype=torch.float64), 0)
     found = recorder.communicators()
@@ -70,17 +69,35 @@ def test_any_group_of_torch_is_read_by_the_label_that_it_is_given():
     assert found["mine"].ranks == (0, 1)
 
 
+@pytest.mark.ranks(4, backend="gloo")
+def test_recorder_without_groups_reads_all_also_later_ones():
+    recorder = FlightRecorder()
+    before = recorder.begun()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.all_reduce(torch.ones(3), group=mesh.get_group("tp"))
+    dist.all_reduce(torch.ones(5), group=dist.new_group(range(4)))
+    assert len(recorder.begun()) == len(before) + 3
+    found = {one.label: one for one in recorder.communicators().values()}
+    assert [found[label].operations[-1].elements for label in ("tp", "")] == [3, 5]
+    assert {label: one.ranks for label, one in found.items()} == {
+        "world": (0, 1, 2, 3),
+        "dp": tuple(dist.get_process_group_ranks(mesh.get_group("dp"))),
+        "tp": tuple(dist.get_process_group_ranks(mesh.get_group("tp"))),
+        "": (0, 1, 2, 3),
+    }
+
+
 @pytest.mark.ranks(1)
-def test_a_recorder_that_torch_has_switched_off_says_so(monkeypatch):
+def test_recorder_that_torch_has_off_has_a_reason(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     recorder = FlightRecorder({"world": dist.group.WORLD})
     assert "TORCH_FR_BUFFER_SIZE is 0" in recorder.missing
     assert recorder.communicators()["world"].operations == ()
-    with pytest.raises(ValueError, match="last is 0"):
+    with pytest.raises(ValueError, match="last=0"):
         FlightRecorder({}, last=0)
 
 
-def test_a_dump_of_nccl_is_read_as_one_of_gloo_and_messages_are_told_apart():
+def test_read_flight_trace_of_nccl_separates_messages():
     entry = {
         "process_group": ("0", "default_pg"),
         "collective_seq_id": 4,
@@ -98,15 +115,15 @@ def test_a_dump_of_nccl_is_read_as_one_of_gloo_and_messages_are_told_apart():
         ],
     }
     message = {**entry, "is_p2p": True, "profiling_name": "nccl:send 1->0", "state": "scheduled", "frames": []}
-    gathered, sent = operations_of({"entries": [entry, message]}, 10)["0"]
+    gathered, sent = read_flight_trace({"entries": [entry, message]}, 10)["0"].operations
     assert (gathered.number, gathered.name, gathered.elements, gathered.ended) == (4, "all_gather", 12, True)
     assert (gathered.began, gathered.sites) == (5.0, ("/nowhere/model.py:7",))
     assert (sent.number, sent.name, sent.ended, sent.is_message) == (9, "send 1->0", False, True)
-    assert [one.number for one in operations_of({"entries": [entry] * 3}, 2)["0"]] == [4, 4]
-    assert operations_of({}, 2) == {}
+    assert [one.number for one in read_flight_trace({"entries": [entry] * 3}, 2)["0"].operations] == [4, 4]
+    assert read_flight_trace({}, 2) == {}
 
 
-def test_a_path_is_shortened_to_what_an_import_says(monkeypatch):
+def test_shorten_path_starts_below_the_longest_sys_path(monkeypatch):
     monkeypatch.setattr("sys.path", ["", "/a", "/a/b"])
-    assert short_path("/a/b/package/module.py") == "package/module.py"
-    assert short_path("/elsewhere/module.py") == "/elsewhere/module.py"
+    assert shorten_path("/a/b/package/module.py") == "package/module.py"
+    assert shorten_path("/elsewhere/module.py") == "/elsewhere/module.py"

@@ -1,4 +1,4 @@
-"""The watch beside a run: signals where a program is stuck, and silence where nothing is wrong."""
+"""The watchdog of a run: a signal while a rank is stuck, and silence while nothing is wrong."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_diagnosis import Diagnosis, _watch
-from par_diagnosis._meeting import Meeting
+from par_diagnosis import Watchdog, _watchdog
+from par_diagnosis._exchange import DumpExchange
 from par_groups import FlightRecorder
 from par_train import Run, Strategy
 
@@ -29,8 +28,8 @@ def made(**options):
 
 
 def with_patience(monkeypatch):
-    """Ranks wait for each other when they meet, however long one of them has been stopped."""
-    monkeypatch.setattr(_watch, "Meeting", lambda store, rank, world, _: Meeting(store, rank, world, 250.0))
+    """Make ranks wait for each other's dumps, however long the machine has stopped one of them."""
+    monkeypatch.setattr(_watchdog, "DumpExchange", lambda *given: DumpExchange(*given[:3], 250.0))
 
 
 def first_lines(path):
@@ -57,7 +56,7 @@ def when(is_there, act):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_goes_on(tmp_path, monkeypatch):
+def test_run_reports_after_sigquit_and_continues(tmp_path, monkeypatch):
     with_patience(monkeypatch)
     strategy, model, optimizer = made()
     before = signal.getsignal(signal.SIGQUIT), signal.set_wakeup_fd(-1)
@@ -85,21 +84,21 @@ def test_sigquit_to_a_rank_that_is_stuck_has_all_say_what_they_do_and_training_g
     dist.barrier()
     assert run.step == 4
     lines = said.read_text().splitlines()
-    assert "diagnosis (SIGQUIT): rank 1 is at " in lines[0]
+    assert "par-diagnosis: SIGQUIT: rank 1 is at " in lines[0]
     assert "in wait_for()" in lines[0]
-    assert "(step 3) and has not come to all_reduce" in lines[0]
+    assert "(step 3) and has not called all_reduce" in lines[0]
     assert [line.split(" is ")[0] for line in lines[1:]] == ["    rank 0", "    rank 1"]
     assert sorted(path.name for path in said.parent.glob("*.json")) == ["rank-0.json", "rank-1.json"]
     assert (signal.getsignal(signal.SIGQUIT), signal.set_wakeup_fd(-1)) == before
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+def test_run_without_a_hang_reports_nothing_and_leaves_no_file(tmp_path, monkeypatch):
     """Steps take longer than the limit together, by a clock that goes on only when the watch has looked at each."""
     strategy, model, optimizer = made()
-    told, now, looks, state = StringIO(), [100.0], [], Diagnosis._state
-    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Diagnosis, "_state", lambda diagnosis: looks.append(1) or state(diagnosis))
+    told, now, looks, state = StringIO(), [100.0], [], Watchdog._state
+    monkeypatch.setattr(_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Watchdog, "_state", lambda watchdog: looks.append(1) or state(watchdog))
     with redirect_stderr(told), Run(tmp_path / "run", strategy, progress=False, diagnose=0.2) as run:
         for batch in run.steps([torch.ones(3, 2)], 8):
             now[0] += 0.1
@@ -115,7 +114,7 @@ def test_a_run_that_goes_on_says_nothing_and_leaves_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path, monkeypatch):
+def test_watchdog_follows_the_messages_of_a_pipeline(tmp_path, monkeypatch):
     """Rank 1 waits for what rank 0 does not send, and in no collective that torch knows."""
     with_patience(monkeypatch)
     strategy = Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2})
@@ -130,8 +129,8 @@ def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path, mo
     model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
     folder = tmp_path / "dumps"
     said = folder / "diagnosis.txt"
-    with Diagnosis(strategy.groups, folder, timeout=0.5, tell=lambda _: None) as diagnosis:
-        diagnosis.place.at(0, "step")
+    with Watchdog(folder, strategy.groups, timeout=0.5, report=lambda _: None) as watchdog:
+        watchdog.activity.update(0, "step")
         batch = (torch.ones(4, 4), torch.ones(4, 4))
         strategy.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, optimizer)
     line = next(line for line in first_lines(said) if "in wait_for()" in line and "rank 1 waits for" in line)
@@ -139,21 +138,9 @@ def test_the_stages_of_a_pipeline_are_followed_along_their_messages(tmp_path, mo
     assert "rank 1 waits for its message (in the forward of microbatch 0 in stage 1 of the pipeline)" in line
 
 
-@pytest.mark.ranks(1)
-def test_a_single_process_is_watched_too(tmp_path):
-    strategy, *_ = made()
-    with Diagnosis(strategy.groups, tmp_path, timeout=0.3, tell=lambda _: None) as diagnosis:
-        diagnosis.place.at(7, "data")
-        wait_for(tmp_path / "diagnosis.txt", "in wait_for()")
-    assert "rank 0 is waiting for its data" in diagnosis.last
-    assert f"in {wait_for.__name__}() (step 8)" in diagnosis.last.replace(f" < {Path(__file__).name}", "")
-
-
 @pytest.mark.parametrize("limit", [0.0, -1.0])
 @pytest.mark.ranks(1)
-def test_a_limit_that_is_none_is_refused(tmp_path, limit):
+def test_run_refuses_a_timeout_that_is_not_positive(tmp_path, limit):
     strategy, *_ = made()
     with pytest.raises(ValueError, match="diagnose is"), Run(tmp_path, strategy, diagnose=limit):
         pass
-    with pytest.raises(ValueError, match="seconds above 0"):
-        Diagnosis(strategy.groups, tmp_path, timeout=limit)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from par_diagnosis import Place
+from par_diagnosis import Activity
 from par_groups import ProcessGroups, Topology
 from par_train import Run, Shape, Strategy, model_flops
 from par_train.jobs.options import ModelOptions
@@ -200,7 +200,7 @@ def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path, monkeypatch):
 def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
     now = [10.0]
     monkeypatch.setattr("par_train.run.goodput.time.monotonic", lambda: now[0])
-    clock = Clock(Place())
+    clock = Clock(Activity())
     for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
         clock.enter(0, phase)
         now[0] += seconds

@@ -1,9 +1,8 @@
-"""The flight recorder of process groups: the last operations of each, for whoever asks what a rank was doing.
+"""The last operations of each process group, read from torch's flight recorder.
 
-Nothing is wrapped and nothing patched. torch notes every collective itself, below all the ways that lead to one
-(`torch.distributed`, functional collectives, methods of a group, DDP, FSDP2, compiled graphs), with its call site; this
-object knows which communicators are asked for, what they are called here, and reads what torch has noted. So it costs a
-step nothing, and can be made after the fact.
+Nothing is wrapped or patched. torch records every collective with its call site, whichever way it is called:
+`torch.distributed`, functional collectives, methods of a group, DDP, FSDP2 or compiled graphs. `FlightRecorder` selects
+the process groups and names them. It adds no time to a step, and a program can make one at any moment.
 """
 
 import os
@@ -11,9 +10,9 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from .._torch_private import flight_trace, operations_begun
+from .._torch_private import flight_trace, groups_by_name, operations_begun
 from .process_groups import ProcessGroups
-from .trace import Communicator, operations_of
+from .trace import Communicator, label_of, read_flight_trace
 
 _SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
@@ -22,14 +21,14 @@ class FlightRecorder:
     """The last operations of process groups: name, shape, dtype, call site, and whether each has ended.
 
     Args:
-        groups: The live groups of a topology, of which all with several ranks are read, and the world; or any process
-            groups by their labels.
-        last: How many operations of each communicator are given, the newest ones. torch keeps the newest 2,000 of all
-            communicators of a process together; the variable TORCH_FR_BUFFER_SIZE, read when the process makes its
-            first group, changes that.
+        groups: Process groups by label, or the live groups of a topology. Default: all groups of the process with
+            several ranks, including groups that the program makes later.
+        last: Largest number of operations per communicator, the newest. torch keeps 2,000 operations of all
+            communicators of a process; set the variable TORCH_FR_BUFFER_SIZE before the first group is made to change
+            that number.
 
     Attributes:
-        missing: Why there are no operations, in words; "" if torch records them.
+        missing: Reason why torch records no operations, in words; "" if torch records them.
 
     Raises:
         ValueError: `last` is below 1.
@@ -40,33 +39,43 @@ class FlightRecorder:
             print(operation.number, operation, operation.sites[0], operation.ended)
     """
 
-    def __init__(self, groups: ProcessGroups | Mapping[str, dist.ProcessGroup], *, last: int = 1000) -> None:
+    def __init__(
+        self, groups: ProcessGroups | Mapping[str, dist.ProcessGroup] | None = None, *, last: int = 1000
+    ) -> None:
         if last < 1:
-            raise ValueError(f"last is {last}; give the number of operations of each communicator, 1 or more")
-        named = groups.named() if isinstance(groups, ProcessGroups) else dict(groups)
-        self._groups = named
-        self._ranks = {label: tuple(dist.get_process_group_ranks(group)) for label, group in named.items()}
+            raise ValueError(f"last={last}: the number of operations of each communicator must be 1 or more")
+        self._given = groups.named() if isinstance(groups, ProcessGroups) else groups
         self._last = last
         off = next((name for name in _SWITCHES if os.environ.get(name) == "0"), None)
         self.missing = f"{off} is 0, which turns torch's flight recorder off; unset it" if off else ""
 
     def communicators(self) -> dict[str, Communicator]:
-        """What each communicator has done up to now, by its label. No communication.
+        """Return the last operations of each communicator, without communication.
 
-        2,000 operations take some 30 ms; the first call in a process takes a second more, in which torch imports what
-        finds the call sites.
+        The keys are the labels of the given groups. Without given groups, the keys are torch's names of the groups,
+        which are the same on all ranks of a group. 2,000 operations take about 30 ms. The first call in a process takes
+        about one second more, because torch then imports the code that resolves call sites.
         """
-        operations = {} if self.missing else operations_of(flight_trace(), self._last)
+        found = {} if self.missing else read_flight_trace(flight_trace(), self._last)
         return {
-            label: Communicator(
-                label=label, ranks=self._ranks[label], operations=operations.get(str(group.group_name), ())
+            key: Communicator(
+                label=label,
+                ranks=tuple(dist.get_process_group_ranks(group)),
+                operations=found[group.group_name].operations if group.group_name in found else (),
             )
-            for label, group in self._groups.items()
+            for key, label, group in self._groups()
         }
 
     def begun(self) -> tuple[int, ...]:
-        """How many operations each communicator has begun on this rank, in the order of the labels; a microsecond.
+        """Return the number of operations that each communicator has begun on this rank; takes a microsecond.
 
-        A backend that does not count, such as one in Python, has 0.
+        The number is 0 for a backend that does not count its operations.
         """
-        return tuple(operations_begun(group) for group in self._groups.values())
+        return tuple(operations_begun(group) for _, _, group in self._groups())
+
+    def _groups(self) -> list[tuple[str, str, dist.ProcessGroup]]:
+        """Return key, label and group of each communicator."""
+        if self._given is not None:
+            return [(label, label, group) for label, group in self._given.items()]
+        several = [(name, group) for name, group in groups_by_name().items() if group.size() > 1]
+        return [(name, label_of(group.group_desc), group) for name, group in several]

@@ -1,10 +1,11 @@
-"""What torch's flight recorder knows of a communicator, as plain records: a pure reading of its dump, without torch.
+"""Dumps of torch's flight recorder as plain records. Pure functions, without torch.
 
-torch's C++ code notes each collective of gloo and NCCL when it is begun, with the Python frames that led to it, in one
-ring for all communicators of a process (2,000 entries unless the variable TORCH_FR_BUFFER_SIZE says otherwise). What
-arrives here is that dump, unpickled: of this process, or of a file that torch has written.
+When a collective of gloo or NCCL begins, torch's C++ code records it with the Python stack. All communicators of a
+process share one ring buffer of 2,000 entries; the variable TORCH_FR_BUFFER_SIZE changes that number. This module reads
+an unpickled dump of the buffer, either of this process or from a file that torch has written.
 """
 
+import json
 import math
 import re
 import sys
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 SITES = 12
-"""How many calls of the program an operation names, at most."""
+"""Largest number of call sites that an operation keeps."""
 
 _FOREIGN = re.compile(
     r"/(site|dist)-packages/(torch/|typing_extensions)|/lib/python3[.\d]*/(?!(site|dist)-packages)|^<"
 )
-"""Files of torch and of Python itself, and code without a file."""
+"""Files of torch and of Python, and code without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +27,16 @@ class Operation:
     """One operation of a communicator on this rank.
 
     Args:
-        number: Its place among the collectives of its communicator on this rank, from 1; ranks that go together have
+        number: Position among the collectives of its communicator on this rank, from 1. Ranks of a correct program have
             the same operation at the same number.
-        name: What it is, such as "all_reduce".
-        shapes: Shapes of the tensors that go in.
-        dtypes: Their dtypes, as torch's C++ code calls them, such as "Float".
-        ended: Whether it is over on this rank.
-        began: When it was begun, in seconds of the system's clock since 1970.
-        sites: The calls of the program that led to it, innermost first, as "par_layers/layers/linear.py:88"; torch's
-            own are left out.
-        is_message: Whether it is a send or a receive, whose numbers are those of its pair of ranks.
+        name: Name of the operation, such as "all_reduce".
+        shapes: Shapes of the input tensors.
+        dtypes: Dtypes of the input tensors in torch's C++ names, such as "Float".
+        ended: Whether the operation has ended on this rank.
+        began: Start of the operation, in seconds since 1970.
+        sites: Call sites in the program, innermost first, such as "par_layers/layers/linear.py:88". Frames of torch and
+            of Python are omitted.
+        is_message: Whether the operation is a send or a receive, which are numbered for each pair of ranks.
     """
 
     number: int
@@ -49,7 +50,7 @@ class Operation:
 
     @property
     def elements(self) -> int:
-        """Number of elements that go in."""
+        """Number of elements of the input tensors."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
@@ -58,12 +59,12 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A process group and what a rank has done with it.
+    """A process group and its last operations on one rank.
 
     Args:
-        label: What it is called here, such as "tensor".
-        ranks: Its global ranks.
-        operations: Its last operations on this rank, oldest first.
+        label: Name of the group, such as "tensor"; "" for a group without a name.
+        ranks: Global ranks of the group.
+        operations: Last operations on this rank, oldest first.
     """
 
     label: str
@@ -71,17 +72,38 @@ class Communicator:
     operations: tuple[Operation, ...]
 
 
-def operations_of(trace: Mapping[str, Any], last: int) -> dict[str, tuple[Operation, ...]]:
-    """The operations of each communicator, oldest first, by the name that torch has for it.
+def read_flight_trace(trace: Mapping[str, Any], last: int) -> dict[str, Communicator]:
+    """Return the communicators of a dump by torch's name of each process group.
 
     Args:
-        trace: A dump of torch's flight recorder, unpickled; without entries where nothing was recorded.
-        last: How many operations of a communicator are kept, the newest ones.
+        trace: Unpickled dump of torch's flight recorder.
+        last: Largest number of operations per communicator; older operations are omitted.
     """
     found: dict[str, list[Operation]] = {}
+    descriptions: dict[str, str] = {}
     for entry in trace.get("entries", ()):
-        found.setdefault(str(entry["process_group"][0]), []).append(_operation(entry))
-    return {name: tuple(operations[-last:]) for name, operations in found.items()}
+        name, descriptions[str(name)] = entry["process_group"]
+        found.setdefault(str(name), []).append(_operation(entry))
+    members = {
+        str(config["name"]): tuple(json.loads(config["ranks"]))
+        for config in trace.get("pg_config", {}).values()
+        if config.get("ranks")
+    }
+    return {
+        name: Communicator(
+            label=label_of(descriptions[name]), ranks=members.get(name, ()), operations=tuple(operations[-last:])
+        )
+        for name, operations in found.items()
+    }
+
+
+def label_of(description: str) -> str:
+    """Return a label for a process group from torch's description of it; "" for a group without a description.
+
+    Args:
+        description: "default_pg", "undefined", "mesh_" and the name of a mesh dimension, or any other text.
+    """
+    return {"default_pg": "world", "undefined": ""}.get(description, description.removeprefix("mesh_"))
 
 
 def _operation(entry: Mapping[str, Any]) -> Operation:
@@ -94,28 +116,28 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
         dtypes=tuple(str(dtype) for dtype in entry["input_dtypes"]),
         ended=bool(entry["retired"]) or entry["state"] == "completed",
         began=entry["time_created_ns"] * 1e-9,
-        sites=sites_of([(frame["filename"], frame["line"]) for frame in entry.get("frames", ())]),
+        sites=call_sites([(frame["filename"], frame["line"]) for frame in entry.get("frames", ())]),
         is_message=is_message,
     )
 
 
-def sites_of(frames: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """The calls of the program among some frames, as "folder/file.py:line", without those of torch and of Python.
+def call_sites(frames: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the frames of the program as "folder/file.py:line", without the frames of torch and of Python.
 
     Args:
         frames: File and line of each frame, innermost first.
     """
-    calls = [(path, line) for path, line in frames if not is_foreign(path)]
-    return tuple(f"{short_path(path)}:{line}" for path, line in calls[:SITES])
+    calls = [(path, line) for path, line in frames if not is_library_path(path)]
+    return tuple(f"{shorten_path(path)}:{line}" for path, line in calls[:SITES])
 
 
-def is_foreign(path: str) -> bool:
-    """Whether a file is torch's or Python's own."""
+def is_library_path(path: str) -> bool:
+    """Return whether a file belongs to torch or to Python."""
     return _FOREIGN.search(path) is not None
 
 
-def short_path(path: str) -> str:
-    """A file as its import would name it: its path below the folder of `sys.path` that it lies in."""
+def shorten_path(path: str) -> str:
+    """Return the path of a file relative to the folder of `sys.path` that contains it."""
     folders = [folder for folder in sys.path if folder not in ("", "/") and path.startswith(folder.rstrip("/") + "/")]
     longest = max(folders, key=len, default="")
     return path[len(longest) :].lstrip("/") if longest else path

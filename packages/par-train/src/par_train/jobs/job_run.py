@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from par_diagnosis import Diagnosis
+from par_diagnosis import Watchdog
 from par_groups import Environment, ProcessGroups, Topology, launch, together
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
@@ -103,7 +103,7 @@ class JobRun(Run):
         self._trainer, self._start, self._topology = trainer, start, topology
         self._stop, self._lock = stop, start.lock
         self._checkpoints, self._copies = start.checkpoints, options.checkpoint.copies or None
-        self._place.facts |= {"options": repr(options)}
+        self._activity.facts |= {"options": repr(options)}
         self._agreed = 0  # the signal that any rank got, by the last step
         self._took = 0.0  # seconds for the last step alone
         self._timeline: Timeline | None = None
@@ -154,11 +154,9 @@ class JobRun(Run):
             line |= self._goodput.line({"tokens": options.train.batch_size * trainer.context}, self._took)
         self.write(line)
 
-    def _make_diagnosis(self, seconds: float, *, meets_on_error: bool = False) -> Diagnosis:
+    def _make_watchdog(self, seconds: float, *, report_errors: bool = False) -> Watchdog:
         """A rank that fails says so itself; `python -m par_diagnosis` reads its dump."""
-        diagnosis = super()._make_diagnosis(seconds, meets_on_error=meets_on_error)
-        diagnosis.catch_death()
-        return diagnosis
+        return super()._make_watchdog(seconds, report_errors=report_errors)
 
     def _open(self, held: ExitStack) -> None:
         del held  # `find_start` has taken the folder

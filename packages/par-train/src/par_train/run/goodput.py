@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from par_diagnosis import Place
+from par_diagnosis import Activity
 from par_groups import ProcessGroups
 
 from .progress import interval
@@ -39,15 +39,15 @@ class Clock:
     """Times the phases of a run as they follow each other.
 
     Args:
-        place: Is told of each phase, for the diagnosis of a run that hangs.
+        activity: Object to which each phase is reported, for the watchdog of the run.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, activity: Activity) -> None:
+        self.activity = activity
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._taken = dict(self._seconds)
         self._phase, self._since = "restart", time.monotonic()
-        place.at(None, "restart")
+        activity.update(None, "restart")
 
     def enter(self, step: int, phase: str) -> None:
         """Begins a phase, which ends the one before.
@@ -59,7 +59,7 @@ class Clock:
         now = time.monotonic()
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
-        self.place.at(step, phase)
+        self.activity.update(step, phase)
 
     @property
     def phase(self) -> str:

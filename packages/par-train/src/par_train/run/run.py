@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 from torch.utils.data import DataLoader
 
 from par_checkpoint import Format, Save, Tiers
-from par_diagnosis import Diagnosis, Place
+from par_diagnosis import Activity, Watchdog
 from par_groups import agree, check_alike, together
 
 from .._errors import TrainingError, UserError
@@ -46,7 +46,7 @@ class Run:
         checkpoints/step-00000500   as `Strategy.checkpoint` writes them
         metrics.jsonl               one object of JSON a line
         trace.json                  what `profile` recorded, for Perfetto
-        diagnosis/                  what every rank was doing, if they hung or one failed; see `Diagnosis`
+        diagnosis/                  what every rank was doing, if they hung or one failed; see `par_diagnosis`
         loss.png                    the curve of `loss` and `validation_loss`
         expert-load.png             each expert's tokens over the steps, if lines have an `expert_load`
         .par-train.lock             keeps a second run out; it ends with the process, however that ends
@@ -148,11 +148,11 @@ class Run:
         self._totals: dict[str, int] = {}
         self._vote = Vote(strategy.device)
         self._gathered = Gathered(strategy.device, strategy.groups[strategy.data_axes])
-        self._place = Place({"options": strategy.options.described(), "arguments": sys.argv[1:]})
-        self._clock = Clock(self._place)
+        self._activity = Activity({"options": strategy.options.described(), "arguments": sys.argv[1:]})
+        self._clock = Clock(self._activity)
         self._profile = None if profile is None else Profile(profile, self.files)
         self._diagnose = diagnose
-        self._diagnosis: Diagnosis | None = None
+        self._watchdog: Watchdog | None = None
         self._goodput = self._make_goodput(wanted=goodput, flops=flops, peak=peak_flops)
         self._held = ExitStack()
 
@@ -196,19 +196,24 @@ class Run:
             if self._goodput is not None and self._goodput.exposed is not None:
                 held.enter_context(self._goodput.exposed.sampled())
             if self._diagnose is not None:
-                self._diagnosis = self._make_diagnosis(self._diagnose).__enter__()
+                self._watchdog = self._make_watchdog(self._diagnose).__enter__()
             self._held = held.pop_all()
         return self
 
-    def _make_diagnosis(self, seconds: float, *, meets_on_error: bool = True) -> Diagnosis:
-        """Watches this rank; see `Diagnosis`."""
-        return Diagnosis(
-            self.strategy.groups,
+    def _make_watchdog(self, seconds: float, *, report_errors: bool = True) -> Watchdog:
+        """Make the watchdog of this rank.
+
+        Args:
+            seconds: Seconds without progress after which a rank hangs.
+            report_errors: Whether the watchdog reports an exception that leaves the block.
+        """
+        return Watchdog(
             self.files.diagnosis,
+            self.strategy.groups,
             timeout=seconds,
-            place=self._place,
-            tell=lambda text: say(text, sys.stderr),
-            meets_on_error=meets_on_error,
+            report=lambda line: say(line, sys.stderr),
+            report_errors=report_errors,
+            activity=self._activity,
         )
 
     def _open(self, held: ExitStack) -> None:
@@ -326,7 +331,7 @@ class Run:
             if self.strategy.is_master:
                 if not self._fresh:
                     truncate_metrics(self.files.metrics, self.step)
-                facts = self._place.facts
+                facts = self._activity.facts
                 trackers = make_trackers(self._trackers, self.files.folder, facts, replaces=self._fresh)
         if self._fresh and self._tiers is not None:
             self._run_checkpoints.clear()
@@ -457,7 +462,7 @@ class Run:
             ValueError, TypeError: A value that is not one number, or the name of something that every line has.
         """
         self._gathered.add(values)
-        self._place.note(values)
+        self._activity.log(values)
 
     def _write_line(self) -> None:
         self._clock.enter(self.step, "log")
@@ -568,9 +573,9 @@ class Run:
                 self._arrive()
             if self._profile is not None:
                 self._profile.drop()
-            if self._diagnosis is not None:
+            if self._watchdog is not None:
                 told = isinstance(error, StoppedEarly)  # which all ranks raise together
-                self._diagnosis.__exit__(*(None, None, None) if told else (kind, error, trace))
+                self._watchdog.__exit__(*(None, None, None) if told else (kind, error, trace))
             if self._records is not None:
                 self._records.close()
             if error is None and self._stop.problem is not None:  # the loop was left before the ranks agreed on it
