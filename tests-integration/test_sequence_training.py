@@ -14,9 +14,8 @@ from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
-from par_train import GPT as BYTE_GPT
 from par_train import Stages, Strategy
-from par_train.jobs.gpt_stages import gpt_stages
+from par_train.jobs.byte_gpt import fill_, gpt_stages, make_gpt
 from par_train.jobs.options import ModelOptions
 
 WORDS, ROWS, LENGTH, CLIP_NORM, STEPS = 30, 4, 16, 0.3, 10
@@ -79,7 +78,7 @@ def llama(layers):
 
 def byte_gpt(layers):
     """What stages are made of."""
-    return BYTE_GPT(BYTES, layers, seed=3).double()
+    return fill_(make_gpt(BYTES, layers), 3).double()
 
 
 BYTES = ModelOptions(width=16, heads=4, layers=2, context=LENGTH, tied=True)
@@ -145,14 +144,13 @@ def run(make, parallel, folder=None, *, begin=0, end=STEPS, checkpointing=False,
     pipeline = {"microbatches": microbatches}
     with Strategy(parallel=parallel, clip_norm=CLIP_NORM, pipeline=pipeline, **options) as strategy:
         layers, groups = strategy.layers, strategy.groups
-        whole, classes = None, 256 if make is byte_gpt else WORDS
+        classes = 256 if make is byte_gpt else WORDS
         if strategy.schedule is None:
             whole = make(layers)
             model = recomputed(whole) if checkpointing else whole
         else:
             rank = groups.rank("pipeline")
-            whole, model = gpt_stages(BYTES, layers, strategy.schedule, rank, seed=3, device=strategy.device)
-            whole.double()
+            model = whole = fill_(gpt_stages(make_gpt(BYTES, layers), strategy.schedule, rank), 3).double()
         model, optimizer = strategy.initialize(model, adam(whole))
         if begin:
             assert strategy.resume(folder) == begin

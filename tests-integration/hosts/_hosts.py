@@ -29,21 +29,21 @@ import os, time
 again = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 first = all(os.environ.get(name, "0") == "0" for name in again) and os.environ.get("SLURM_ARRAY_TASK_ID", "1") == "1"
 if "TEST_HOLD" in os.environ and first and ("SLURM_STEP_ID" in os.environ or "RANK" in os.environ):
-    from par_train.jobs.order import DataOrder
+    from par_train.jobs.trainer import Trainer
     from par_train.run.stop import Stop
 
-    batch, ask, asked = DataOrder.batch, Stop.ask, []
+    advance, ask, asked = Trainer.advance, Stop.ask, []
 
     def note_and_ask(stop, number):
         asked.append(number)
         ask(stop, number)
 
-    def held(order, position, count):
-        while position >= count * int(os.environ["TEST_HOLD"]) and not asked:
+    def held(trainer, signal):
+        while trainer.samples >= trainer.options.train.batch_size * int(os.environ["TEST_HOLD"]) and not asked:
             time.sleep(0.01)
-        return batch(order, position, count)
+        return advance(trainer, signal)
 
-    Stop.ask, DataOrder.batch = note_and_ask, held
+    Stop.ask, Trainer.advance = note_and_ask, held
 """
 
 

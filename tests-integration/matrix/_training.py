@@ -19,9 +19,8 @@ from par_layers import Context, ExpertConfig, LayerSet, LoadBalancing, initializ
 from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import DynamicScale, MixedOptimizer, mixed
-from par_train import GPT as BYTE_GPT
 from par_train import Strategy
-from par_train.jobs.gpt_stages import gpt_stages
+from par_train.jobs.byte_gpt import fill_, gpt_stages, make_gpt
 from par_train.jobs.options import ModelOptions
 
 from ._cases import Case, case
@@ -171,13 +170,18 @@ def packed(blocks: int, *, tied: bool) -> ModelOptions:
     return ModelOptions(width=WIDTH, layers=blocks, heads=HEADS, context=CONTEXT, tied=tied)
 
 
+def summed(model: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of all targets."""
+    return model.layers.cross_entropy(logits, targets, classes=256, reduction="sum")
+
+
 def alone_by_document(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of rows each of whose documents is computed by itself: the mean over all targets."""
     sums, count = [], 0
     for row, following in zip(inputs, targets, strict=True):
         lengths = documents_of(row)
         for one, target in zip(row.split(lengths), following.split(lengths), strict=True):
-            sums.append(model.loss(model(one[None, :-1]), target[None, :-1], "sum") if len(one) > 1 else 0.0)
+            sums.append(summed(model, model(one[None, :-1]), target[None, :-1]) if len(one) > 1 else 0.0)
             count += len(one) - 1
     return sum(sums) / count
 
@@ -239,7 +243,7 @@ def train_alone(
         model: Any = gpt(layers, blocks, tied=tied, experts=kind == "Mixture")
         initialize(model, SEED)
     elif kind == "Packed":
-        model = BYTE_GPT(packed(blocks, tied=tied), layers, seed=SEED)
+        model = fill_(make_gpt(packed(blocks, tied=tied), layers), SEED)
     else:
         model = llama(blocks, tied=tied)
     model.to(device)
@@ -294,7 +298,7 @@ class Run:
     ) -> None:
         self.strategy, self.kind, self.count = strategy, model, 1.0
         if model == "Packed":
-            self.gpt, whole = self.packed(packed(blocks, tied=tied))
+            whole = self.packed(packed(blocks, tied=tied))
         else:
             ours = partial(gpt, strategy.layers, experts=model == "Mixture")
             whole = (ours if model in OURS else llama)(blocks, tied=tied)
@@ -308,14 +312,13 @@ class Run:
             batches.cut = cut_by_documents(strategy.context)
         self.batches = map(as_batch, endless(batches)) if model == "Llama" else endless(batches)
 
-    def packed(self, options: ModelOptions) -> tuple[Any, nn.Module]:
-        """What this rank has of the GPT of `par-train run`, and the same as stages, if there are some."""
+    def packed(self, options: ModelOptions) -> nn.Module:
+        """The GPT of `par-train run`, or this rank's stages of it."""
         strategy = self.strategy
-        if strategy.schedule is None:
-            model = BYTE_GPT(options, strategy.layers, seed=SEED, device=strategy.device)
-            return model, model
-        rank = strategy.groups.rank("pipeline")
-        return gpt_stages(options, strategy.layers, strategy.schedule, rank, seed=SEED, device=strategy.device)
+        model: Any = make_gpt(options, strategy.layers)
+        if strategy.schedule is not None:
+            model = gpt_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
+        return fill_(model, SEED, strategy.device)
 
     def train(self, steps: int) -> Curve:
         curve = Curve([], [])
@@ -349,7 +352,7 @@ class Run:
     def packed_criterion(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The sum over the targets of whole rows, and their number."""
         targets, counts = target
-        return self.gpt.loss(logits, targets, "sum"), counts.sum()
+        return self.strategy.layers.cross_entropy(logits, targets, classes=256, reduction="sum"), counts.sum()
 
     def mean_over_data(self, loss: Tensor) -> float:
         """The mean over the data ranks, which weigh as many targets as they have."""

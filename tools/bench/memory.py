@@ -21,7 +21,8 @@ from torch import Tensor
 
 from par_plan import TooSmallError
 from par_recompute import saved
-from par_train import GPT, Strategy
+from par_train import Strategy
+from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
 from par_zero import on_disk
 
@@ -42,7 +43,7 @@ class Run:
         """Seconds of one step."""
         start = time.perf_counter()
         inputs, targets = text[:, :-1], text[:, 1:]
-        loss = self.model.loss(self.model(inputs), targets)
+        loss = self.strategy.layers.cross_entropy(self.model(inputs), targets, classes=256)
 
         self.strategy.backward(loss, self.optimizer)
         self.optimizer.step()
@@ -54,7 +55,7 @@ def begin(memory: dict[str, Any]) -> Run:
     """A model that is ready for its first step."""
     strategy = Strategy(memory=memory, device="cpu")
     torch.manual_seed(0)
-    model = GPT(SIZES, strategy.layers)
+    model = fill_(make_gpt(SIZES, strategy.layers), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = strategy.initialize(model, optimizer)
     return Run(strategy, model, optimizer)

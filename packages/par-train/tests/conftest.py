@@ -29,7 +29,7 @@ SMALL += ["--train.steps=12", "--train.warmup_steps=4", "--train.validate_every=
 # With TEST_HOLD_COPY nothing comes into the second tier until that file is there, which a run makes that says it waits.
 FAULTS = """
 import os, sys, time
-from par_train.jobs import order as _order
+import par_train.jobs.trainer
 import par_train.jobs.text
 import par_train.run.metrics
 import par_train.run.run
@@ -37,7 +37,7 @@ import par_train.run.stop
 from par_checkpoint import _save as _saving
 from par_checkpoint.storage import local as _local
 
-batch, read_text = _order.DataOrder.batch, par_train.jobs.text.read_text
+advance, read_text = par_train.jobs.trainer.Trainer.advance, par_train.jobs.text.read_text
 
 asked = []
 
@@ -48,7 +48,8 @@ def note_and_ask(stop, number):
 def may_go_on():
     return asked or os.path.exists(os.environ.get("TEST_GO", ""))
 
-def slow_or_failing(order, position, count):
+def slow_or_failing(trainer, signal):
+    position, count = trainer.samples, trainer.options.train.batch_size
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
     while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) and not may_go_on():
         time.sleep(0.01)
@@ -56,7 +57,7 @@ def slow_or_failing(order, position, count):
         os.kill(os.getpid(), 9)
     if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
         raise RuntimeError("the fault of the test")
-    return batch(order, position, count)
+    return advance(trainer, signal)
 
 def other_text(options):
     text = read_text(options)
@@ -89,7 +90,7 @@ ask = par_train.run.stop.Stop.ask
 par_train.run.stop.Stop.ask = note_and_ask
 publish = _local.LocalStaging.publish
 _local.LocalStaging.publish = publish_or_die
-_order.DataOrder.batch = slow_or_failing
+par_train.jobs.trainer.Trainer.advance = slow_or_failing
 for name in ("par_train.jobs.text", "par_train.jobs.checks"):  # a forked command has imported who calls it
     if name in sys.modules:
         sys.modules[name].read_text = other_text

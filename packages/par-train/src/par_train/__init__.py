@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .jobs.checkpoint import load_model
-    from .jobs.gpt import GPT
+    from .jobs.byte_gpt import load_model
     from .run.run import Run
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "GPT",
     "GradientHandler",
     "Plugin",
     "Run",
@@ -33,8 +31,7 @@ __all__ = [
 ]
 
 _LATE = {
-    "jobs.checkpoint": ("load_model",),
-    "jobs.gpt": ("GPT",),
+    "jobs.byte_gpt": ("load_model",),
     "strategy.pretrained.causal": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "run.run": ("Run",),

@@ -1,50 +1,51 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import par_train
+from par_checkpoint import Format
 from par_precision import mixed
 from par_train._errors import UserError
-from par_train.jobs.checkpoint import (
-    Origin,
-    TrainingState,
-    check_continues,
-    find_state,
-    load_state,
-    save_checkpoint,
-)
+from par_train.jobs.byte_gpt import ByteGPT, fill_, kept_options, make_gpt
+from par_train.jobs.checkpoint import Origin, TrainingState, check_resumes, find_state, load_state, write_checkpoint
 from par_train.jobs.options import DataOptions, ModelOptions, Options, TrainOptions
 from par_train.jobs.trainer import make_optimizer
 
 OPTIONS = Options(model=ModelOptions(width=16, layers=1, heads=2, context=8), seed=5)
 
 
+def trained():
+    model = fill_(make_gpt(OPTIONS.model), 0)
+    return mixed(model, make_optimizer(model, TrainOptions()), "fp32")
+
+
 @pytest.fixture
 def saved(tmp_path):
-    model = par_train.GPT(OPTIONS.model)
-    _, optimizer = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
+    model, optimizer = trained()
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest")
-    save_checkpoint(tmp_path / "checkpoint", model, optimizer, OPTIONS, state)
+    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest", kept=kept_options(OPTIONS))
+    with ByteGPT(OPTIONS).files(model) as files:
+        parts = {"model": model, "optimizer": optimizer, "scheduler": optimizer.scaling}
+        write_checkpoint(tmp_path / "checkpoint", state, **parts, format=Format(**files))
     return tmp_path / "checkpoint", model, optimizer, state
 
 
-def test_the_model_comes_back(saved):
+def test_load_model_of_a_checkpoint_returns_its_weights(saved):
     path, model, _, _ = saved
     loaded = par_train.load_model(path)
-    assert loaded.options == OPTIONS.model
+    assert loaded.length == OPTIONS.model.context
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_training_state_comes_back(saved):
+def test_origin_load_restores_state_and_optimizer(saved):
     path, _, optimizer, _ = saved
     loaded = load_state(path)
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
-    model = par_train.GPT(OPTIONS.model)
-    _, again = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
+    model, again = trained()
     origin = Origin(path=str(path), folder=str(path), state=loaded)
     origin.load(model=model, optimizer=again, scheduler=again.scaling)
     for number, values in optimizer.state_dict()["state"].items():
@@ -77,7 +78,7 @@ def test_another_format_is_refused(saved):
     path, *_ = saved
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this par-train reads 3"):
+    with pytest.raises(ValueError, match="has format 99, this par-train reads 4"):
         par_train.load_model(path)
 
 
@@ -85,18 +86,27 @@ def test_another_format_is_refused(saved):
     ("options", "text", "message"),
     [
         (Options(model=ModelOptions(width=32, layers=1, heads=2, context=8), seed=5), "digest", "model.width 16"),
-        (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config says 6"),
-        (OPTIONS, "another", "the text is not what"),
-        (replace(OPTIONS, data=DataOptions(packing="whole")), "digest", "data.packing auto, but the config says whole"),
-        (replace(OPTIONS, precision="bf16"), "digest", "'fp32', which 'bf16' keeps in another dtype"),
+        (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config has 6"),
+        (OPTIONS, "another", "the tokens of data.folder differ from"),
+        (
+            replace(OPTIONS, data=DataOptions(packing="whole")),
+            "digest",
+            "data.packing 'auto', but the config has 'whole'",
+        ),
+        (replace(OPTIONS, precision="bf16"), "digest", "precision 'fp32', but the config has 'bf16'"),
     ],
 )
-def test_going_on_with_another_run_is_refused(saved, options, text, message):
-    path, _, _, state = saved
-    check_continues(path, OPTIONS, state, "digest")
-    check_continues(path, replace(OPTIONS, precision="bf16-amp"), state, "digest")
+def test_check_resumes_of_another_run_raises(saved, options, text, message):
+    path, *_ = saved
+    origin, data = (
+        Origin(path=str(path), folder=str(path), state=load_state(path)),
+        SimpleNamespace(names=["data.folder"]),
+    )
+    for changes in ({}, {"precision": "bf16-amp"}):
+        check_resumes(kept_options(replace(OPTIONS, **changes)), "", SimpleNamespace(digest="digest"), origin)
+    data.digest = text
     with pytest.raises(UserError, match=f"{message}.* or start anew with --overwrite, and without --resume$"):
-        check_continues(path, options, state, text)
+        check_resumes(kept_options(options), "", data, origin)
 
 
 @pytest.mark.parametrize("data", [b"", b"no json", None])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from par_groups import ProcessGroups, Topology
 from par_train import register_gradient_handler
 from par_train._errors import UserError
+from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.job_run import _make_trainer
 from par_train.jobs.options import DataOptions, ModelOptions, Options
 from par_train.jobs.text import read_text
@@ -25,7 +26,8 @@ def test_mistakes_of_the_user_are_told_from_those_of_a_handler(tmp_path):
     folder.mkdir()
     (folder / "words.txt").write_text("all the words that there are " * 40)
     sizes = {"model": ModelOptions(width=8, layers=1, heads=2, context=8), "device": "cpu"}
-    start = SimpleNamespace(data=read_text(DataOptions(folder=str(folder))), state=None, lock=None)
+    data = text_rows(Options(**sizes), read_text(DataOptions(folder=str(folder))))
+    start = SimpleNamespace(data=data, folder=None)
 
     def refused(kind, words, **changes):
         with ProcessGroups(Topology.from_config({}, 2)) as groups, pytest.raises(ValueError, match=words) as raised:

@@ -1,4 +1,5 @@
 import io
+import math
 import signal
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 from par_groups import Topology
+from par_train.jobs.byte_gpt import ByteGPT
+from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import Options, TrainOptions
-from par_train.jobs.report import about_gpt, print_banner, print_summary
+from par_train.jobs.report import print_banner, print_summary
+from par_train.jobs.text import Text
 from par_train.run.metrics import MetricsFile, read_metrics
 from par_train.run.progress import Bar, Lines, make_progress
 
@@ -74,16 +78,16 @@ def test_the_speed_is_that_of_recent_steps(capsys):
 
 
 def banner(capsys, parallel, world_size, step=0, folder="/texts", **changes):
-    text = SimpleNamespace(folder=Path(folder), files=2261, train=bytes(35336), held_out=bytes(1859))
+    text = Text(folder=Path(folder), files=2261, train=bytes(35336), held_out=bytes(1859))
     schedule = SimpleNamespace(microbatches=4) if "pipeline" in parallel else None
     options, topology = Options(output="runs/x", **changes), Topology.from_config(parallel, world_size)
-    about = about_gpt(options, text, 875264, topology.size("data"))
     trainer = SimpleNamespace(
         schedule=schedule,
-        device=torch.device("cpu"),
         step=step,
-        about=lambda _: about,
-        strategy=SimpleNamespace(spent=None),
+        parameters=875264,
+        recipe=ByteGPT(options),
+        data=text_rows(options, text),
+        strategy=SimpleNamespace(spent=None, device=torch.device("cpu")),
     )
     print_banner(options, topology, trainer)
     lines = capsys.readouterr().out.splitlines()
@@ -107,7 +111,7 @@ def test_the_banner_draws_the_axes_that_there_are(capsys):
 
 def test_the_banner_of_one_rank_has_no_table(capsys):
     lines = banner(capsys, {}, 1, step=7, folder="/long" * 30)
-    assert lines[:2] == ["1 rank, the slowest axis first", "model      byte-level GPT, 875,264 parameters"]
+    assert lines[:2] == ["1 rank, the slowest axis first", "model      Byte-level GPT, 875,264 parameters"]
     assert any(line.startswith("data       ...") and line.endswith("/long/long") for line in lines)
     assert lines[-2:] == ["output     runs/x", "           goes on after step 7 of 800"]
 
@@ -118,7 +122,7 @@ def test_the_summary_says_what_came_out(capsys, tmp_path):
         file.append(each)
     file.close()
     options = Options(output=str(tmp_path), train=TrainOptions(steps=9))
-    print_summary(options, read_metrics(tmp_path / "metrics.jsonl"), 3, signal.SIGTERM)
+    print_summary(options, read_metrics(tmp_path / "metrics.jsonl"), 3, signal.SIGTERM, math.log(256))
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
         "trained    3 steps in 00:03, 10.0 tokens/s all included",
@@ -141,7 +145,7 @@ def test_samples_are_shown_a_line_each_in_letters_that_the_terminal_has(monkeypa
 
 
 def test_the_summary_of_a_run_that_took_no_step_is_short(capsys, tmp_path):
-    print_summary(Options(output=str(tmp_path)), [], 0, 0)
+    print_summary(Options(output=str(tmp_path)), [], 0, 0, 1.0)
     assert capsys.readouterr().out == ""
 
 

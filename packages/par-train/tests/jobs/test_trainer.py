@@ -1,12 +1,14 @@
 """The trainer on ranks of its own: pipelines and precisions against plain torch on one device."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology, part_of
@@ -14,11 +16,12 @@ from par_pipeline.schedules.registry import SCHEDULES
 from par_testing import once
 from par_train import Strategy
 from par_train._errors import TrainingError
-from par_train.jobs.checkpoint import Origin, TrainingState, save_checkpoint
-from par_train.jobs.gpt import GPT
+from par_train.jobs.byte_gpt import fill_, make_gpt
+from par_train.jobs.byte_rows import text_rows
+from par_train.jobs.checkpoint import Origin, load_state
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.text import Text
-from par_train.jobs.trainer import Trainer, make_optimizer
+from par_train.jobs.trainer import Trainer, make_optimizer, spread
 
 WHOLE_BACKWARDS = ["gpipe", "1f1b", "interleaved", "looped_bfs"]
 SPLIT_BACKWARDS = ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
@@ -30,7 +33,7 @@ TOLERANCE = 1e-5  # relative; float32 sums over microbatches in another order
 
 def text():
     generator = torch.Generator().manual_seed(0)
-    data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97).tolist())
+    data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97 + 1).tolist())  # 0 is padding
     return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
@@ -52,42 +55,43 @@ def options(**changes):
 
 def trained(chosen, groups, steps=STEPS):
     """A trainer after some steps, and what they gave."""
-    trainer = Trainer(chosen, text_of(chosen), groups, torch.device("cpu"))
+    trainer = trainer_of(chosen, groups)
     return trainer, [trainer.advance(0) for _ in range(steps)]
+
+
+def trainer_of(chosen, groups, text=None):
+    return Trainer(chosen, text_rows(chosen, text or text_of(chosen)), groups, torch.device("cpu"))
 
 
 def text_of(chosen):
     return text() if chosen.data.packing == "auto" else packed_text()
 
 
-def loss_of(model, samples, numbers):
-    """The mean loss of some windows; or of all targets of some rows, of whose documents each is computed alone."""
-    inputs, targets = map(torch.from_numpy, samples.take(numbers, np.arange(model.options.context)))
-    documents = samples.documents(numbers)
-    if documents is None:
-        return model.loss(model(inputs), targets)
+def loss_of(model, rows):
+    """The mean loss over all targets of some rows, of which each document is computed separately."""
     sums, count = [], 0
-    for row, lengths in enumerate(documents):
-        for one, target in zip(inputs[row].split(lengths), targets[row].split(lengths), strict=True):
-            sums.append(model.loss(model(one[None]), target[None], "sum"))
-            count += int((target >= 0).sum())
+    for row in rows:
+        starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), len(row["labels"])]
+        for begin, end in pairwise(starts):
+            ids, labels = row["input_ids"][begin:end], row["labels"][begin + 1 : end]
+            if (labels >= 0).any():
+                sums.append(cross_entropy(model(ids[None])[0, :-1], labels, reduction="sum"))
+                count += len(labels)
     return torch.stack(sums).sum() / count
 
 
 def expected(chosen):
     """The same on one device, in plain torch: model, losses, norms and validation loss."""
-    with ProcessGroups(Topology.from_config({}, dist.get_world_size())) as groups:
-        data = Trainer(chosen, text_of(chosen), groups, torch.device("cpu"))  # for its samples alone
-    return once(trained_alone, chosen, data)
+    return once(trained_alone, chosen)
 
 
-def trained_alone(chosen, data):
-    model = GPT(chosen.model, seed=chosen.seed)
+def trained_alone(chosen):
+    model, data = fill_(make_gpt(chosen.model), chosen.seed), text_rows(chosen, text_of(chosen))
     optimizer = make_optimizer(model, chosen.train)
     losses, norms = [], []
     for step in range(STEPS):
-        windows = data._order.batch(step * chosen.train.batch_size, chosen.train.batch_size)
-        loss = loss_of(model, data._train, windows)
+        batch = chosen.train.batch_size
+        loss = loss_of(model, [data.train[0, row] for row in range(step * batch, (step + 1) * batch)])
         loss.backward()
         norms.append(float(clip_grad_norm_(model.parameters(), chosen.train.clip_norm)))
         for group in optimizer.param_groups:
@@ -96,7 +100,8 @@ def trained_alone(chosen, data):
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return model, losses, norms, loss_of(model, data._held_out, data._validation).item()
+        held_out = [data.held_out[0, int(row)] for row in spread(data.held_out.count(0), WINDOWS)]
+        return model, losses, norms, loss_of(model, held_out).item()
 
 
 def assert_same_curve(trainer, results, reference):
@@ -252,7 +257,7 @@ def test_rows_of_documents_go_on_without_an_axis_sequence_and_with_it_again(case
         found, path, state = [], tmp_path / str(number), None
         for axes_then, changes_then in (there, ({}, {"tied": True}), there):
             with ProcessGroups(Topology.from_config(axes_then, 4)) as groups:
-                trainer = Trainer(packed(**changes_then), packed_text(), groups, torch.device("cpu"))
+                trainer = trainer_of(packed(**changes_then), groups)
                 if state is not None:
                     trainer.restore(Origin(path=str(path), folder=str(path), state=state))
                 found += [trainer.advance(0).loss for _ in range(STEPS)]
@@ -267,7 +272,7 @@ def test_a_batch_of_documents_of_one_byte_changes_nothing():
     alone = replace(whole, documents=tuple(np.ones(len(part), np.int64) for part in (whole.train, whole.held_out)))
     for axes in ({"sequence": 2}, {"pipeline": 2}):
         with ProcessGroups(Topology.from_config(axes, 2)) as groups:
-            trainer = Trainer(packed(), alone, groups, torch.device("cpu"))
+            trainer = trainer_of(packed(), groups, alone)
             before = [each.clone() for each in trainer.model.parameters()]
             result = trainer.advance(0)
             assert (result.loss, result.skipped) == (0.0, True), axes
@@ -299,9 +304,9 @@ def test_every_precision_trains_about_as_fp32_does(axes, precisions):
 
 def saved(path, trainer):
     """A checkpoint of the trainer, and what training needs beside it."""
-    state = TrainingState(step=trainer.step, samples=trainer.samples, seconds=0.0, text="")
-    save_checkpoint(path, trainer.model, trainer.optimizer, trainer.options, state)
-    return state
+    trainer.save(path, 0.0)
+    dist.barrier()
+    return load_state(path)
 
 
 TOPOLOGIES = [
@@ -328,7 +333,7 @@ def test_a_run_goes_on_under_another_topology(cases, tmp_path):
             state = saved(tmp_path / str(number), trainer)
         other_axes, other_changes = cases[number - 1]
         with ProcessGroups(Topology.from_config(other_axes, 4)) as groups:
-            trainer = Trainer(options(tied=True, **other_changes), text(), groups, torch.device("cpu"))
+            trainer = trainer_of(options(tied=True, **other_changes), groups)
             trainer.restore(Origin(path=str(tmp_path / str(number)), folder="", state=state))
             gone_on = [trainer.advance(0) for _ in range(STEPS)]
         assert [each.loss for each in (*begun, *gone_on)] == pytest.approx(losses, rel=TOLERANCE)
@@ -338,12 +343,12 @@ def test_a_run_goes_on_under_another_topology(cases, tmp_path):
 def test_half_precision_goes_on_exactly(tmp_path):
     """Masters, moments and the loss scale come back: with the very same weights as a run that nobody stopped."""
     with ProcessGroups(Topology.from_config({}, 2)) as groups:
-        whole = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        whole = trainer_of(options(precision="fp16"), groups)
         whole.optimizer.scaling.scale.value.fill_(2.0**10)  # of which a new run knows nothing
         for _ in range(3):
             whole.advance(0)
         state = saved(tmp_path / "checkpoint", whole)
-        again = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        again = trainer_of(options(precision="fp16"), groups)
         again.restore(Origin(path=str(tmp_path / "checkpoint"), folder="", state=state))
         assert float(again.optimizer.scaling.scale.value) == 2.0**10
         for trainer in (whole, again):
@@ -355,7 +360,7 @@ def test_half_precision_goes_on_exactly(tmp_path):
 @pytest.mark.ranks(2)
 def test_a_scale_that_is_too_large_is_agreed_on_and_the_step_is_said_to_be_skipped():
     with ProcessGroups(Topology.from_config({}, 2)) as groups:
-        trainer = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        trainer = trainer_of(options(precision="fp16"), groups)
         before = [each.clone() for each in trainer.model.parameters()]
         trainer.optimizer.scaling.scale.value.fill_(2.0**24)
         result = trainer.advance(0)
@@ -376,7 +381,7 @@ def test_validation_windows_that_replicas_cannot_share_evenly():
     for zero in (0, 3):
         with ProcessGroups(Topology.from_config({}, 2)) as groups:
             data = DataOptions(validation_windows=9)
-            trainer = Trainer(options(zero=zero, data=data), text(), groups, torch.device("cpu"))
+            trainer = trainer_of(options(zero=zero, data=data), groups)
             found.append(trainer.validate())
     assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
 
@@ -384,13 +389,13 @@ def test_validation_windows_that_replicas_cannot_share_evenly():
 @pytest.mark.ranks(2)
 def test_a_loss_that_is_no_number_on_one_rank_alone_is_told_with_its_rank():
     with ProcessGroups(Topology.from_config({}, 2)) as groups:
-        trainer = Trainer(options(), text(), groups, torch.device("cpu"))
-        forward_backward = trainer._forward_backward
+        trainer = trainer_of(options(), groups)
+        run = trainer.strategy.execute_pipeline
 
-        def spoiled():
-            loss, count = forward_backward()
-            return (loss * float("nan") if dist.get_rank() == 1 else loss), count
+        def spoiled(*given):
+            loss = run(*given)
+            return loss * float("nan") if dist.get_rank() == 1 else loss
 
-        trainer._forward_backward = spoiled
+        trainer.strategy.execute_pipeline = spoiled
         with pytest.raises(TrainingError, match="the loss became nan at step 1 on rank 1 alone; lower"):
             trainer.advance(0)

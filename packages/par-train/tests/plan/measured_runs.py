@@ -15,6 +15,7 @@ from par_plan.inputs import Machine
 from par_plan.prediction import RankPrediction, predict
 from par_testing import live_bytes, live_storages
 from par_train.command.plan import configured_job
+from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer
@@ -37,7 +38,7 @@ class Run:
 
 
 def text():
-    data = bytes(range(97)) * 60
+    data = bytes(range(1, 98)) * 60
     return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
@@ -55,7 +56,7 @@ def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, offload=N
     with ProcessGroups(topology) as groups:
         gc.collect()
         before = live_storages()
-        trainer = Trainer(options, text(), groups, torch.device("cpu"))
+        trainer = Trainer(options, text_rows(options, text()), groups, torch.device("cpu"))
         for _ in range(2):
             trainer.advance(0)
         yield Run(trainer, made.ranks[-1 if groups.rank("pipeline") else 0], before)

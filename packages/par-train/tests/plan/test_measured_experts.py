@@ -22,7 +22,7 @@ from par_plan.prediction import predict
 from par_plan.shape import Shape
 from par_testing import count_collectives, live_bytes, live_storages
 from par_train import Strategy
-from par_train.jobs.gpt import GPT
+from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
 from par_zero import Share, no_sync, shard
 
@@ -40,9 +40,9 @@ UNEVENLY = (0, 1, 0, 2, 0, 3, 0, 5)  # half of all rows go to the first expert
 
 def with_experts(layers, choices=EVENLY):
     """The main job's GPT with experts in the place of the MLP of all blocks but the first, chosen in this turn."""
-    model = GPT(ModelOptions(**SIZES), layers)
+    model = fill_(make_gpt(ModelOptions(**SIZES), layers), 0)
     for number in range(SHAPE.dense_layers, SHAPE.layers):
-        block = model.blocks[str(number)]
+        block = model.blocks[number]
         del block.expand, block.contract
         block.moe = layers.MoE(
             SHAPE.width, SHAPE.expert_hidden, SHAPE.experts, SHAPE.top_k, num_shared_experts=SHAPE.shared
@@ -111,9 +111,9 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
         rows = torch.zeros(BATCH // replicas // 2, SHAPE.context, dtype=torch.int64)
         for _ in range(2):
             with SavedPeak(model.parameters()) as saved, count_collectives() as first, no_sync(model):
-                model.loss(model(rows), rows).backward()
+                model.layers.cross_entropy(model(rows), rows, classes=256).backward()
             with count_collectives() as second:
-                model.loss(model(rows), rows).backward()
+                model.layers.cross_entropy(model(rows), rows, classes=256).backward()
                 handler.handle_gradient()
                 optimizer.step()
             optimizer.zero_grad()
@@ -160,13 +160,13 @@ def assert_rows_as_routed(parallel):
         model = with_experts(strategy.layers, choices=())
         model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
         for number in range(SHAPE.dense_layers, SHAPE.layers):
-            model.blocks[str(number)].moe.gate.register_forward_hook(
+            model.blocks[number].moe.gate.register_forward_hook(
                 lambda gate, args, routing: counts.append(torch.bincount(routing.ids.flatten(), minlength=8))
             )
         torch.manual_seed(groups.rank(("data", "sequence", "expert")))
         rows = torch.randint(0, 256, (2, SHAPE.context))
         with SavedPeak(model.parameters()) as saved, count_collectives() as found:
-            loss = model.loss(model(rows), rows)
+            loss = model.layers.cross_entropy(model(rows), rows, classes=256)
         with count_collectives() as backward:
             strategy.backward(loss, optimizer)
         ranks, rank = groups.size("expert_parallel"), groups.rank("expert_parallel")

@@ -96,7 +96,7 @@ def assert_bytes(events, messages, groups, transfers, case):
 
 def kept_message(run):
     """Bytes of the largest message of tokens for heads: q, k and v. CPUs keep its memory, accelerators do not."""
-    groups, options = run.trainer.groups, run.trainer.options
+    groups, options = run.trainer.strategy.groups, run.trainer.options
     mode = groups.topology.modes["sequence"][0]
     if groups.size("ulysses" if mode == "2d" else "sequence") == 1 or mode not in ("2d", "ulysses"):
         return 0
@@ -108,7 +108,7 @@ def assert_as_predicted(parallel, **options):
     """Bytes and operations by kind, the mean over all ranks; state, and what autograd keeps."""
     case, options = (parallel, options), {"model": MODEL, **options}
     with running(parallel, **options) as run:
-        groups = run.trainer.groups
+        groups = run.trainer.strategy.groups
         if groups.size("pipeline") == 1:  # whose messages wait for the next step
             assert_state(run, kept=kept_message(run))
         with (

@@ -7,7 +7,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import layer_set
 from par_plan import Shape
 from par_plan.shape import ModelSlice, count, tensor_split
-from par_train.jobs.gpt import GPT
+from par_train.jobs.byte_gpt import make_gpt
 from par_train.jobs.options import ModelOptions
 
 SIZES = {"layers": 3, "width": 48, "heads": 4, "context": 12}
@@ -15,7 +15,7 @@ SIZES = {"layers": 3, "width": 48, "heads": 4, "context": 12}
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parameters_of_one_device(tied):
-    model = GPT(ModelOptions(**SIZES, tied=tied))
+    model = make_gpt(ModelOptions(**SIZES, tied=tied))
     shape = Shape(**SIZES, tied=tied)
     assert shape.parameters == sum(each.numel() for each in model.parameters())
 
@@ -35,7 +35,7 @@ def test_the_parameters_of_a_rank_in_every_mode():
 def assert_counted(world, tensor, tied):
     dist.init_process_group("fake", rank=0, world_size=world)
     topology = Topology.from_config({"tensor": {"size": world, **tensor}}, world)
-    model = GPT(ModelOptions(**SIZES, tied=tied), layer_set("auto", ProcessGroups(topology)), seed=None)
+    model = make_gpt(ModelOptions(**SIZES, tied=tied), layer_set("auto", ProcessGroups(topology)))
     counted = count(Shape(**SIZES, tied=tied), tensor_split(topology), ModelSlice(blocks=3, first=True, last=True))
     parameters = list(model.parameters())
     dist.destroy_process_group()

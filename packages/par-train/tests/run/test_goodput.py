@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from par_diagnosis import Activity
 from par_groups import ProcessGroups, Topology
-from par_train import Run, Shape, Strategy, model_flops
+from par_plan import PretrainedShape, Shape, model_flops
+from par_train import Run, Strategy
+from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
 from par_train.run.goodput import Clock, Exposed, Goodput
 
@@ -26,12 +28,11 @@ AGREEMENT = 0.02  # what the design asks of MFU and goodput
 def test_the_formula_counts_what_torch_counts_with_causal_attention_by_half(tied):
     options = ModelOptions(width=32, layers=3, heads=4, context=64, tied=tied)
     strategy = Strategy()
-    from par_train import GPT
 
-    model = GPT(options, strategy.layers, seed=0)
+    model = fill_(make_gpt(options, strategy.layers), 0)
     inputs = torch.randint(0, 256, (2, 64))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model.loss(model(inputs), inputs).backward()
+        strategy.layers.cross_entropy(model(inputs), inputs, classes=256).backward()
     whole_attention = 3 * options.layers * 2 * options.context * options.width  # what the causal half leaves out
     expected = (model_flops(options.shape) + whole_attention) * inputs.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=AGREEMENT)
@@ -42,7 +43,6 @@ def test_the_formula_counts_what_torch_counts_with_causal_attention_by_half(tied
 
 def test_experts_count_as_far_as_a_token_goes_to_them():
     transformers = pytest.importorskip("transformers")
-    from par_train import PretrainedShape
 
     def flops(**changes):
         config = transformers.MixtralConfig(

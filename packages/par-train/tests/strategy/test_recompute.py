@@ -1,5 +1,7 @@
 """`Strategy(recompute=...)`: the losses and weights of no recompute under every axis, and less that is kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_groups import part_of
 from par_recompute import Drop, Keep, Layers, saved
-from par_train import GPT, Plugin, Strategy
-from par_train.jobs.gpt_stages import gpt_stages
+from par_train import Plugin, Strategy
+from par_train.jobs.byte_gpt import fill_, gpt_stages, make_gpt
 from par_train.jobs.options import ModelOptions
 
 SIZES = ModelOptions(width=12, layers=3, heads=2, context=10)
@@ -19,19 +21,17 @@ def trained(parallel=None, *, recompute=None, zero=0, steps=2, **options):
     """Losses and parameters of the GPT of `par-train run`, and what its layers keep."""
     pipeline = {"microbatches": 2}
     with Strategy(parallel=parallel, zero=zero, recompute=recompute, pipeline=pipeline, **options) as strategy:
-        if strategy.schedule is None:
-            whole = model = GPT(SIZES, strategy.layers)
-        else:
-            rank = strategy.groups.rank("pipeline")
-            whole, model = gpt_stages(
-                SIZES, strategy.layers, strategy.schedule, rank, seed=0, device=torch.device("cpu")
-            )
+        model = make_gpt(SIZES, strategy.layers)
+        if strategy.schedule is not None:
+            model = gpt_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
+        whole = fill_(model, 0)
+        criterion = partial(strategy.layers.cross_entropy, classes=256)
         optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
         data = DataLoader(TensorDataset(TEXT[:, :-1], TEXT[:, 1:]), batch_size=6)
         model, optimizer, batches = strategy.initialize(model, optimizer, data)
         losses = []
         for _ in range(steps):
-            losses.append(strategy.execute_pipeline(batches, model, whole.loss, optimizer))
+            losses.append(strategy.execute_pipeline(batches, model, criterion, optimizer))
             optimizer.step()
             optimizer.zero_grad()
         kept = None if recompute is None else saved(model)

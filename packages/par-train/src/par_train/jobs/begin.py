@@ -13,9 +13,13 @@ from .._errors import UserError
 from ..run.attempt import has_begun, is_restarted
 from ..run.lock import Lock, lock_folder
 from ..run.stop import Stop, StoppedEarly
-from .checkpoint import Origin, check_continues, checkpoints_of, find_in_tiers, find_state
+from . import byte_gpt
+from .byte_rows import text_rows
+from .checkpoint import Origin, check_resumes, checkpoints_of, find_in_tiers, find_state
 from .checks import check_files
-from .existing.data import ModelData, check_goes_on, read_data
+from .data import JobData
+from .existing import model as pretrained
+from .existing.data import read_data
 from .existing.folder import ModelFolder
 from .options import Options
 from .text import Text
@@ -26,13 +30,15 @@ class Start:
     """Where a run starts from.
 
     Args:
-        data: What to train on: the text of the byte-level GPT, or an existing model and its tokens.
+        data: Rows of tokens to train on.
+        folder: Folder of the Hugging Face Transformers model to train; None trains the byte GPT.
         origin: What to go on from; None starts anew.
         lock: The lock of the output folder, on rank 0.
         checkpoints: The run's checkpoints in its tiers; None if it has none.
     """
 
-    data: Text | ModelData
+    data: JobData
+    folder: ModelFolder | None
     origin: Origin | None
     lock: Lock | None
     checkpoints: Checkpoints | None = None
@@ -82,25 +88,24 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
     step = None if origin is None else origin.state.step
     _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=step))
     checkpoints, origin = _look_into_tiers(options, origin)
-    data: Text | ModelData
     if isinstance(found, Text):
-        data = found
+        folder, data = None, text_rows(options, found)
+        model, kept = "", byte_gpt.kept_options(options)
     else:
         try:
-            data = read_data(options, found, stop)
-        except Exception:  # which every rank has, in its own words
+            folder, data = found, read_data(options, found, stop)
+        except Exception:  # every rank raises one, each with its own message
             leave_if_asked(stop)
             raise
+        model, kept = found.digest, pretrained.kept_options(options, data.context)
     try:
-        if origin is not None and isinstance(data, Text):
-            check_continues(origin.folder, options, origin.state, data.digest)
-        elif origin is not None and not isinstance(data, Text):
-            check_goes_on(options, data, origin)
+        if origin is not None:
+            check_resumes(kept, model, data, origin)
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
     _compare(_Facts())
-    return Start(data=data, origin=origin, lock=lock, checkpoints=checkpoints)
+    return Start(data=data, folder=folder, origin=origin, lock=lock, checkpoints=checkpoints)
 
 
 def leave_if_asked(stop: Stop) -> None:

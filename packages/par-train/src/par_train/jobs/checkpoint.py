@@ -1,9 +1,9 @@
-"""Checkpoints of the byte GPT: one folder, which par-checkpoint writes and which is replaced whole by the next.
+"""Checkpoints of a job: one folder, which par-checkpoint writes and which the next checkpoint replaces.
 
 With tiers there is a folder of this kind for each step, `checkpoints/step-00000500`, in each of them.
 
     checkpoint/model.safetensors     weights by name
-    checkpoint/config.json           all options, and the format
+    checkpoint/config.json           of the byte GPT: all options, and the format; else the model's own
     checkpoint/optimizer/            moments by name
     checkpoint/par_checkpoint.json   checksums, param groups, and what training needs to go on
 
@@ -11,7 +11,6 @@ No file mentions the number of ranks that wrote it.
 """
 
 import dataclasses
-import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -20,19 +19,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from par_checkpoint import CheckpointError, Checkpoints, Save, Tiers, inspect, load, save
+from par_precision import precision_of
 
-from par_checkpoint import CheckpointError, Checkpoints, Format, Save, Tiers, inspect, load, save
-from par_precision import MixedOptimizer, precision_of
-
-from .. import __version__
 from .._errors import UserError
-from ..config.settings import build
 from ..run.output import say
-from .gpt import GPT
-from .options import DataOptions, Options
+from .data import JobData
+from .options import Options
 
-_FORMAT = 3
 START_ANEW = "start anew with --overwrite, and without --resume"
 
 
@@ -46,10 +40,7 @@ class TrainingState:
         seconds: Time spent so far.
         text: The digest of the text.
         model: The digest of the model of transformers that the run began with; "" for the byte-level GPT.
-        kept: Options that may not change when the run goes on, by their names, where the checkpoint's config.json does
-            not say them.
-        options: All options of a run of the byte-level GPT, as config.json has them, too, which cannot be read where
-            hosts have parts of a checkpoint.
+        kept: Options that must stay the same when the run resumes, by name.
     """
 
     step: int
@@ -58,7 +49,6 @@ class TrainingState:
     text: str
     model: str = ""
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,61 +123,6 @@ def write_checkpoint(place: str | PathLike[str] | Checkpoints, state: TrainingSt
     return save(place, extra=extra, step=state.step, overwrite=True, **parts)
 
 
-def save_checkpoint(
-    path: str | PathLike[str] | Checkpoints,
-    model: nn.Module,
-    optimizer: MixedOptimizer,
-    options: Options,
-    state: TrainingState,
-) -> Save:
-    """Writes a checkpoint in place of the one that is there; a crash leaves one of them whole. Collective.
-
-    Args:
-        path: Its folder, or the run's checkpoints in its tiers.
-        model: This rank's part.
-        optimizer: The model's optimizer.
-        options: The run's options.
-        state: Progress of the run, equal on every rank.
-    """
-    config = {"format": _FORMAT, "par_train": __version__, "options": dataclasses.asdict(options)}
-    files, scaling = Format(config=config), optimizer.scaling
-    return write_checkpoint(path, state, model=model, optimizer=optimizer, scheduler=scaling, format=files)
-
-
-def load_model(path: str | Path) -> GPT:
-    """The model of a checkpoint, on the CPU. Where torch.distributed runs, every rank must call it.
-
-    Args:
-        path: The checkpoint folder, such as `runs/gpt/checkpoint`.
-
-    Raises:
-        ValueError: There is no checkpoint, or its format is not this version's.
-    """
-    load_state(Path(path))
-    model = GPT(load_options_of(Path(path)).model, seed=None)
-    load(path, model=model)
-    return model
-
-
-def load_options_of(path: Path) -> Options:
-    """The options that a checkpoint was trained with.
-
-    Raises:
-        ValueError: Its config cannot be read, or its format is not this version's.
-    """
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        version = config["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{str(file)!r} is not a checkpoint's config: {error!r}; take another checkpoint") from None
-    if version != _FORMAT:
-        raise UserError(
-            f"{str(file)!r} has format {version!r}, this par-train reads {_FORMAT}; use the one that wrote it"
-        )
-    return build(Options, config["options"])
-
-
 def find_state(path: Path) -> TrainingState | None:
     """The training state of the checkpoint that there is, or None if there is none.
 
@@ -219,42 +154,44 @@ def load_state(path: Path) -> TrainingState:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {START_ANEW}") from None
 
 
-def kept_of_text(options: DataOptions) -> Mapping[str, Any]:
-    """What a state of the byte GPT keeps of the text's options, by their names."""
-    return {"data.packing": options.packing, "data.documents": options.documents}
+def check_resumes(kept: Mapping[str, Any], model: str, data: JobData, origin: Origin) -> None:
+    """Make sure that resuming from a checkpoint continues the same run.
 
+    The length of a run and its learning rate may change. The model, the dtype of its weights, its rows and the seed
+    may not.
 
-def check_continues(path: str | PathLike[str], options: Options, state: TrainingState, text: str) -> None:
-    """Makes sure that going on from the checkpoint is going on with the same run.
-
-    How long and how fast to train may change; the model, its dtype, the seed, the text and its documents may not.
+    Args:
+        kept: Options that must stay the same, by name.
+        model: Hash of the Hugging Face Transformers model that training starts from; "" for the byte GPT.
+        data: Rows of tokens.
+        origin: The checkpoint.
 
     Raises:
         UserError: Something differs; the message names it.
     """
-    if state.model:
+    path, state = origin.folder, origin.state
+    if bool(state.model) != bool(model):
+        kinds = ["a byte-level GPT", "a Hugging Face Transformers model"]
+        remedy = "set --model.path to the model" if state.model else "remove model.path and model.config"
         raise UserError(
-            f"the checkpoint {str(path)!r} is of a model of transformers, and without model.path a byte-level GPT is "
-            f"trained; add --model.path, or {START_ANEW}"
+            f"the checkpoint {path!r} is of {kinds[bool(state.model)]}, and the options train "
+            f"{kinds[bool(model)]}; {remedy}, or {START_ANEW}"
         )
-    before = build(Options, state.options) if state.options else load_options_of(Path(path))
-    pairs: dict[str, tuple[Any, Any]] = {"seed": (before.seed, options.seed)}
-    for key, now in kept_of_text(options.data).items():
-        pairs[key] = (state.kept.get(key, now if key == "data.documents" else "auto"), now)
-    for field in dataclasses.fields(options.model):
-        pairs[f"model.{field.name}"] = (getattr(before.model, field.name), getattr(options.model, field.name))
-    for key, (was, now) in pairs.items():
+    if state.model != model:
+        raise UserError(
+            f"the checkpoint {path!r} was trained from another model than the one that the options name; restore the "
+            f"folder as it was, or {START_ANEW}"
+        )
+    for name, now in kept.items():
+        was = state.kept.get(name)
+        if name == "precision" and precision_of(str(was)).weights == precision_of(now).weights:
+            continue
         if was != now:
             raise UserError(
-                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or {START_ANEW}"
+                f"the checkpoint {path!r} has {name} {was!r}, but the config has {now!r}; set it back, or {START_ANEW}"
             )
-    if precision_of(before.precision).weights != precision_of(options.precision).weights:
+    if state.text != data.digest:
         raise UserError(
-            f"the checkpoint {str(path)!r} has weights of precision {before.precision!r}, which {options.precision!r} "
-            f"keeps in another dtype; set it back, or {START_ANEW}"
-        )
-    if state.text != text:
-        raise UserError(
-            f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "
-            f"{START_ANEW}"
+            f"the tokens of {' and '.join(data.names)} differ from the ones that the checkpoint {path!r} was trained "
+            f"on; restore the files, their format and the tokenizer, or {START_ANEW}"
         )

@@ -15,8 +15,7 @@ from ..strategy.axes import EXPERTS, data_axes
 from ..strategy.settings import make_schedule, microbatches_of, read_recompute
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
-from .order import check_size
-from .text import Text, read_text
+from .text import Text, check_size, read_text
 
 _OF_GPT = (
     *("data.folder", "data.patterns", "data.documents"),
@@ -214,7 +213,7 @@ def check_files(options: Options) -> Text | ModelFolder:
         found = read_folder(options)
     else:
         found = read_text(options.data)
-        check_size(found, options.model)
+        check_size(found, options)
     check_output(options)
     return found
 

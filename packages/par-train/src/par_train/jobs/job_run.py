@@ -25,12 +25,9 @@ from ..run.run import Run
 from ..run.stop import Stop
 from .begin import Start, after_restart, find_start, leave_if_asked
 from .checks import check_config
-from .existing.trainer import ModelTrainer
 from .options import Options, learning_rate
 from .report import print_banner, print_spent, print_summary
-from .text import Text
-from .trainer import Trainer
-from .training import StepResult, Training
+from .trainer import StepResult, Trainer
 
 _REFUSE_TYPES = ("par_layers.", "par_pipeline.", "par_train.strategy.")
 """Modules whose TypeErrors are about a model that was given; those of others are bugs."""
@@ -86,7 +83,7 @@ class JobRun(Run):
         topology: The ranks, for the banner.
     """
 
-    def __init__(self, trainer: Training, start: Start, stop: Stop, topology: Topology) -> None:
+    def __init__(self, trainer: Trainer, start: Start, stop: Stop, topology: Topology) -> None:
         options = trainer.options
         super().__init__(
             options.files.folder,
@@ -97,7 +94,7 @@ class JobRun(Run):
             profile=options.profile or None,
             diagnose=options.diagnose or None,
             goodput=options.goodput,
-            flops=trainer.flops if options.goodput else None,
+            flops=trainer.recipe.flops if options.goodput else None,
             peak_flops=None if options.peak_flops == "auto" else options.peak_flops,
         )
         self._trainer, self._start, self._topology = trainer, start, topology
@@ -132,7 +129,7 @@ class JobRun(Run):
         draws = trainer.step % max(1, options.train.steps // LOADS_DRAWN) == 0 or validates
         load = trainer.expert_load() if draws else {}
         perplexity = None
-        if validation_loss is not None and trainer.unit == "token":
+        if validation_loss is not None and trainer.recipe.unit == "token":
             perplexity = math.exp(min(validation_loss, 700.0))  # larger ones are no numbers
         line = {
             "step": trainer.step,
@@ -142,7 +139,7 @@ class JobRun(Run):
             "learning_rate": learning_rate(options, trainer.step),
             "tokens": trainer.tokens,
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(options.train.batch_size * trainer.context / self._took, 1),
+            "tokens_per_second": round(options.train.batch_size * trainer.data.context / self._took, 1),
             "gradient_norm": None if result.skipped else result.gradient_norm,
             "skipped": result.skipped or None,
             **result.routers,
@@ -151,7 +148,7 @@ class JobRun(Run):
         }
         self._clock.enter(self.step, "log")
         if self._goodput is not None:
-            line |= self._goodput.line({"tokens": options.train.batch_size * trainer.context}, self._took)
+            line |= self._goodput.line({"tokens": options.train.batch_size * trainer.data.context}, self._took)
         self.write(line)
 
     def _make_watchdog(self, seconds: float, *, report_errors: bool = False) -> Watchdog:
@@ -189,13 +186,13 @@ class JobRun(Run):
         """Writes the checkpoint, to which every rank gives its part; the clock is the master's."""
         del async_
         trainer = self._trainer
-        clock = torch.tensor(self.seconds, dtype=torch.float64, device=trainer.device)
+        clock = torch.tensor(self.seconds, dtype=torch.float64, device=self.strategy.device)
         dist.broadcast(clock, 0)  # one number over the world
         self._clock.enter(self.step, "checkpoint")
         place = self._checkpoints or self.files.checkpoint
         path = self.files.checkpoint if self._checkpoints is None else self._checkpoints.path(trainer.step)
         with writing(path, self._remedy("--resume auto")):
-            self._follow([trainer.save(place, trainer.state(float(clock)))])
+            self._follow([trainer.save(place, float(clock))])
         self._saved = trainer.step
 
     def _end(self, until: int) -> None:
@@ -208,7 +205,13 @@ class JobRun(Run):
         trainer, options, schedule = self._trainer, self._trainer.options, self._trainer.schedule
         lines = read_metrics(self.files.metrics)
         guess = (trainer.guess, f"uniform, log({round(math.exp(trainer.guess))}) = {trainer.guess:.2f}")
-        draw_loss(self.files.curve, lines, title=trainer.title, unit=f"loss (nats a {trainer.unit})", uniform=guess)
+        draw_loss(
+            self.files.curve,
+            lines,
+            title=trainer.recipe.title,
+            unit=f"loss (nats a {trainer.recipe.unit})",
+            uniform=guess,
+        )
         draw_load(self.files.load, lines)
         if self._timeline is not None and schedule is not None:
             _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
@@ -234,7 +237,7 @@ def _set_threads(environment: Environment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Training:
+def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
     """The trainer. What a package of ours, or peft, refuses in words is the user's mistake, such as sizes to be cut.
 
     Any other error, such as a ValueError of a plugin, keeps its traceback.
@@ -242,9 +245,7 @@ def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device:
     try:
         with together("the precision", None):
             _check_precision(options.precision, device)
-        if isinstance(start.data, Text):
-            return Trainer(options, start.data, groups, device)
-        return ModelTrainer(options, start.data, groups, device)
+        return Trainer(options, start.data, groups, device, start.folder)
     except (ValueError, TypeError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         where = frames[-1].f_globals["__name__"]

@@ -1,10 +1,9 @@
 """What the master of the main job says before and after it trains."""
 
-import math
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,18 +11,15 @@ from par_groups import Topology
 
 from ..run.output import say
 from ..run.progress import interval, short
+from ..strategy.axes import data_axes
 from ..strategy.setup import Setup
-from .options import ModelOptions, Options
-from .text import Text
-from .training import Training
+from .options import Options
 
-UNIFORM = math.log(256)
-"""The loss of a model that thinks every byte equally likely, in nats."""
-
-_COLUMNS = 80
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 
-def print_banner(options: Options, topology: Topology, trainer: Training, origin: str | None = None) -> None:
+def print_banner(options: Options, topology: Topology, trainer: "Trainer", origin: str | None = None) -> None:
     """Says what is about to happen.
 
     Args:
@@ -32,16 +28,18 @@ def print_banner(options: Options, topology: Topology, trainer: Training, origin
         trainer: The trainer, which has restored the checkpoint that the run goes on from.
         origin: The folder of that checkpoint; None: the run starts anew.
     """
-    about = trainer.about(topology)
+    recipe, data, batch = trainer.recipe, trainer.data, options.train.batch_size
+    replicas = topology.size(data_axes(topology))
+    rows = "rows" if options.model.folder or options.data.packing != "auto" else "windows"
     say("\n".join(_drawn(topology)))
-    _row("model", *about["model"])
+    _row("model", f"{recipe.title}, {trainer.parameters:,} parameters", *recipe.describe())
     _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
     if trainer.schedule is not None:
         _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
-    for label in ("data", "batch"):
-        _row(label, *about[label])
+    _row("data", *data.summary)
+    _row("batch", f"{batch} {rows} of {data.context} {recipe.unit}s, {batch // replicas} a replica")
     print_spent(trainer.strategy)
-    _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
+    _row("device", f"{trainer.strategy.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output_folder, f"{place} of {options.train.steps}")
     tiers, copies = options.checkpoint.tiers, options.checkpoint.copies
@@ -58,43 +56,7 @@ def print_spent(strategy: Setup) -> None:
         _row("memory", *strategy.spent.reasons)
 
 
-def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> Mapping[str, Sequence[str]]:
-    """What the banner says of a byte-level GPT: lines by label.
-
-    Args:
-        options: The options of the run.
-        text: What it is trained on.
-        parameters: Elements of the whole model.
-        replicas: The number of data ranks.
-    """
-    shape, batch, data = options.model, options.train.batch_size, options.data
-    what = "windows" if data.packing == "auto" else "rows"
-    packed = [] if data.packing == "auto" else [f"packed {data.documents}, {data.packing}"]
-    return {
-        "model": [
-            f"byte-level GPT, {parameters:,} parameters",
-            f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
-            *([_about_experts(shape)] if shape.experts else []),
-        ],
-        "data": [
-            end_of(str(text.folder)),
-            f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
-        ],
-        "batch": [f"{batch} {what} of {shape.context} bytes, {batch // replicas} a replica", *packed],
-    }
-
-
-def _about_experts(model: ModelOptions) -> str:
-    """What the banner says of experts: how many, and what keeps them equally busy."""
-    balance = {"aux": model.aux, "z": model.z, "bias_rate": model.bias_rate, "capacity": model.capacity}
-    kept = [f"{name} {value:g}" for name, value in balance.items() if value]
-    shared = f" and {model.shared} shared" if model.shared else ""
-    return ", ".join([f"{model.experts} experts of {model.features}, {model.top_k} a byte{shared}", *kept])
-
-
-def print_summary(
-    options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int, guess: float = UNIFORM
-) -> None:
+def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int, guess: float) -> None:
     """Says what has happened, and which files it left.
 
     Args:
@@ -139,9 +101,3 @@ def _drawn(topology: Topology) -> list[str]:
 
 def _row(label: str, *lines: str) -> None:
     say(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
-
-
-def end_of(text: str) -> str:
-    """As much of the end of a path as fits into a line."""
-    room = _COLUMNS - 11
-    return text if len(text) <= room else "..." + text[3 - room :]

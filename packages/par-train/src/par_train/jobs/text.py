@@ -1,6 +1,6 @@
 """A folder of text as bytes: which files count, in which order, which part is held out, and where documents end.
 
-Pure but for reading.
+Imports no torch, so that the command checks a folder before any rank starts.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._errors import UserError
-from .options import DataOptions
+from .options import DataOptions, Options
 
 Lengths = NDArray[np.int64]
 
@@ -77,6 +77,18 @@ def read_text(options: DataOptions) -> Text:
     cut = len(whole) - round(len(whole) * options.validation_fraction)
     documents = None if options.packing == "auto" else _documents(texts, options.documents, cut)
     return Text(folder=folder, files=len(texts), train=whole[:cut], held_out=whole[cut:], documents=documents)
+
+
+def check_size(text: Text, options: Options) -> None:
+    """Raise UserError if the text has too few windows to train or to validate on; rows of documents are not counted."""
+    context, batch = options.model.context, options.train.batch_size
+    windows, held_out = len(text.train) // context, len(text.held_out) // context
+    if options.data.packing == "auto" and (windows < batch or not held_out):
+        raise UserError(
+            f"{str(text.folder)!r} gives {windows} windows of model.context {context} bytes to train on, and "
+            f"{held_out} held out; a step needs train.batch_size {batch} of them, and validation 1: pass a folder with "
+            "more text, or lower model.context or train.batch_size"
+        )
 
 
 def _documents(texts: Sequence[bytes], kind: str, cut: int) -> tuple[Lengths, Lengths]:

@@ -1,189 +1,332 @@
-"""One rank's part of the byte-level GPT and place in the text: what a step computes and communicates."""
+"""The trainer of a job: one rank's part of the model, its position in the data, and steps that all ranks agree on."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader, default_collate
 
-from par_checkpoint import Checkpoints, Save
-from par_data import IGNORED, Packing, share
-from par_groups import ProcessGroups, Topology
-from par_layers import Tokens
-from par_pipeline import Batch
-from par_plan import model_flops
+from par_checkpoint import Checkpoints, Format, Save
+from par_data import IGNORED, share
+from par_groups import STOP_SIGNALS, ProcessGroups, agree, sharding_of
+from par_pipeline import Schedule, Timeline
+from par_precision import MixedOptimizer, Step
 
-from ..strategy.axes import data_axes
-from .checkpoint import Origin, TrainingState, kept_of_text, save_checkpoint
-from .gpt import GPT
-from .gpt_stages import gpt_stages
-from .options import Options
-from .order import DataOrder, Samples, TextRows, TextWindows, Windows, spread
-from .report import UNIFORM, about_gpt
-from .text import Lengths, Text
-from .training import Training, make_optimizer
-
-
-class LocalBatch(NamedTuple):
-    """This rank's part of some windows, or rows.
-
-    Attributes:
-        inputs: Bytes, int64 [rows, s], 0 for padding.
-        targets: The byte behind each, int64 [rows, s]; -100 where a document ends, and for padding.
-        counts: The number of targets in each whole row, int64 [rows].
-        tokens: Documents, and which rank has which bytes; None for rows of one document that divide over the ranks.
-        mask: Where there is text and no padding, bool [rows, s], for a model with experts; None where all is text.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    counts: Tensor
-    tokens: Tokens | None
-    mask: Tensor | None
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """What the model is called with beside its inputs."""
-        given = {"tokens": self.tokens, "mask": self.mask}
-        return {name: value for name, value in given.items() if value is not None}
+from .._errors import TrainingError, UserError
+from ..run.metrics import load_of
+from ..run.stop import FAILED
+from ..strategy.strategy import Strategy
+from .byte_gpt import ByteGPT
+from .checkpoint import Origin, TrainingState, write_checkpoint
+from .data import JobData
+from .existing.folder import ModelFolder
+from .existing.model import PretrainedModel
+from .options import Options, TrainOptions, learning_rate
+from .recipe import BatchDict, Recipe
 
 
-class Trainer(Training):
-    """Trains a GPT on the text; the ranks of a tensor group hold one replica, which computes its share of each batch.
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank.
 
     Args:
-        options: Options of the run, equal on every rank.
-        text: The text to train on, equal on every rank; where it has documents, these are packed into rows.
-        groups: Who works together; "data" averages gradients, "tensor" shares the layers, "sequence" the bytes of a
-            window.
-        device: Where this rank computes.
+        loss: Mean over the targets of the global batch, in nats.
+        gradient_norm: Norm of the averaged gradient before clipping.
+        skipped: Whether the gradient was not finite, so that the step changed nothing.
+        signal: The signal that some rank received, else 0.
+        routers: Metrics of the routers of experts by name; see `Strategy.router_metrics`.
     """
 
-    title, unit, guess = "Byte-level GPT", "byte", UNIFORM
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    signal: int
+    routers: Mapping[str, float] = field(default_factory=dict)
 
-    def __init__(self, options: Options, text: Text, groups: ProcessGroups, device: torch.device) -> None:
-        super().__init__(options, groups, device)
-        self._text = text
-        self.gpt, model = self._make_model()
-        self._take(*self.strategy.initialize(model, make_optimizer(self.gpt, options.train)))
-        train, held_out = text.documents or (None, None)
-        self._train = self._samples(text.train, train, options.data.rows)
-        self._held_out = self._samples(text.held_out, held_out, "whole")
-        self._order = DataOrder(windows=len(self._train), seed=options.seed)
-        self.model.eval()  # in training routers would count
-        self._loss(self._part(self._train, self._next_windows()))  # sizes that cannot be cut are said here
-        self.model.train()
-        self._validation = spread(len(self._held_out), options.data.validation_windows)
 
-    def _make_model(self) -> tuple[GPT, nn.Module]:
-        """What this rank has of the GPT, and the module that is trained: the same, or its pipeline stages."""
-        options, strategy = self.options, self.strategy
-        if strategy.schedule is None:
-            model = GPT(options.model, strategy.layers, seed=options.seed, device=self.device)
-            return model, model
-        rank = self.groups.rank("pipeline")
-        return gpt_stages(
-            options.model, strategy.layers, strategy.schedule, rank, seed=options.seed, device=self.device
+class Trainer:
+    """Training of one model on rows of tokens; the ranks of a replica compute its part of each batch together.
+
+    Args:
+        options: Options of the run, the same on every rank.
+        data: Rows of tokens, the same on every rank.
+        folder: Folder of the Hugging Face Transformers model to train; None trains the byte GPT.
+        groups: Live groups of the topology.
+        device: Device on which this rank computes.
+
+    Attributes:
+        recipe: What is specific to the model.
+        model: This rank's part of the model, as `Strategy.initialize` returned it.
+        optimizer: Its optimizer.
+        parameters: Number of elements of the full model.
+        step: Steps taken, including those of earlier runs.
+        samples: Rows consumed by all ranks together, which is the position in the data.
+        on_phase: Callback that receives "data" before the trainer reads a batch, and "step" after it.
+
+    Raises:
+        ValueError: The model cannot be made or not be sharded over these ranks; on every rank.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        data: JobData,
+        groups: ProcessGroups,
+        device: torch.device,
+        folder: ModelFolder | None = None,
+    ) -> None:
+        self.options, self.data = options, data
+        self.strategy = Strategy(
+            parallel=groups,
+            device=str(device),
+            precision=options.precision,
+            zero=options.zero,
+            clip_norm=options.train.clip_norm,
+            pipeline=asdict(options.pipeline),
+            gradient_handlers=options.gradient_handlers,
+            plugins=options.plugins,
+            seed=options.seed,
+            recompute=options.recompute or None,
+            memory=options.memory.budget,
+            # Every rank has the bytes of the text in memory, so that sending batches between ranks would gain nothing.
+            broadcast_batches=folder is not None,
         )
+        self.recipe: Recipe = ByteGPT(options) if folder is None else PretrainedModel(options, folder, data)
+        self.step = self.samples = self._first = 0
+        self.on_phase: Callable[[str], object] = lambda _: None
+        cut = self.strategy.sequence_ranks
+        if data.context % cut and self.strategy.context.ranks == 1:  # sequence ranks pad their rows instead
+            raise UserError(
+                f"data.context {data.context} does not divide by {cut} tensor ranks, which have a part of each row "
+                f"under sequence_parallel; use {data.context - data.context % cut}"
+            )
+        model = self.recipe.make_model(self.strategy)
+        loader = DataLoader(data.train, batch_size=options.train.batch_size, sampler=data.train.sampler, drop_last=True)
+        given = self.strategy.initialize(model, make_optimizer(model, options.train), loader)
+        self.model, self.optimizer, self._loader = given[0], _checked(given[1]), given[2]
+        self._validation = spread(data.held_out.count(0), options.data.validation_windows)
+        self.parameters = count_parameters(self.model, device)
+        if folder is None:
+            # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.
+            self._loader.cut = None
+            self.model.eval()  # in training mode, routers would count tokens
+            self._evaluate(np.resize(self._validation, self._share_size), self._share_size)
+            self.model.train()
 
-    def _samples(self, text: bytes, documents: Lengths | None, packing: Packing) -> Samples:
-        """The windows of a text, or, where it has documents, the rows into which they are packed."""
-        if documents is None:
-            return TextWindows(text, self.context)
-        return TextRows(text, documents, self.context, packing, self.options.seed)
+    # One step
 
-    @property
-    def context(self) -> int:
-        """Bytes in a window, or row."""
-        return self.options.model.context
+    def advance(self, signal: int) -> StepResult:
+        """Take one optimizer step on the next global batch. Collective.
 
-    def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
-        """Sizes, the folder of text, and windows."""
-        return about_gpt(self.options, self._text, self.parameters, topology.size(data_axes(topology)))
+        Args:
+            signal: The signal that this rank received, else 0; the ranks agree on one.
 
-    @property
-    def flops(self) -> float:
-        """Operations of the whole GPT for one token, causal attention counted as half."""
-        return model_flops(self.options.model.shape)
-
-    def _forward_backward(self) -> tuple[Tensor, Tensor | float]:
-        """The windows of every replica's share have as many targets; its rows may have more or fewer than others'."""
+        Raises:
+            TrainingError: The loss is not finite; on every rank.
+        """
         self.on_phase("data")
-        part = self._part(self._train, self._next_windows())
+        batch = next(iter(self._loader))
         self.on_phase("step")
-        run, inputs = self.strategy.execute_pipeline, (part.inputs,)
-        if self._text.documents is None:
-            batch = Batch(inputs, part.keywords, part.targets)
-            return run(iter([batch]), self.model, self.gpt.loss, self.optimizer), 1.0
-        batch = Batch(inputs, part.keywords, (part.targets, part.counts))
-        return run(iter([batch]), self.model, self._summed, self.optimizer), part.counts.sum()
+        given, criterion = self.recipe.prepare(batch)
+        loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, self.optimizer)
+        rate = learning_rate(self.options, self.step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        outcome = self.optimizer.step()  # all ranks agree on the norm, and clip or skip
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.samples += self.options.train.batch_size
+        # A sequence rank has a part of each row; the loader counted the targets of the complete rows.
+        split = batch.get("num_items_in_batch")
+        return self._agree(loss, target_count(batch) if split is None else split, outcome, signal)
 
-    def _summed(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of a microbatch's targets, and their number; both are of whole rows."""
-        targets, counts = target
-        return self.gpt.loss(logits, targets, "sum"), counts.sum()
+    def _agree(self, loss: Tensor, count: Tensor, outcome: Step, signal: int) -> StepResult:
+        """Compute the mean loss over all targets, and the signal that any rank received."""
+        numbers = (FAILED, *STOP_SIGNALS)
+        asked = [float(signal == each) for each in numbers]
+        sums = torch.tensor([0.0, 0.0, *asked], dtype=torch.float64, device=self.strategy.device)
+        sums[1] = count
+        sums[0] = torch.where(sums[1] > 0, loss * sums[1], 0.0)  # the mean over no target is NaN
+        # Sum over the world, shape (2 + numbers,). The ranks of a replica have the same numbers, so the mean is right.
+        dist.all_reduce(sums)
+        total, targets, *asked = sums.tolist()
+        mean = total / targets if targets else 0.0
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"the loss became {mean} at step {self.step}{_on_ranks(loss)}; lower train.learning_rate "
+                f"{self.options.peak_learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
+            )
+        agreed = next((number for number, count in zip(numbers, asked, strict=True) if count), 0)
+        norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
+        routers = self.strategy.router_metrics(self.model) if self.has_routers else {}
+        metrics = {name: float(value) for name, value in routers.items()}
+        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed, routers=metrics)
 
-    def state(self, seconds: float) -> TrainingState:
-        """Progress, the digest of the text, and how it is packed."""
-        return TrainingState(
+    # Validation
+
+    def validate(self) -> float:
+        """Compute the mean loss over the targets of the held-out rows, which the replicas share evenly. Collective."""
+        self.model.eval()
+        groups, axes = self.strategy.groups, self.strategy.data_axes
+        replicas = groups.size(axes)
+        mine = share(self._validation, groups.rank(axes), replicas)
+        total = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)  # sum of losses, count
+        most = -(-len(self._validation) // replicas)  # all ranks call as often, because the forward is collective
+        for start in range(0, most, self._share_size):
+            rows = mine[start : start + self._share_size]
+            # Every batch has the same size, for microbatches and for modes that split it; the filling counts nothing.
+            filled = np.resize(rows if len(rows) else self._validation[:1], self._share_size)
+            total += self._evaluate(filled, len(rows))
+        self.model.train()
+        dist.all_reduce(total, group=groups[axes])  # two numbers; the ranks of a replica have the same ones
+        return float(total[0] / total[1])
+
+    def _evaluate(self, rows: NDArray[np.int64], count: int) -> Tensor:
+        """Return the sum of the losses of the first `count` of some held-out rows and their targets, fp64 [2]."""
+        batch = default_collate([self.data.held_out[0, int(row)] for row in rows])
+        batch["labels"][count:] = IGNORED
+        targets = target_count(batch).to(self.strategy.device, torch.float64)
+        given, criterion = self.recipe.prepare(batch)
+        loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, forward_only=True)
+        return torch.stack([torch.where(targets > 0, loss * targets, 0.0), targets])
+
+    def write_samples(self) -> list[dict[str, str]]:
+        """Generate texts, each as "prompt" and "text". Collective."""
+        return self.recipe.write_samples(self.strategy, self.model)
+
+    # Checkpoints
+
+    def save(self, place: Path | Checkpoints, seconds: float) -> Save:
+        """Write a checkpoint, to which every rank contributes its part. Collective.
+
+        Args:
+            place: Folder whose checkpoint is replaced, or the run's checkpoints in its tiers.
+            seconds: Time spent in training so far.
+
+        Returns:
+            The save, which may still be copying to further tiers.
+        """
+        state = TrainingState(
             step=self.step,
             samples=self.samples,
             seconds=seconds,
-            text=self._text.digest,
-            kept=kept_of_text(self.options.data),
-            options=json.loads(json.dumps(asdict(self.options))),
+            text=self.data.digest,
+            model=self.recipe.source_digest,
+            kept=self.recipe.kept_options(),
         )
+        parts = self._parts()
+        with self.recipe.files(self.model) as files:
+            return write_checkpoint(place, state, **{**parts, "format": replace(parts["format"], **files)})
 
-    def save(self, place: Path | Checkpoints, state: TrainingState) -> Save:
-        """Weights by name, with the options that make the model again."""
-        return save_checkpoint(place, self.model, self.optimizer, self.options, state)
+    def restore(self, origin: Origin) -> None:
+        """Load this rank's part of a checkpoint, and go to its position in the data. Collective.
 
-    def _load(self, origin: Origin) -> None:
-        """The place in the text is the number of samples."""
-        origin.load(model=self.model, optimizer=self.optimizer, scheduler=self.optimizer.scaling)
+        Raises:
+            UserError: The position is not between two batches of this size.
+        """
+        try:
+            self._loader.load_state_dict({"samples": origin.state.samples})
+        except ValueError as error:
+            raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
+        origin.load(**self._parts())
+        self.step = self._first = self.strategy.steps = origin.state.step
+        self.samples = origin.state.samples
 
-    def _next_windows(self) -> Windows:
-        """This rank's share of the next global batch."""
-        batch = self._order.batch(self.samples, self.options.train.batch_size)
-        return share(batch, self.replica, self.replicas)
+    def _parts(self) -> dict[str, Any]:
+        """Return the keywords with which par-checkpoint saves or loads weights, optimizer and loss scale."""
+        own = {"optimizer": self.optimizer, "scheduler": self.optimizer.scaling, "format": Format()}
+        return {**own, **self.recipe.parts(self.model)}
 
-    def _evaluate(self, rows: Windows, count: int) -> Tensor:
-        """The last stage of a pipeline alone knows a loss."""
-        part = self._part(self._held_out, rows)
-        part.targets[count:], part.counts[count:] = IGNORED, 0
-        total = self._loss(part)
-        if total is None:
-            return torch.zeros(2, dtype=torch.float64, device=self.device)
-        return torch.stack([total.double(), part.counts.sum().double()])
+    # What metrics and the banner show
 
-    def _add_up_(self, total: Tensor) -> None:
-        """Also brings the sums from the last stage to the others."""
-        super()._add_up_(total)
-        if self.groups.size("pipeline") > 1:
-            dist.all_reduce(total, group=self.groups["pipeline"])  # all but the last stage bring zeros
+    @property
+    def guess(self) -> float:
+        """The loss of a model that gives every token the same probability, in nats."""
+        return math.log(self.data.vocabulary)
 
-    @torch.no_grad()
-    def _loss(self, part: LocalBatch) -> Tensor | None:
-        """The sum of the losses of a batch, where the model ends."""
-        if self.schedule is None:
-            return self.gpt.loss(self.model(part.inputs, **part.keywords), part.targets, "sum")
-        pipeline = self.strategy.pipeline(self.model)
-        logits = pipeline.evaluate(part.inputs, **part.keywords).outputs
-        return self.gpt.loss(logits, part.targets, "sum") if pipeline.is_last else None
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that all ranks together have trained on so far."""
+        return self.samples * self.data.context
 
-    def _part(self, samples: Samples, numbers: Windows) -> LocalBatch:
-        """This rank's bytes of some windows, or rows, which all ranks of a sequence take alike; no communication."""
-        context, documents = self.strategy.context, samples.documents(numbers)
-        tokens = context.tokens(self.context, documents=documents, pad=True)
-        places = tokens.index(context.rank)
-        arrays = (*samples.take(numbers, places), samples.counts(numbers))
-        inputs, targets, counts = (torch.from_numpy(each).to(self.device) for each in arrays)
-        is_static = documents is None and tokens.padded == self.context
-        mask = None
-        if self.options.model.experts and not is_static:
-            mask = torch.from_numpy(samples.is_text(numbers, places).copy()).to(self.device)
-        return LocalBatch(inputs, targets, counts, None if is_static else tokens, mask)
+    @property
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule; None without a pipeline."""
+        return self.strategy.schedule
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model, on whatever stage, has routers of par-layers."""
+        return self.options.model.experts > 0
+
+    def expert_load(self) -> dict[str, list[float]]:
+        """Return each expert's tokens in the last step, divided by its router's mean, by router. Collective."""
+        return load_of(self.strategy.expert_load(self.model)) if self.has_routers else {}
+
+    def timeline(self) -> Timeline | None:
+        """Return when the ranks of this pipeline did what in the last step; None without one. Collective over it."""
+        if self.strategy.schedule is None or self.step == self._first:
+            return None
+        return self.strategy.pipeline(self.model).timeline()
+
+    @property
+    def _share_size(self) -> int:
+        return self.options.train.batch_size // self.strategy.groups.size(self.strategy.data_axes)
+
+
+def target_count(batch: BatchDict) -> Tensor:
+    """Count the targets in a batch of complete rows: labels after a row's first token that are not ignored."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def spread(rows: int, wanted: int) -> NDArray[np.int64]:
+    """Return the numbers of at most `wanted` rows, evenly spaced: the fixed sample that validation uses."""
+    count = min(rows, wanted)
+    return np.arange(count) * rows // count
+
+
+def _on_ranks(loss: Tensor) -> str:
+    """Describe the ranks whose loss is not finite; "" if all are. All-gather of a number over the world."""
+    finite = agree(None, math.isfinite(float(loss)), None)
+    odd = [rank for rank, is_finite in finite.items() if not is_finite]
+    if len(odd) in (0, len(finite)):
+        return ""
+    return f" on rank {odd[0]} alone" if len(odd) == 1 else f" on ranks {odd[:8]}{'...' if len(odd) > 8 else ''} alone"
+
+
+def _checked(optimizer: Optimizer) -> MixedOptimizer:
+    """Return the optimizer if its steps report a norm and whether they were skipped."""
+    if not isinstance(optimizer, MixedOptimizer):
+        raise UserError(
+            f"a plugin controls precision, and made a {type(optimizer).__name__}, which does not report norm and "
+            "skipped steps; set --precision instead, or use the plugin with par_train.Strategy"
+        )
+    return optimizer
+
+
+def count_parameters(model: nn.Module, device: torch.device) -> int:
+    """Count the elements of the full model, of which every rank has some. Collective."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    boxes = [box for parameter in model.parameters() for box in sharding_of(parameter).boxes]
+    own = sum(math.prod(box.size) for box in boxes if box.owns(rank, ranks))
+    total = torch.tensor(own, device=device)
+    dist.all_reduce(total)  # one number over the world
+    return int(total)
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> AdamW:
+    """Make an AdamW that decays matrices, and neither biases nor norms. Each step sets its learning rate."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in trained if one.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, betas=(0.9, options.beta2), fused=True)

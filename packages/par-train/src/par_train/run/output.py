@@ -42,3 +42,8 @@ def drop_output(descriptor: int) -> None:
         os.set_inheritable(descriptor, True)
     else:
         os.close(nowhere)
+
+
+def end_of(text: str, columns: int = 69) -> str:
+    """Return as much of the end of a path as fits into a line of the banner, which is 80 columns with its label."""
+    return text if len(text) <= columns else "..." + text[3 - columns :]

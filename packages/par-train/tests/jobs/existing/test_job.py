@@ -288,7 +288,7 @@ def test_a_mixture_goes_on_elsewhere_and_its_weights_stay(tiny, tmp_path):
     assert train(parts, StopAt(2)) == signal.SIGTERM
     again = replace(parts, resume="auto")
     other = ({**sources[0], "weight": 3}, sources[1])
-    refused("has data.sources .*, but the config says .*'weight': 3", replace(again, data=replace(data, sources=other)))
+    refused("has data.sources .*, but the config has .*'weight': 3", replace(again, data=replace(data, sources=other)))
     assert train(replace(again, parallel=TENSOR), Stop()) == 0
     dist.barrier()
     for name in ("loss", "validation_loss"):
@@ -368,15 +368,15 @@ def test_going_on_with_another_model_or_other_data_is_refused(tiny, tmp_path):
     assert train(options, Stop()) == 0
     again = replace(options, resume="auto")
     refused(
-        r"jsonl' gives other tokens than the checkpoint",
+        r"the tokens of .*jsonl differ from the ones that the checkpoint",
         replace(again, data=replace(options.data, path=str(corpora["jsonl"]))),
     )
-    refused("has data.context 128, but the config says 64", replace(again, data=replace(options.data, context=64)))
-    refused("has seed 0, but the config says 1", replace(again, seed=1))
-    refused("has precision 'fp32', but the config says 'bf16'", replace(again, precision="bf16"))
+    refused("has data.context 128, but the config has 64", replace(again, data=replace(options.data, context=64)))
+    refused("has seed 0, but the config has 1", replace(again, seed=1))
+    refused("has precision 'fp32', but the config has 'bf16'", replace(again, precision="bf16"))
     gpt = {"data": DataOptions(folder=str(Path(corpora["text"]).parent)), "train": TrainOptions(batch_size=4)}
     refused(
-        "is of a model of transformers, and without model.path",
+        "is of a Hugging Face Transformers model, and the options train a byte-level GPT",
         Options(output=options.output, device="cpu", resume="auto", **gpt),
     )
     dist.barrier()

@@ -1,5 +1,4 @@
-"""The job that trains a model of transformers, as it is, on a file of text.
+"""The Hugging Face Transformers model that a job trains: its folder, files of text, prompts and adapter.
 
-folder.py reads what describes the model, and is pure; data.py has the tokens. trainer.py takes the steps, over any
-ranks, on top of `jobs.training`.
+`folder` and `sources` check paths before torch is imported; `data` makes rows; `model` is the trainer's `Recipe`.
 """

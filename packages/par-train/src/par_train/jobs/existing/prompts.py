@@ -11,16 +11,16 @@ from par_data import load_tokenizer
 
 from ..._errors import UserError, as_user_error
 from ..options import Options
-from .data import ModelData
-from .folder import positions_of
+from .folder import ModelFolder, positions_of
 
 
 class Prompts:
     """The prompts of `sample.prompts` by the model's tokenizer.
 
     Args:
-        options: The options of the run.
-        data: The model and its tokens; where these are conversations, a prompt is what a user says.
+        options: Options of the run.
+        folder: Folder of the model.
+        is_chat: Whether the model trains on conversations, so that a prompt is a user's message.
 
     Attributes:
         tokens: The ids of each prompt, int64 [time].
@@ -29,14 +29,14 @@ class Prompts:
         UserError: A prompt without tokens, or one that leaves too few of the model's positions for the tokens to come.
     """
 
-    def __init__(self, options: Options, data: ModelData) -> None:
+    def __init__(self, options: Options, folder: ModelFolder, *, is_chat: bool) -> None:
         self._texts = options.sample.prompts
         with as_user_error():
-            self._tokenizer: Any = load_tokenizer(data.folder.path) if self._texts else None
+            self._tokenizer: Any = load_tokenizer(folder.path) if self._texts else None
         template = options.data.template
         self._template = Path(template).expanduser().read_text(encoding="utf-8") if template else None
-        self.tokens = [self._encoded(text, chat=data.formats == {"chat"}) for text in self._texts]
-        positions, new = positions_of(data.folder.config), options.sample.tokens
+        self.tokens = [self._encoded(text, chat=is_chat) for text in self._texts]
+        positions, new = positions_of(folder.config), options.sample.tokens
         for text, ids in zip(self._texts, self.tokens, strict=True):
             if not len(ids):
                 raise UserError(f"sample.prompts has {text!r}, of which the tokenizer makes no token; give a text")
