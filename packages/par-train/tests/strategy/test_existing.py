@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_train import Strategy, token_loss
+from par_train.strategy.pretrained.causal import split_keywords
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -106,3 +107,19 @@ def test_token_loss_counts_the_tokens_after_the_first():
     again, of_all = token_loss(logits, {"input_ids": ids})
     assert int(of_all) == 8
     assert again > total
+
+
+def test_keywords_without_rows_are_not_split_by_rows():
+    """Also if they are exactly as long as the batch has rows."""
+    rows, time = 4, 6
+    mask, kept = torch.ones(rows, time), torch.arange(rows)
+    positions = torch.arange(3 * rows * time).reshape(3, rows, time)
+    keywords = {"attention_mask": mask, "logits_to_keep": kept, "position_ids": positions, "use_cache": False}
+    split = split_keywords(keywords, rows, 2)
+    assert split["attention_mask"] is mask
+    assert all(each is kept for each in split["logits_to_keep"])
+    assert [tuple(each.shape) for each in split["position_ids"]] == [(3, 2, time), (3, 2, time)]
+    assert torch.equal(torch.cat(split["position_ids"], dim=1), positions)
+    assert split_keywords(keywords, rows, 1) == keywords
+    with pytest.raises(ValueError, match=r"image_grid_thw of shape \(4, 3\): .* pass pipeline=dict\(split="):
+        split_keywords({"image_grid_thw": torch.ones(4, 3)}, rows, 2)

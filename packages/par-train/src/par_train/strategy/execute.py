@@ -17,7 +17,7 @@ from .._torch_private import tree_leaves
 from .axes import cuts_sequence, data_axes
 from .batches import read_once
 from .mixture.factor import LossFactor
-from .pretrained.causal import CausalModel, pretrained_of, unlike_causal
+from .pretrained.causal import CausalModel, pretrained_of, split_keywords, unlike_causal
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -62,6 +62,7 @@ class Execution:
         self.pipeline = self._make(schedule)
         axes, microbatches = (data_axes(groups.topology), "pipeline"), schedule.microbatches
         self._fits = microbatches > 1 and all(groups.size(each) == 1 for each in axes) and "split" not in options
+        self._splits_by_rows = "split" not in options
         self._smaller: dict[int, Pipeline] = {}  # by microbatches; of one rank, for batches with fewer rows
 
     def run(
@@ -95,7 +96,7 @@ class Execution:
             pipeline = self._fit_for(rows_of(batch))
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = pipeline.forward_backward_step(
-                _Batches(lambda: self._called_with(next_batch(), criterion)),
+                _Batches(lambda: self._called_with(next_batch(), criterion, pipeline.schedule.microbatches)),
                 forward_only=forward_only,
                 return_outputs=return_outputs,
             )
@@ -112,7 +113,7 @@ class Execution:
             self._smaller[rows] = self._make(make_schedule("1f1b", 1, rows))
         return self._smaller[rows]
 
-    def _called_with(self, batch: Any, criterion: Criterion | None) -> Any:
+    def _called_with(self, batch: Any, criterion: Criterion | None, microbatches: int) -> Any:
         """The batch as the pipeline takes it.
 
         Raises:
@@ -120,6 +121,8 @@ class Execution:
         """
         if self._causal is not None and isinstance(batch, Mapping):
             inputs, keywords, labels = self._causal.fed(batch)
+            if self._splits_by_rows:
+                keywords = split_keywords(keywords, len(labels), microbatches)
             return Batch(inputs, keywords, labels if criterion is None else dict(batch))
         if criterion is None:
             raise TypeError(

@@ -17,6 +17,7 @@ from torch.nn import functional
 from par_data import IGNORED
 from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
+from par_pipeline import Microbatches
 
 from ..stages import Stages
 
@@ -184,6 +185,43 @@ class CausalModel:
         if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
             total = total + balance_factor(self._model) * balance * count
         return total, count
+
+
+_SHARED = ("cache_position", "logits_to_keep")
+"""Keywords of transformers models that index tokens: every row has the same ones."""
+
+
+def split_keywords(keywords: Mapping[str, Any], rows: int, microbatches: int) -> dict[str, Any]:
+    """Split the keywords of a transformers model that have no rows along dim 0; a pipeline splits all others.
+
+    Without this, a pipeline would split any tensor that happens to be as long as the batch has rows.
+
+    Args:
+        keywords: The keywords of a batch.
+        rows: The number of rows of the batch.
+        microbatches: The number of microbatches.
+
+    Returns:
+        The keywords, some of them as `Microbatches`.
+
+    Raises:
+        ValueError: A keyword has an entry for each image, so the rows to which the entries belong are unknown.
+    """
+    split: dict[str, Any] = dict(keywords)
+    for name, value in keywords.items():
+        if not isinstance(value, Tensor) or microbatches == 1:
+            continue
+        if name in _SHARED:
+            split[name] = Microbatches([value] * microbatches)
+        elif name == "position_ids" and value.dim() == 3:  # [sections, rows, time] of models with images
+            split[name] = Microbatches(value.tensor_split(microbatches, dim=1))
+        elif name.endswith("_grid_thw"):
+            raise ValueError(
+                f"{name} of shape {tuple(value.shape)}: it has an entry for each image, not for each of the {rows} "
+                f"rows, and {microbatches} microbatches need rows; pass pipeline=dict(split=...) with a function that "
+                "splits such a batch, or microbatches=1"
+            )
+    return split
 
 
 def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
