@@ -30,7 +30,7 @@ from par_layers import (
     update_correction_bias_,
 )
 from par_pipeline import schedule, simulate
-from par_plan import Machine, Shape, TrainingJob, search_configurations
+from par_plan import Machine, OffloadTiers, Shape, TrainingJob, search_configurations
 from par_recompute import frontier, measure
 from par_train.run.metrics import draw_load, load_of
 from par_zero import Moment, Trace, place
@@ -100,7 +100,9 @@ def draw_tiers(path: Path) -> None:
         ("and a host of 137 GB", 137e9, 0.0, "--"),
         ("and a disk of 1 TB", 137e9, 1e12, ":"),
     ):
-        machines = [Machine(memory=size, devices_per_node=1, host_memory=host, disk=disk) for size in sizes]
+        machines = [
+            Machine(memory=size, devices_per_node=1, tiers=OffloadTiers(host_memory=host, disk=disk)) for size in sizes
+        ]
         steps = [search_configurations(shape, 1, job, machine, 1).best for machine in machines]
         axes.plot(
             [size / 1e9 for size, best in zip(sizes, steps, strict=True) if best],

@@ -21,9 +21,10 @@ from par_plan.models.pretrained import PretrainedShape
 from par_plan.prediction import predict
 from par_plan.report import PlanReport, as_dict, transfers
 from par_plan.search import configurations, search_configurations
-from par_plan.shape import Shape
+from par_plan.shape import ExpertLayers, Shape
 
-SHAPE = Shape(layers=4, width=64, heads=4, context=256, experts=8, expert_hidden=32, shared=1, dense_layers=1)
+EXPERTS = ExpertLayers(number=8, hidden=32, shared=1, dense_layers=1)
+SHAPE = Shape(layers=4, width=64, heads=4, context=256, experts=EXPERTS)
 JOB = TrainingJob(batch=64, precision="bf16")
 FOLDED = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 4, "tensor": 1}}
 
@@ -115,10 +116,10 @@ def test_the_search_deals_experts_out_in_every_way_that_divides():
 @pytest.mark.parametrize(
     ("changes", "parallel", "message"),
     [
-        ({"experts": 0}, {"expert": 2}, "the model has none"),
-        ({"experts": 6}, {"expert": 4}, "6 experts do not divide by the 4 ranks"),
+        ({"experts": None}, {"expert": 2}, "the model has none"),
+        ({"experts": replace(EXPERTS, number=6)}, {"expert": 4}, "6 experts do not divide by the 4 ranks"),
         (
-            {"expert_hidden": 33, "shared": 0},
+            {"experts": replace(EXPERTS, hidden=33, shared=0)},
             {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "tensor": 2}},
             "33 features of an expert do not divide by the 2 tensor ranks",
         ),
@@ -137,8 +138,8 @@ def test_loads_that_are_none():
         TrainingJob(batch=8, imbalance=(0, 0))
     with pytest.raises(ValueError, match="rows of 2 experts, but the model has 8"):
         predict(SHAPE, Topology.from_config({"expert": 2}, 8), replace(JOB, imbalance=(1, 2)))
-    with pytest.raises(ValueError, match="top_k is 9, but there are 8 experts"):
-        replace(SHAPE, top_k=9)
+    with pytest.raises(ValueError, match="top_k=9: it must not exceed the 8 experts"):
+        replace(EXPERTS, top_k=9)
 
 
 SIZES = {

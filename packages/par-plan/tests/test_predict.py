@@ -140,7 +140,7 @@ def test_a_job_has_a_stage_and_a_precision_that_there_are():
 
 
 def test_a_machine_has_numbers_above_0():
-    with pytest.raises(ValueError, match="network is 0"):
+    with pytest.raises(ValueError, match="network=0: it must be positive"):
         Machine(network=0)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from par_groups import Topology
-from par_plan.inputs import Machine, TrainingJob
+from par_plan.inputs import Machine, OffloadTiers, TrainingJob
 from par_plan.prediction import predict
 from par_plan.report import PlanReport, as_dict, describe, table
 from par_plan.search import search_configurations
@@ -21,7 +21,7 @@ search = cache(search_configurations)  # the same for several tests
 
 
 def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE, **tiers):
-    machine = Machine(memory=memory, **tiers)
+    machine = Machine(memory=memory, tiers=OffloadTiers(**tiers))
     made = None
     if configured is not None:
         parallel, changes = configured

@@ -10,10 +10,10 @@ from par_pipeline import simulate
 from par_plan import prediction, search
 from par_plan.costs import pipeline
 from par_plan.fit import cheapest, offload_to_fit
-from par_plan.inputs import RECOMPUTES, Machine, TrainingJob
+from par_plan.inputs import RECOMPUTES, Machine, OffloadTiers, TrainingJob
 from par_plan.prediction import Predictor, predict
 from par_plan.search import configurations, search_configurations, tensor_configs, variants
-from par_plan.shape import Shape
+from par_plan.shape import ExpertLayers, Shape
 
 SHAPE = Shape(layers=8, width=512, heads=8, context=256)
 JOB = TrainingJob(batch=64, precision="bf16")
@@ -119,7 +119,7 @@ def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
 
 def test_each_part_of_a_model_is_worked_out_once_for_all_variants_of_a_frame(monkeypatch):
     """What 60 predictions say is what each of them says alone."""
-    shape = Shape(layers=16, width=64, heads=4, context=256, experts=8, dense_layers=1)
+    shape = Shape(layers=16, width=64, heads=4, context=256, experts=ExpertLayers(number=8, dense_layers=1))
     topology = Topology.from_config({"pipeline": 4, "expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 32)
     job, machine = TrainingJob(batch=64, microbatches=8, precision="bf16"), Machine()
     counted, within = [], prediction.seconds_within
@@ -179,7 +179,7 @@ def test_long_sequences_fit_where_they_are_cut_and_few_rows_keep_many_devices_bu
     assert found.topology.size("sequence") > 1
 
 
-TIERS = {"host_memory": 64e9, "disk": 1e12, "devices_per_node": 1}
+TIERS = {"tiers": OffloadTiers(host_memory=64e9, disk=1e12), "devices_per_node": 1}
 
 
 def test_what_a_device_has_no_room_for_is_computed_again_or_lies_elsewhere_whichever_is_quicker():
@@ -195,16 +195,20 @@ def test_what_a_device_has_no_room_for_is_computed_again_or_lies_elsewhere_which
             assert by_hand.seconds >= found.seconds or by_hand.memory.total > found.memory.total
     assert done == sorted(done)
     assert done[0][1] == 0 < done[-1][1]
-    full = search_configurations(shape, 1, job, Machine(memory=9e9, **{**TIERS, "host_memory": 4e9})).best[0]
+    full = search_configurations(
+        shape, 1, job, Machine(memory=9e9, devices_per_node=1, tiers=OffloadTiers(host_memory=4e9, disk=1e12))
+    ).best[0]
     assert full.memory.host == pytest.approx(0.85 * 4e9)
     assert full.job.disk > 0
-    assert full.binds(Machine(memory=9e9, host_memory=4e9, disk=1e12)) == "host"
+    assert full.binds(Machine(memory=9e9, tiers=OffloadTiers(host_memory=4e9, disk=1e12))) == "host"
 
 
 def test_a_model_that_fits_nowhere_names_the_tier_that_is_short():
     shape, job = Shape(layers=16, width=2048, heads=16, context=1024), TrainingJob(batch=8, precision="bf16")
     for tiers, short in (({}, "device"), ({"host_memory": 1e9}, "host"), ({"host_memory": 6e9, "disk": 1e9}, "disk")):
-        found = search_configurations(shape, 1, job, Machine(memory=9e9, devices_per_node=1, **tiers))
+        found = search_configurations(
+            shape, 1, job, Machine(memory=9e9, devices_per_node=1, tiers=OffloadTiers(**tiers))
+        )
         assert not found.best
         assert found.short.tier == short, found.short
         assert found.short.missing > 0
@@ -218,7 +222,7 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
     """208e9 bytes of state; the device has 149e9, of which a tenth stays free, the host 137e9, of which 0.15 do."""
     shape, job = Shape(layers=41, width=5120, heads=40, context=2048), TrainingJob(batch=8, precision="bf16")
     assert shape.parameters == pytest.approx(13e9, rel=0.01)
-    both = Machine(memory=149e9, host_memory=137e9, devices_per_node=1)
+    both = Machine(memory=149e9, tiers=OffloadTiers(host_memory=137e9), devices_per_node=1)
     assert not search_configurations(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
     found = search_configurations(shape, 1, job, both).best[0]
     assert 0.4 < found.job.host < 0.64
@@ -238,7 +242,8 @@ def test_parameters_leave_before_the_state_or_after_it_whichever_is_quicker():
     shape, job = Shape(layers=16, width=2048, heads=16, context=1024), TrainingJob(batch=8, precision="bf16", zero=3)
     topology = Topology.from_config({}, 1)
     for link, host_step, first in ((50e9, 1e11, "parameters"), (5e9, 1e12, "optimizer")):
-        machine = Machine(memory=13e9, link=link, host_step=host_step, host_memory=64e9, devices_per_node=1)
+        tiers = OffloadTiers(link=link, host_step=host_step, host_memory=64e9)
+        machine = Machine(memory=13e9, tiers=tiers, devices_per_node=1)
         found, problem = cheapest(Predictor(shape, topology, job, machine), job)
         assert problem is None
         parts = {"optimizer": found.job.optimizer_offloaded, "parameters": found.job.parameters_offloaded}
@@ -252,9 +257,9 @@ def test_parameters_leave_before_the_state_or_after_it_whichever_is_quicker():
 
 
 def test_parts_of_parameters_are_those_of_stage_3():
-    with pytest.raises(ValueError, match="gathered before they run at stage 3 alone; this is stage 1"):
+    with pytest.raises(ValueError, match="need ZeRO stage 3, but zero=1"):
         TrainingJob(batch=1, zero=1, parameters_host=0.5)
-    with pytest.raises(ValueError, match=r"parameters_host is 0.7 and parameters_disk 0.7; give parts from 0 to 1"):
+    with pytest.raises(ValueError, match=r"parameters_host=0.7 and parameters_disk=0.7: fractions must be 0 to 1"):
         TrainingJob(batch=1, zero=3, parameters_host=0.7, parameters_disk=0.7)
 
 
@@ -262,7 +267,7 @@ def test_a_trillion_parameters_on_256_devices_take_both():
     """Norms and activations again cost less than layers, and a part of the state less than either."""
     shape = Shape(layers=128, width=25600, heads=160, context=2048)
     assert shape.parameters == pytest.approx(1e12, rel=0.01)
-    machine = Machine(memory=80e9, host_memory=1e12, disk=16e12)
+    machine = Machine(memory=80e9, tiers=OffloadTiers(host_memory=1e12, disk=16e12))
     found = search_configurations(shape, 256, TrainingJob(batch=2048, precision="bf16"), machine, top=1).best[0]
     assert (found.job.recompute, found.job.disk, found.binds(machine)) == ("cheap", 0, "device")
     assert 0 < found.job.host < 1

@@ -56,9 +56,9 @@ def test_a_microbatch_that_a_mode_cannot_cut_is_named():
 
 
 def test_sizes_that_make_no_model_are_refused():
-    with pytest.raises(ValueError, match="layers is 0"):
+    with pytest.raises(ValueError, match="layers=0: it must be 1 or more"):
         Shape(**{**SIZES, "layers": 0})
-    with pytest.raises(ValueError, match="width 50, heads 4"):
+    with pytest.raises(ValueError, match="width=50, heads=4"):
         Shape(**{**SIZES, "width": 50})
     with pytest.raises(ValueError, match="no formulas for tensor mode 'ladder'"):
         split_of_mode("ladder", 4, {})

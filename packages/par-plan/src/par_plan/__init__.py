@@ -7,18 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .budget.first_step import MeasuredStep, plan_measured
+    from .budget.first_step import MeasuredPlan, MeasuredStep, plan_measured
     from .budget.plan import Budget, BudgetPlan, read_budget
     from .budget.tiers import TooSmallError
-    from .costs.pipeline import pipeline_cost
-    from .inputs import NUMBER_WIDTHS, PEAKS, RECOMPUTES, Machine, TrainingJob
+    from .costs.pipeline import PipelineCost, PipelineRank, pipeline_cost
+    from .inputs import NUMBER_WIDTHS, PEAKS, RECOMPUTES, Machine, NumberWidths, OffloadTiers, TrainingJob
     from .live import ModelSizes, StepPlan, model_sizes, plan_budget, plan_models, plan_unsharded_model
     from .models.pretrained import PretrainedShape
     from .models.protocol import PlannedModel
     from .prediction import Prediction, model_flops, predict
     from .report import PlanReport
-    from .search import search_configurations
-    from .shape import Shape
+    from .search import SearchResult, search_configurations
+    from .shape import ExpertLayers, Shape
 
 __version__ = "0.1.0"
 
@@ -28,13 +28,20 @@ __all__ = [
     "RECOMPUTES",
     "Budget",
     "BudgetPlan",
+    "ExpertLayers",
     "Machine",
+    "MeasuredPlan",
     "MeasuredStep",
     "ModelSizes",
+    "NumberWidths",
+    "OffloadTiers",
+    "PipelineCost",
+    "PipelineRank",
     "PlanReport",
     "PlannedModel",
     "Prediction",
     "PretrainedShape",
+    "SearchResult",
     "Shape",
     "StepPlan",
     "TooSmallError",
@@ -53,16 +60,16 @@ __all__ = [
 
 _LATE = {
     "budget.plan": ("Budget", "BudgetPlan", "read_budget"),
-    "budget.first_step": ("MeasuredStep", "plan_measured"),
+    "budget.first_step": ("MeasuredPlan", "MeasuredStep", "plan_measured"),
     "budget.tiers": ("TooSmallError",),
-    "inputs": ("NUMBER_WIDTHS", "PEAKS", "RECOMPUTES", "TrainingJob", "Machine"),
+    "inputs": ("NUMBER_WIDTHS", "PEAKS", "RECOMPUTES", "TrainingJob", "Machine", "NumberWidths", "OffloadTiers"),
     "models.protocol": ("PlannedModel",),
-    "costs.pipeline": ("pipeline_cost",),
+    "costs.pipeline": ("PipelineCost", "PipelineRank", "pipeline_cost"),
     "prediction": ("Prediction", "model_flops", "predict"),
     "models.pretrained": ("PretrainedShape",),
     "report": ("PlanReport",),
-    "search": ("search_configurations",),
-    "shape": ("Shape",),
+    "search": ("SearchResult", "search_configurations"),
+    "shape": ("ExpertLayers", "Shape"),
     "live": ("ModelSizes", "StepPlan", "plan_models", "plan_unsharded_model", "model_sizes", "plan_budget"),
 }
 

@@ -1,4 +1,4 @@
-"""What a prediction starts from, beside the model's shape and the topology: the training job and the machine."""
+"""Inputs of a prediction besides the model and the topology: the training job and the machine."""
 
 import math
 from collections.abc import Mapping
@@ -7,38 +7,38 @@ from dataclasses import dataclass
 from .experts.mixture import Load, check_load
 
 RECOMPUTES = ("", "cheap", "layers")
-"""What layers may compute again, in the order of the memory that it takes."""
+"""Kinds of recomputation, the kind that needs most memory first."""
 
 HOST_MARGIN = 0.15
-"""Part of a host's memory that is left alone: for the system, its caches, and what reads the data."""
+"""Fraction of host memory that is reserved for the system, its caches and the data loaders."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A training job as the planner sees it: how much is trained at a time, and in which way.
+    """Batch, sharding and precision of a training job.
 
-    It starts nothing, and has nothing to do with the job id of torchrun or SLURM.
+    The class starts nothing. It is unrelated to the job id of torchrun or SLURM.
 
     Args:
-        batch: Number of windows in a step, over all ranks together.
-        zero: ZeRO stage, 0 to 3: what data ranks share.
+        batch: Number of sequences in a step, over all ranks.
+        zero: ZeRO stage, 0 to 3; FSDP2 corresponds to stage 3.
         precision: Name of a precision of par-precision, such as "bf16".
-        schedule: Name of the pipeline's schedule; without a pipeline it plays no role.
-        microbatches: Number of pieces that each replica's part of the batch is cut into.
-        documents: Lengths of the documents that are packed into each row, in their order, of which no token sees
-            another document; None: a row is one document.
-        recompute: What layers compute again in backward: "" nothing, "cheap" what needs no product, "layers" all but
-            their inputs.
-        host: Part of the optimizer's state, and of its own copies of parameters, that lies on the host.
-        disk: Part of them that lies on a disk.
-        parameters_host: Part of the parameters that lies on the host until they are gathered, at stage 3.
-        parameters_disk: Part of them that lies on a disk, at stage 3.
-        imbalance: Rows of the rank whose experts are busiest, by the mean of all that they are dealt out over; or as
-            counted, the number of rows of each expert, of which it follows for any number of ranks.
+        schedule: Name of the pipeline schedule; ignored without a pipeline.
+        microbatches: Number of microbatches of each replica.
+        documents: Lengths of the documents that are packed into each row, in tokens; tokens attend only to their own
+            document. None means that a row is one document.
+        recompute: Activation checkpointing: "" none, "cheap" for norms and activation functions, "layers" for full
+            layers.
+        host: Fraction of the optimizer's state, with its master weights, that is offloaded to the host.
+        disk: Fraction of this state that is offloaded to the disk.
+        parameters_host: Fraction of the parameters that is offloaded to the host between gathers, at stage 3.
+        parameters_disk: Fraction of the parameters that is offloaded to the disk, at stage 3.
+        imbalance: Tokens of the busiest rank of experts, relative to the mean; or the token count of each expert, from
+            which the imbalance follows for any number of ranks.
 
     Raises:
-        ValueError: There is no such stage, precision or recomputation, the parts are more than all, or no rank can be
-            as busy.
+        ValueError: The stage, precision or recomputation does not exist, the fractions exceed 1, or the imbalance is
+            impossible.
     """
 
     batch: int
@@ -66,27 +66,28 @@ class TrainingJob:
             host, disk = (getattr(self, f"{before}{tier}") for tier in ("host", "disk"))
             if host < 0 or disk < 0 or host + disk > 1 + 1e-9:
                 raise ValueError(
-                    f"{before}host is {host} and {before}disk {disk}; give parts from 0 to 1, together 1 at most"
+                    f"{before}host={host} and {before}disk={disk}: fractions must be 0 to 1, with a sum of 1 at most; "
+                    "reduce one of them"
                 )
         if self.parameters_offloaded and self.zero < 3:
             raise ValueError(
-                f"parameters_host is {self.parameters_host} and parameters_disk {self.parameters_disk}, but units are "
-                f"gathered before they run at stage 3 alone; this is stage {self.zero}"
+                f"parameters_host={self.parameters_host} and parameters_disk={self.parameters_disk} need ZeRO stage 3, "
+                f"but zero={self.zero}; pass zero=3, or offload only the optimizer's state"
             )
 
     @property
     def optimizer_offloaded(self) -> float:
-        """Part of the optimizer's state that lies elsewhere than on the device."""
+        """Fraction of the optimizer's state that is offloaded."""
         return self.host + self.disk
 
     @property
     def parameters_offloaded(self) -> float:
-        """Part of the parameters that does."""
+        """Fraction of the parameters that is offloaded."""
         return self.parameters_host + self.parameters_disk
 
     @property
     def parts(self) -> dict[str, dict[str, float]]:
-        """Which part of what lies in which tier away from the device."""
+        """Offloaded fractions by kind of state and by tier."""
         return {
             "optimizer": {"host": self.host, "disk": self.disk},
             "parameters": {"host": self.parameters_host, "disk": self.parameters_disk},
@@ -94,35 +95,67 @@ class TrainingJob:
 
     @property
     def numbers(self) -> "NumberWidths":
-        """The widths of numbers in this job's precision."""
+        """Bytes per element in this job's precision."""
         return NUMBER_WIDTHS[self.precision]
+
+
+def _check_positive(name: str, value: float, *, may_be_0: bool = False) -> None:
+    if not (value >= 0 if may_be_0 else value > 0):
+        raise ValueError(f"{name}={value}: it must be {'0 or more' if may_be_0 else 'positive'}; pass such a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadTiers:
+    """Capacity and speed of a node's host memory and disk. By default nothing is offloaded.
+
+    Args:
+        host_memory: Bytes of host memory, which the devices of the node share; 0 means that nothing is offloaded there.
+        link: Bytes per second between a device and its host, in each direction.
+        host_step: Bytes per second that the node's processors read and write in an optimizer step.
+        disk: Bytes of disk that the devices of the node may use; 0 means that nothing is offloaded there.
+        disk_read: Bytes per second that a node reads from its disk.
+        disk_write: Bytes per second that a node writes to its disk.
+
+    Raises:
+        ValueError: A capacity is negative, or a speed is not positive.
+    """
+
+    host_memory: float = 0.0
+    link: float = 50e9
+    host_step: float = 100e9
+    disk: float = 0.0
+    disk_read: float = 6e9
+    disk_write: float = 3e9
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _check_positive(name, value, may_be_0=name in ("host_memory", "disk"))
+
+    def __bool__(self) -> bool:
+        return bool(self.host_memory or self.disk)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a device and its connections can do, in the alpha-beta model of communication.
+    """Speed and memory of the devices and of their connections, in the alpha-beta model of communication.
 
-    A group of ranks moves bytes at `bandwidth` if it lies within a node, else at `network`, where each device has a
-    connection of its own. An operation also takes `latency`, times the logarithm to base 2 of the group's size.
+    A group of ranks moves bytes at `bandwidth` if all its ranks are in one node, and at `network` otherwise. Each
+    device has its own network connection. An operation also takes `latency`, times the logarithm to base 2 of the
+    group's size.
 
     Args:
         memory: Bytes of memory of a device.
-        flops: Peak floating-point operations a second of a device.
-        efficiency: Part of the peak that a model's matrix products reach.
-        bandwidth: Bytes a second into one device from the others of its node.
-        network: Bytes a second into one device from other nodes.
-        latency: Seconds that an operation takes before its first byte.
-        devices_per_node: Number of devices in a node; ranks that follow one another share a node.
-        host_memory: Bytes of memory of a node's host, which its devices share; 0: nothing lies there.
-        disk: Bytes that a node's devices may take of its disk; 0: nothing lies there.
-        link: Bytes a second between a device and its host, each way.
-        host_step: Bytes a second that a node's processors read and write in an optimizer's step.
-        disk_read: Bytes a second that a node reads from its disk.
-        disk_write: Bytes a second that a node writes to its disk.
-        gloo: Whether reduce-scatters receive as many bytes as they send, as gloo's do on CPUs.
+        flops: Peak floating-point operations per second of a device.
+        efficiency: Fraction of the peak that the model's matmuls reach.
+        bandwidth: Bytes per second into one device from the other devices of its node.
+        network: Bytes per second into one device from other nodes.
+        latency: Seconds of an operation before its first byte.
+        devices_per_node: Number of devices in a node; consecutive ranks share a node.
+        gloo: Whether reduce-scatters receive as many bytes as they send, as gloo's reduce-scatters on CPUs do.
+        tiers: Memory of a node for offloaded state.
 
     Raises:
-        ValueError: A number is not above 0; or, of host_memory and disk, is below it.
+        ValueError: A number is not positive.
     """
 
     memory: float = math.inf
@@ -133,21 +166,15 @@ class Machine:
     latency: float = 10e-6
     devices_per_node: int = 8
     gloo: bool = False
-    host_memory: float = 0.0
-    disk: float = 0.0
-    link: float = 50e9
-    host_step: float = 100e9
-    disk_read: float = 6e9
-    disk_write: float = 3e9
+    tiers: OffloadTiers = OffloadTiers()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            may_be_0 = name in ("host_memory", "disk")
-            if name != "gloo" and not (value >= 0 if may_be_0 else value > 0):
-                raise ValueError(f"{name} is {value}; it must be {'0 or above' if may_be_0 else 'above 0'}")
+            if name not in ("gloo", "tiers"):
+                _check_positive(name, value)
 
     def ranks_per_host(self, world: int) -> int:
-        """Number of devices that share a node's host and disk.
+        """Return the number of devices that share a node's host and disk.
 
         Args:
             world: Number of ranks.
@@ -155,32 +182,32 @@ class Machine:
         return min(self.devices_per_node, world)
 
     def offload_capacity(self, world: int) -> dict[str, float]:
-        """Bytes that a rank may take of its host, of which a margin is left free, and of its disk.
+        """Return the bytes that a rank may offload to its host, without the reserved part, and to its disk.
 
         Args:
             world: Number of ranks.
         """
         sharers = self.ranks_per_host(world)
-        return {"host": (1 - HOST_MARGIN) * self.host_memory / sharers, "disk": self.disk / sharers}
+        return {"host": (1 - HOST_MARGIN) * self.tiers.host_memory / sharers, "disk": self.tiers.disk / sharers}
 
 
 PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}
-"""Peak floating-point operations a second of an H100 by precision; in those that are not listed it is 989e12."""
+"""Peak floating-point operations per second of an H100 by precision; other precisions reach 989e12."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWidths:
-    """Bytes of one number in a precision, by what the number is.
+    """Bytes per element in a precision, by kind of tensor.
 
     Args:
         weight: A parameter as the model uses it.
         gradient: The gradient of a parameter.
-        master: A parameter as the optimizer updates it; each of Adam's two moments is as wide.
-        copied: Whether the optimizer updates copies of the parameters, not the parameters themselves.
-        residual: The stream that blocks add to.
-        product: A factor of a matrix product, and what is communicated for the product.
-        saved: The input of a linear layer as it is kept for backward.
-        cast: The copy of a weight that autocast keeps for backward; 0: there is none.
+        master: A parameter as the optimizer updates it; each of Adam's two moments has the same width.
+        copied: Whether the optimizer updates master copies instead of the parameters.
+        residual: The residual stream.
+        product: An operand of a matmul, also during communication.
+        saved: The input of a linear layer that autograd saves for backward.
+        cast: The copy of a weight that autocast saves for backward; 0 if there is no copy.
     """
 
     weight: int = 4
@@ -206,4 +233,4 @@ NUMBER_WIDTHS: Mapping[str, NumberWidths] = {
     "bf16-sr": NumberWidths(weight=2, gradient=2, master=2, residual=2, product=2, saved=2),
     "fp8": NumberWidths(weight=2, gradient=2, copied=True, residual=2, product=2, saved=1),
 }
-"""The widths of numbers by the name of a precision."""
+"""Bytes per element by the name of a precision."""

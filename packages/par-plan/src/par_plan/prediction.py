@@ -127,7 +127,7 @@ class Prediction:
     def binds(self, machine: Machine) -> str:
         """The tier for whose sake the step takes longer than it would: "device", "host", or "" for none of them."""
         job = self.job
-        if (job.disk or job.parameters_disk) and machine.host_memory:
+        if (job.disk or job.parameters_disk) and machine.tiers.host_memory:
             return "host"
         return "device" if job.recompute or job.optimizer_offloaded or job.parameters_offloaded else ""
 

@@ -140,7 +140,10 @@ class PlanReport:
             "model": planned(self.shape).as_dict(),
             "world": self.world,
             "batch": self.job.batch,
-            "machine": {name: value for name, value in vars(self.machine).items() if name != "gloo"},
+            "machine": {
+                **{name: value for name, value in vars(self.machine).items() if name not in ("gloo", "tiers")},
+                **vars(self.machine.tiers),
+            },
             "margin": MARGIN,
             "configured": None if self.configured is None else as_dict(self.configured),
             "best": [as_dict(prediction) for prediction in self.ranking.best],
@@ -187,12 +190,12 @@ class PlanReport:
             ]
         needs = f"{describe(nearest)} needs the least: {_memory_in_words(nearest)}."
         short = self.ranking.short
-        if short is not None and (self.machine.host_memory or self.machine.disk):
+        if short is not None and (self.machine.tiers):
             needs += f" In that configuration, {short}."
             if short.tier != "device":
                 return [needs, f"The {short.tier} is the limit: add capacity there, or add devices."]
         if nearest.memory.state > nearest.memory.total / 2:
-            more = "" if self.machine.host_memory or self.machine.disk else ", pass --host-memory to offload"
+            more = "" if self.machine.tiers else ", pass --host-memory to offload"
             remedy = f"add devices{more}, or reduce {keys['layers']}"
             return [needs, f"Most of it is parameters and optimizer state: {remedy}."]
         return [needs, f"Most of it is activations: reduce {keys['context']}, or add devices that shard them."]

@@ -105,7 +105,7 @@ class _Search:
 
     def __init__(self, model: PlannedModel, machine: Machine, top: int) -> None:
         self._model, self._machine, self._top = model, machine, top
-        self._elsewhere = bool(machine.host_memory or machine.disk)
+        self._elsewhere = bool(machine.tiers)
         self.best: dict[str, Prediction] = {}
         self.nearest: Prediction | None = None
         self.short: TooSmallError | None = None
@@ -194,7 +194,7 @@ def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> t
         activations: Whether activations count.
     """
     machine, topology = frame.machine, frame.topology
-    again, elsewhere = frame.model.recomputes[-1], bool(machine.host_memory or machine.disk)
+    again, elsewhere = frame.model.recomputes[-1], bool(machine.tiers)
     zero = _last_stage(topology, job, elsewhere=elsewhere)
     first = frame.predict(replace(job, zero=zero, recompute=again))
     fullest = max(first.ranks, key=lambda one: one.memory.total)

@@ -231,13 +231,13 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
     sharers, numbers = machine.ranks_per_host(world), job.numbers
     stepped = away.parameters_disk * (0 if numbers.copied else 1)  # else they are written alone
     written = away.disk + away.parameters_disk
-    disk = sharers * ((away.disk + stepped) / machine.disk_read + written / machine.disk_write)
-    fetch = sharers * away.parameters_disk / machine.disk_read
+    disk = sharers * ((away.disk + stepped) / machine.tiers.disk_read + written / machine.tiers.disk_write)
+    fetch = sharers * away.parameters_disk / machine.tiers.disk_read
     host = link = fetch_link = 0.0
     if not machine.gloo:
-        host = away.elements * sharers * 7 * numbers.master / machine.host_step
-        link = away.elements * max(numbers.gradient, numbers.weight) / machine.link
-        fetch_link = away.parameters * numbers.weight / machine.link
+        host = away.elements * sharers * 7 * numbers.master / machine.tiers.host_step
+        link = away.elements * max(numbers.gradient, numbers.weight) / machine.tiers.link
+        fetch_link = away.parameters * numbers.weight / machine.tiers.link
     in_backward = max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
     if job.zero == 3 and not machine.gloo:
         return max(0.0, max(disk + fetch, host, link + fetch_link) - compute / 3) + in_backward

@@ -1,6 +1,7 @@
 """The sizes of a transformer, and what pipeline stages and tensor modes leave of them on one rank. No torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,29 +16,53 @@ MODES = ("1d", "2d", "2.5d", "3d")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of a GPT: learned positions, pre-norm blocks with biases, a classifier over the vocabulary without one.
+class ExpertLayers:
+    """Mixtures of experts that replace the MLP in the blocks of a GPT.
 
-    With experts, a mixture of them takes the place of the MLP in all blocks but the first ones.
+    Args:
+        number: Number of experts in a block.
+        top_k: Number of experts that each token is routed to.
+        hidden: Number of features inside an expert; None means the width of the MLP.
+        shared: Number of shared experts, which process every token.
+        dense_layers: Number of first blocks that keep their MLP.
+        gated: Whether an expert has a gate, and so three matrices instead of two.
+
+    Raises:
+        ValueError: A size is too small, or `top_k` exceeds the number of experts.
+    """
+
+    number: int
+    top_k: int = 2
+    hidden: int | None = None
+    shared: int = 0
+    dense_layers: int = 0
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(vars(self), may_be_0=("shared", "dense_layers"))
+        if self.top_k > self.number:
+            raise ValueError(
+                f"top_k={self.top_k}: it must not exceed the {self.number} experts; pass 1 to {self.number}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a GPT with learned positions, pre-norm blocks with biases, and a classifier without a bias.
 
     Args:
         layers: Number of transformer blocks.
         width: Number of features of the residual stream.
-        heads: Number of attention heads; they divide the width.
-        context: Number of tokens in a window.
-        vocabulary: Number of different tokens; 256 where tokens are bytes.
-        hidden: Number of features inside the MLP; None: four times `width`.
-        kv_heads: Number of heads of keys and of values; None: as many as `heads`.
-        tied: Whether the table of the embedding is the classifier's weight, too.
-        experts: Number of experts in a mixture; 0: there are none, and what follows says nothing.
-        top_k: Number of experts that a token goes to.
-        expert_hidden: Number of features inside an expert; None: as many as inside the MLP.
-        shared: Number of experts that every token goes to as well.
-        dense_layers: Number of the first blocks, which keep their MLP.
-        gated: Whether an expert has a gate, and so three matrices.
+        heads: Number of attention heads; it divides the width.
+        context: Number of tokens in a sequence.
+        vocabulary: Number of different tokens; the default 256 is for bytes.
+        hidden: Number of features inside the MLP; None means four times `width`.
+        kv_heads: Number of key and value heads; None means as many as `heads`.
+        tied: Whether the embedding's table is also the classifier's weight.
+        experts: Mixtures of experts in the place of the MLP; None means none.
 
     Raises:
-        ValueError: A size is below 1, the heads do not divide the width, or a token has more experts than there are.
+        ValueError: A size is below 1, or the heads do not divide the width.
     """
 
     layers: int
@@ -48,23 +73,14 @@ class Shape:
     hidden: int | None = None
     kv_heads: int | None = None
     tied: bool = False
-    experts: int = 0
-    top_k: int = 2
-    expert_hidden: int | None = None
-    shared: int = 0
-    dense_layers: int = 0
-    gated: bool = True
+    experts: ExpertLayers | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name in ("experts", "shared", "dense_layers") else 1
-            if value is not None and value < least and not isinstance(value, bool):
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-        if self.experts and self.top_k > self.experts:
-            raise ValueError(f"top_k is {self.top_k}, but there are {self.experts} experts; choose 1 to {self.experts}")
+        _check_sizes({name: value for name, value in vars(self).items() if name != "experts"})
         if self.width % self.heads or self.heads % self.keys:
             raise ValueError(
-                f"width {self.width}, heads {self.heads} and kv_heads {self.keys}: each must be a multiple of the next"
+                f"width={self.width}, heads={self.heads} and kv_heads={self.keys}: each must be a multiple of the "
+                "next; change one of them"
             )
 
     @property
@@ -85,20 +101,20 @@ class Shape:
     @cached_property
     def mixture(self) -> Mixture | None:
         """The layer of experts that takes the place of the MLP, if there is one."""
-        if not self.experts:
+        if self.experts is None:
             return None
         return Mixture(
             hidden=self.width,
-            intermediate=self.expert_hidden or self.mlp,
-            experts=self.experts,
-            top_k=self.top_k,
-            shared=self.shared,
-            gated=self.gated,
+            intermediate=self.experts.hidden or self.mlp,
+            experts=self.experts.number,
+            top_k=self.experts.top_k,
+            shared=self.experts.shared,
+            gated=self.experts.gated,
         )
 
     def mixtures(self, start: int, stop: int) -> int:
         """Number of blocks with experts among those from one number up to another."""
-        return max(0, stop - max(start, self.dense_layers)) if self.experts else 0
+        return 0 if self.experts is None else max(0, stop - max(start, self.experts.dense_layers))
 
     @property
     def attention_matrices(self) -> int:
@@ -128,6 +144,13 @@ class Shape:
             blocks += part.mixtures * (self.attention_matrices + self.mixture.active)
         matrices = 2 * blocks + part.last * 2 * self.width * self.vocabulary
         return 3.0 * matrices, 3.0 * part.blocks * 2 * self.context * self.width
+
+
+def _check_sizes(sizes: Mapping[str, int | None], may_be_0: tuple[str, ...] = ()) -> None:
+    for name, value in sizes.items():
+        least = 0 if name in may_be_0 else 1
+        if value is not None and value < least and not isinstance(value, bool):
+            raise ValueError(f"{name}={value}: it must be {least} or more; pass such a size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +291,7 @@ def why_not_sharded(shape: Shape, split: TensorSplit, rows: int = 0) -> str | No
     if shape.mixture is not None:
         if split.mode not in (None, "1d"):
             return f"experts need tensor mode '1d' or none, the config has {split.mode!r}"
-        rules.append(("features of shared experts", shape.shared * shape.mixture.intermediate, split.ranks))
+        rules.append(("features of shared experts", shape.mixture.shared * shape.mixture.intermediate, split.ranks))
         rules.append(("features of an expert", shape.mixture.intermediate, split.experts.tensor))
     for what, length, parts in rules:
         if length % parts:

@@ -19,7 +19,7 @@ from par_layers import ExpertSplit, MoEShape, PartialGradientReducer, initialize
 from par_plan.experts.costs import BESIDE
 from par_plan.inputs import Machine, TrainingJob
 from par_plan.prediction import predict
-from par_plan.shape import Shape
+from par_plan.shape import ExpertLayers, Shape
 from par_testing import count_collectives, live_bytes, live_storages
 from par_train import Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
@@ -29,8 +29,8 @@ from par_zero import Share, no_sync, shard
 from .measured_runs import SavedPeak
 
 SIZES = {"layers": 3, "width": 64, "heads": 4, "context": 16}
-MIXTURE = {"experts": 8, "top_k": 2, "expert_hidden": 32, "shared": 1, "dense_layers": 1}
-SHAPE, BATCH = Shape(**SIZES, **MIXTURE), 8
+EXPERTS = ExpertLayers(number=8, top_k=2, hidden=32, shared=1, dense_layers=1)
+SHAPE, BATCH = Shape(**SIZES, experts=EXPERTS), 8
 SLACK = 4096  # bytes: counters of steps
 
 
@@ -41,11 +41,11 @@ UNEVENLY = (0, 1, 0, 2, 0, 3, 0, 5)  # half of all rows go to the first expert
 def with_experts(layers, choices=EVENLY):
     """The main job's GPT with experts in the place of the MLP of all blocks but the first, chosen in this turn."""
     model = fill_(make_gpt(ModelOptions(**SIZES), layers), 0)
-    for number in range(SHAPE.dense_layers, SHAPE.layers):
+    for number in range(EXPERTS.dense_layers, SHAPE.layers):
         block = model.blocks[number]
         del block.expand, block.contract
         block.moe = layers.MoE(
-            SHAPE.width, SHAPE.expert_hidden, SHAPE.experts, SHAPE.top_k, num_shared_experts=SHAPE.shared
+            SHAPE.width, EXPERTS.hidden, EXPERTS.number, EXPERTS.top_k, num_shared_experts=EXPERTS.shared
         )
         initialize(block.moe, 0)
         if choices:
@@ -83,7 +83,7 @@ def exchanged_bytes(events):
 
 def stays(rows, ranks, element=4):
     """Bytes that a rank sends itself in forward and backward of one layer, of so many rows and its share of counts."""
-    return SHAPE.experts * 8 // ranks + rows * (4 * SHAPE.width * element + 2 * BESIDE)
+    return EXPERTS.number * 8 // ranks + rows * (4 * SHAPE.width * element + 2 * BESIDE)
 
 
 def mean(*numbers):
@@ -95,7 +95,7 @@ def mean(*numbers):
 
 def assert_as_predicted(parallel, zero, choices=EVENLY):
     topology, case = Topology.from_config(parallel, dist.get_world_size()), (parallel, zero, choices)
-    counts = tuple(float(choices.count(expert)) for expert in range(SHAPE.experts))
+    counts = tuple(float(choices.count(expert)) for expert in range(EXPERTS.number))
     job = TrainingJob(batch=BATCH, zero=zero, microbatches=2, imbalance=counts)
     made = predict(SHAPE, topology, job, Machine(gloo=True)).ranks[0]
     with ProcessGroups(topology, declare=[("data", "sequence", "expert")]) as groups:
@@ -130,15 +130,15 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
         assert 2 * len(routed_traffic) == sum(move.operations for move in said["expert_parallel"]), case
         assert 2 * len(others) == sum(move.operations for move in activations), case
         ranks, rank = groups.size("expert_parallel"), groups.rank("expert_parallel")
-        own = SHAPE.experts // ranks
+        own = EXPERTS.number // ranks
         share = sum(counts[rank * own : (rank + 1) * own]) / sum(counts)
         is_busiest = share * ranks == max(
-            sum(counts[start : start + own]) * ranks / sum(counts) for start in range(0, SHAPE.experts, own)
+            sum(counts[start : start + own]) * ranks / sum(counts) for start in range(0, EXPERTS.number, own)
         )
         if said["expert_parallel"]:
             tokens = rows.numel() // (groups.size("tensor") if topology.size("expert_tensor") == 1 else 1)
-            layers = SHAPE.layers - SHAPE.dense_layers
-            found = 2 * (exchanged_bytes(routed_traffic) - layers * stays(tokens * SHAPE.top_k * share, ranks))
+            layers = SHAPE.layers - EXPERTS.dense_layers
+            found = 2 * (exchanged_bytes(routed_traffic) - layers * stays(tokens * EXPERTS.top_k * share, ranks))
             expected = sum(move.bytes for move in said["expert_parallel"])
             assert found == pytest.approx(expected, rel=1e-12) or not is_busiest, case
         if zero < 3 and is_busiest:  # of stage 3 autograd is seen to keep the gathered parameters, too
@@ -159,7 +159,7 @@ def assert_rows_as_routed(parallel):
         groups, counts = strategy.groups, []
         model = with_experts(strategy.layers, choices=())
         model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
-        for number in range(SHAPE.dense_layers, SHAPE.layers):
+        for number in range(EXPERTS.dense_layers, SHAPE.layers):
             model.blocks[number].moe.gate.register_forward_hook(
                 lambda gate, args, routing: counts.append(torch.bincount(routing.ids.flatten(), minlength=8))
             )
@@ -174,11 +174,11 @@ def assert_rows_as_routed(parallel):
         dist.all_gather(routing, torch.stack(counts), group=groups["expert_parallel"])
         split = ExpertSplit(parallel=ranks, joined=groups.size("tensor"))
         shape = MoEShape(
-            tokens=int(counts[0].sum()) // SHAPE.top_k,
+            tokens=int(counts[0].sum()) // EXPERTS.top_k,
             hidden_size=SHAPE.width,
-            intermediate_size=SHAPE.expert_hidden,
-            num_experts=SHAPE.experts,
-            top_k=SHAPE.top_k,
+            intermediate_size=EXPERTS.hidden,
+            num_experts=EXPERTS.number,
+            top_k=EXPERTS.top_k,
             element_size=4,
         )
         routings = [[of_rank[layer].tolist() for of_rank in routing] for layer in range(len(counts))]

@@ -81,8 +81,8 @@ class GPTPlan:
         return (
             f"{shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
             f"context {shape.context}, vocabulary {shape.vocabulary}"
-            + (f", {shape.experts} experts, {shape.top_k} of them for a token" if shape.experts else "")
-            + (f" and {shape.shared} for all" if shape.experts and shape.shared else "")
+            + (f", {shape.experts.number} experts, top {shape.experts.top_k}" if shape.experts else "")
+            + (f", {shape.experts.shared} shared" if shape.experts and shape.experts.shared else "")
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,7 +11,17 @@ import torch
 from tqdm import tqdm
 
 from par_groups import Topology
-from par_plan import PEAKS, RECOMPUTES, Machine, PlannedModel, PlanReport, TrainingJob, predict, search_configurations
+from par_plan import (
+    PEAKS,
+    RECOMPUTES,
+    Machine,
+    OffloadTiers,
+    PlannedModel,
+    PlanReport,
+    TrainingJob,
+    predict,
+    search_configurations,
+)
 
 from .._errors import UserError
 from ..jobs.checks import check_config, check_kind
@@ -47,12 +57,14 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         network=plan_options.network,
         latency=plan_options.latency,
         devices_per_node=plan_options.devices_per_node,
-        host_memory=plan_options.host_memory,
-        disk=plan_options.disk,
-        link=plan_options.link,
-        host_step=plan_options.host_step,
-        disk_read=plan_options.disk_read,
-        disk_write=plan_options.disk_write,
+        tiers=OffloadTiers(
+            host_memory=plan_options.host_memory,
+            disk=plan_options.disk,
+            link=plan_options.link,
+            host_step=plan_options.host_step,
+            disk_read=plan_options.disk_read,
+            disk_write=plan_options.disk_write,
+        ),
     )
     _check_recompute(options)
     shape = pretrained_shape(options) if options.model.folder else options.model.shape

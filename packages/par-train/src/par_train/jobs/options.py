@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from par_data import Packing
-from par_plan import Machine, Shape
+from par_plan import ExpertLayers, Machine, OffloadTiers, Shape
 
 from ..config.kinds import BYTES, SOURCES
 from ..config.settings import FlagsAlone, option
@@ -117,6 +117,11 @@ class ModelOptions:
     @property
     def shape(self) -> Shape:
         """The sizes of the byte-level GPT, as the planner takes them."""
+        experts = None
+        if self.experts:
+            experts = ExpertLayers(
+                number=self.experts, top_k=self.top_k, hidden=self.features, shared=self.shared, gated=False
+            )
         return Shape(
             layers=self.layers,
             width=self.width,
@@ -124,11 +129,7 @@ class ModelOptions:
             context=self.context,
             tied=self.tied,
             vocabulary=256,
-            experts=self.experts,
-            top_k=self.top_k if self.experts else 1,
-            expert_hidden=self.features,
-            shared=self.shared,
-            gated=False,
+            experts=experts,
         )
 
 
@@ -332,15 +333,25 @@ class PlanOptions(FlagsAlone):
     latency: float = option(Machine.latency, "seconds that each operation takes before its first byte", above=0)
     devices_per_node: int = option(Machine.devices_per_node, "ranks that follow one another share a node", low=1)
     host_memory: float = option(
-        Machine.host_memory, "memory of a node's host, for what devices have no room for; 0: none", low=0, kind=BYTES
+        OffloadTiers.host_memory,
+        "memory of a node's host, for what devices have no room for; 0: none",
+        low=0,
+        kind=BYTES,
     )
-    disk: float = option(Machine.disk, "room on a node's disk, for what the host has no room for", low=0, kind=BYTES)
-    link: float = option(Machine.link, "bytes a second between a device and its host", above=0, kind=BYTES)
+    disk: float = option(
+        OffloadTiers.disk, "room on a node's disk, for what the host has no room for", low=0, kind=BYTES
+    )
+    link: float = option(OffloadTiers.link, "bytes a second between a device and its host", above=0, kind=BYTES)
     host_step: float = option(
-        Machine.host_step, "bytes a second that a host reads and writes in an optimizer's step", above=0, kind=BYTES
+        OffloadTiers.host_step,
+        "bytes a second that a host reads and writes in an optimizer's step",
+        above=0,
+        kind=BYTES,
     )
-    disk_read: float = option(Machine.disk_read, "bytes a second that a node reads from its disk", above=0, kind=BYTES)
-    disk_write: float = option(Machine.disk_write, "bytes a second that it writes there", above=0, kind=BYTES)
+    disk_read: float = option(
+        OffloadTiers.disk_read, "bytes a second that a node reads from its disk", above=0, kind=BYTES
+    )
+    disk_write: float = option(OffloadTiers.disk_write, "bytes a second that it writes there", above=0, kind=BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
