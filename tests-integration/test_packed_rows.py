@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from par_data import PackedRows, read_corpus
+from par_data import PackedDataset, read_corpus
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -56,12 +56,12 @@ def test_a_packed_document_is_predicted_as_it_is_alone(kind, family, attention, 
     model, corpus = MODELS[family].double().eval(), corpora[kind]
     model.set_attn_implementation(attention)
     chosen = corpus.lengths.argsort()[:9]
-    rows = PackedRows(corpus, context=2 * int(corpus.lengths[chosen[-1]]), documents=chosen)
+    rows = PackedDataset(corpus, context=2 * int(corpus.lengths[chosen[-1]]), documents=chosen)
     packed = [sums(model, {name: value[None] for name, value in rows[0, row].items()}) for row in range(rows.count(0))]
     assert len(packed) < len(chosen)
     alone = []
     for number in chosen:
-        own = PackedRows(corpus, context=int(corpus.lengths[number]), documents=[number])
+        own = PackedDataset(corpus, context=int(corpus.lengths[number]), documents=[number])
         alone += [sums(model, {name: value[None] for name, value in own[0, 0].items()})]
     assert sum(count for _, count in packed) == sum(count for _, count in alone) > 50
     # Norms and the rotation are computed in float32 whatever the dtype: 1e-7 a token.

@@ -92,7 +92,7 @@ def check(parallel, **options):
     with Strategy(parallel=parallel, pipeline=pipeline, clip_norm=CLIP_NORM, **options) as strategy:
         model = stages(strategy.layers, strategy.groups.rank("pipeline"))
         model, optimizer, batches = strategy.initialize(model, adamw(model), loader())
-        batches.cut = cut_by(strategy.context)
+        batches.transform = cut_by(strategy.context)
 
         def criterion(logits, targets):
             return strategy.layers.cross_entropy(logits, targets, classes=WORDS)

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_data import GlobalDataLoader
+from par_data import ShardedDataLoader
 from par_layers import Context, ExpertConfig, LayerSet, LoadBalancing, initialize, layer_set, normal
 from par_layers.examples import GPT
 from par_pipeline import Batch
@@ -209,7 +209,7 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(tokens, targets), batch_size=BATCH, shuffle=True, drop_last=True)
 
 
-def endless(batches: GlobalDataLoader) -> Iterator[Any]:
+def endless(batches: ShardedDataLoader) -> Iterator[Any]:
     while True:
         yield from batches
 
@@ -252,7 +252,7 @@ def train_alone(
     if precision != "fp32":
         model, optimizer = mixed(model, optimizer, precision, clip_norm=CLIP_NORM, **precision_options(precision))
         scheduler = optimizer.schedule(scheduler)
-    data = GlobalDataLoader(loader(), replica=0, replicas=1, seed=SEED)
+    data = ShardedDataLoader(loader(), rank=0, num_replicas=1, seed=SEED)
     data.device = torch.device(device)
     batches = endless(data)
     curve = Curve([], [])
@@ -307,9 +307,9 @@ class Run:
             whole, optimizer, loader(), warm_up(optimizer)
         )
         if model == "Llama":  # whose batches are dicts, which are cut when they are taken
-            batches.cut = None
+            batches.transform = None
         if model == "Packed":
-            batches.cut = cut_by_documents(strategy.context)
+            batches.transform = cut_by_documents(strategy.context)
         self.batches = map(as_batch, endless(batches)) if model == "Llama" else endless(batches)
 
     def packed(self, options: ModelOptions) -> nn.Module:

@@ -14,5 +14,5 @@ def test_every_public_name_is_listed_once():
 
 
 def test_files_of_a_corpus_are_found_without_torch():
-    code = "import sys; from par_data import Packing, files_of, is_corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys; from par_data import Packing, find_corpus_files, is_corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

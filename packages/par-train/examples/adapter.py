@@ -17,7 +17,7 @@ from peft import LoraConfig
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from par_data import PackedRows, read_corpus
+from par_data import PackedDataset, read_corpus
 from par_train import Run, Strategy
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         parallel={"tensor": {"size": options.tensor, "mode": "1d"}}, clip_norm=1.0, device=options.device
     ) as strategy:
         corpus = read_corpus(options.corpus, options.model, Path(options.folder) / "data")
-        rows = PackedRows(corpus, context=options.context)
+        rows = PackedDataset(corpus, context=options.context)
         dataloader = DataLoader(rows, batch_size=options.batch_size, sampler=rows.sampler, drop_last=True)
         lora = LoraConfig(
             r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"

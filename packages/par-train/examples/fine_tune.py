@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 from par_checkpoint import Format
-from par_data import PackedRows, read_corpus
+from par_data import PackedDataset, read_corpus
 from par_train import Run, Strategy
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         device=options.device,
     ) as strategy:
         corpus = read_corpus(options.corpus, options.model, Path(options.folder) / "data")
-        rows = PackedRows(corpus, context=options.context)
+        rows = PackedDataset(corpus, context=options.context)
         dataloader = DataLoader(rows, batch_size=options.batch_size, sampler=rows.sampler, drop_last=True)
         model = strategy.from_pretrained(options.model, dtype=torch.float32).train()
         optimizer = AdamW(model.parameters(), lr=options.learning_rate)

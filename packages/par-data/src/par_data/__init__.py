@@ -7,60 +7,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .alike import draw_alike, order_of
-    from .corpus import Corpus, open_corpus, read_corpus
-    from .loader import GlobalDataLoader, Position, check_last_batch
-    from .mixture import MixedRows
-    from .packing import IGNORED, Packing, pack
-    from .place import placed
-    from .randomness import Draws, random_states, seed_number
-    from .records import files_of, is_corpus
-    from .rows import PackedRows
-    from .shares import share
-    from .tokenize import load_tokenizer, tokenizer_files
-    from .workers import WorkerSignals
+    from .loading.device import move_to_device
+    from .loading.loader import ShardedDataLoader, check_last_batch
+    from .loading.position import LoaderPosition
+    from .loading.randomness import RandomStream, derive_seed, get_random_states
+    from .loading.sources import split_evenly
+    from .loading.synchronized import hash_order, synchronize_draws
+    from .loading.workers import WorkerSignals
+    from .text.corpus import Corpus, open_corpus, read_corpus
+    from .text.mixture import MixtureDataset
+    from .text.packed import PackedDataset
+    from .text.packing import IGNORE_INDEX, PackedLayout, Packing, pack
+    from .text.records import find_corpus_files, is_corpus
+    from .text.tokenize import find_tokenizer_files, load_tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "IGNORED",
+    "IGNORE_INDEX",
     "Corpus",
-    "Draws",
-    "GlobalDataLoader",
-    "MixedRows",
-    "PackedRows",
+    "LoaderPosition",
+    "MixtureDataset",
+    "PackedDataset",
+    "PackedLayout",
     "Packing",
-    "Position",
+    "RandomStream",
+    "ShardedDataLoader",
     "WorkerSignals",
     "check_last_batch",
-    "draw_alike",
-    "files_of",
+    "derive_seed",
+    "find_corpus_files",
+    "find_tokenizer_files",
+    "get_random_states",
+    "hash_order",
     "is_corpus",
     "load_tokenizer",
+    "move_to_device",
     "open_corpus",
-    "order_of",
     "pack",
-    "placed",
-    "random_states",
     "read_corpus",
-    "seed_number",
-    "share",
-    "tokenizer_files",
+    "split_evenly",
+    "synchronize_draws",
 ]
 
 _LATE = {
-    "alike": ("draw_alike", "order_of"),
-    "corpus": ("Corpus", "open_corpus", "read_corpus"),
-    "loader": ("GlobalDataLoader", "Position", "check_last_batch"),
-    "mixture": ("MixedRows",),
-    "packing": ("IGNORED", "Packing", "pack"),
-    "place": ("placed",),
-    "randomness": ("Draws", "random_states", "seed_number"),
-    "records": ("files_of", "is_corpus"),
-    "rows": ("PackedRows",),
-    "shares": ("share",),
-    "tokenize": ("load_tokenizer", "tokenizer_files"),
-    "workers": ("WorkerSignals",),
+    "loading.device": ("move_to_device",),
+    "loading.loader": ("ShardedDataLoader", "check_last_batch"),
+    "loading.position": ("LoaderPosition",),
+    "loading.randomness": ("RandomStream", "derive_seed", "get_random_states"),
+    "loading.sources": ("split_evenly",),
+    "loading.synchronized": ("hash_order", "synchronize_draws"),
+    "loading.workers": ("WorkerSignals",),
+    "text.corpus": ("Corpus", "open_corpus", "read_corpus"),
+    "text.mixture": ("MixtureDataset",),
+    "text.packed": ("PackedDataset",),
+    "text.packing": ("IGNORE_INDEX", "PackedLayout", "Packing", "pack"),
+    "text.records": ("find_corpus_files", "is_corpus"),
+    "text.tokenize": ("find_tokenizer_files", "load_tokenizer"),
 }
 
 

@@ -1,6 +1,7 @@
-"""Imported in the server process of multiprocessing's start method "forkserver": there, signals of a run do nothing.
+"""Imported by the server process of multiprocessing's start method "forkserver": there, the stop signals do nothing.
 
-Its workers end if it ends. They get the handlers back that it had: who starts them decides on signals.
+If the server died, its workers would end. They get back the handlers that the server had, because the process that
+starts a worker decides on its signals.
 """
 
 import os
@@ -11,7 +12,7 @@ _LEFT_ALONE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the server igno
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Does nothing. A program that the server executes gets the default handler instead, unlike with SIG_IGN."""
+    """Do nothing. Unlike with SIG_IGN, a program that the server executes gets the default handler back."""
 
 
 _before = {number: signal.signal(number, _ignore) for number in _LEFT_ALONE}

@@ -1,4 +1,4 @@
-"""What par-data uses of torch and Python that these do not call public: the first file to open when torch moves."""
+"""What par-data uses of torch and Python that is not public: the first file to open when torch changes."""
 
 from multiprocessing import forkserver
 
@@ -6,17 +6,17 @@ from torch.utils.data._utils import worker
 
 
 def forget_worker() -> None:
-    """Lets `torch.utils.data.get_worker_info()` give None in a worker. `worker._worker_info` exists since torch 1.2.
+    """Make `torch.utils.data.get_worker_info()` return None in a worker. `worker._worker_info` exists since torch 1.2.
 
-    It is needed because datasets of Hugging Face read in another order in a worker than outside, even in the only one.
+    Hugging Face's datasets read in another order inside a worker than outside of it, even if there is only one.
     """
     worker._worker_info = None
 
 
 def preload_forkserver(module: str) -> None:
-    """Lets the server of multiprocessing's "forkserver" import one more module when it starts, if it does not run yet.
+    """Let the server of multiprocessing's "forkserver" import one more module, if the server does not run yet.
 
-    `ForkServer._preload_modules` exists in Python 3.4 to 3.14. `set_forkserver_preload`, which is public, replaces the
+    `ForkServer._preload_modules` exists in Python 3.4 to 3.14. The public `set_forkserver_preload` would replace the
     modules that the program has chosen.
     """
     chosen: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]

@@ -158,11 +158,11 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
         (["--model.config=bare", "--data.path=corpus.jsonl"], ["'bare' holds no tokenizer"]),
         (
             ["--model.path=tiny", "--data.path=nowhere"],
-            ["data.path: the corpus 'nowhere' is no file", "correct the path"],
+            ["data.path: the corpus 'nowhere' does not exist", "correct the path"],
         ),
         (
             ["--model.path=tiny", '--data.sources=[{path="a", weight=1}]'],
-            ["data.sources[0]: the corpus 'a' is no file"],
+            ["data.sources[0]: the corpus 'a' does not exist"],
         ),
         (["--model.path=tiny", "--data.sources=a"], ["data.sources is 'a'", "a list of tables with a path"]),
         (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.template=no"], ["data.template is 'no'"]),

@@ -113,7 +113,7 @@ def test_loader_that_every_rank_reads_is_compared():
     with Strategy(**PIPELINE, broadcast_batches=False) as strategy:
         data = TensorDataset(torch.full((8, 1), float(dist.get_rank())), torch.ones(8, 1))
         model, optimizer, loader = initialized(strategy, DataLoader(data, batch_size=4))
-        with pytest.raises(ValueError, match="data_iter=GlobalDataLoader: ranks"):
+        with pytest.raises(ValueError, match="data_iter=ShardedDataLoader: ranks"):
             strategy.execute_pipeline(loader, model, functional.mse_loss, optimizer)
 
 
@@ -150,7 +150,7 @@ def test_seed_that_the_program_sets_is_what_batches_draw_with():
 
 @pytest.mark.ranks(2)
 def test_last_batch_too_small_for_microbatches_is_refused_before_training():
-    rule = r"batch_size={}: the last batch of an epoch has {} rows, and the microbatches of all replicas need {}"
+    rule = r"batch_size={}: the last batch of an epoch has {} samples, and the microbatches of all ranks need {}"
     small = DataLoader(line(22), batch_size=4)
     with Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 4}) as strategy:
         with pytest.raises(ValueError, match=rule.format(4, 2, 4)):

@@ -135,7 +135,7 @@ def test_a_closed_strategy_lets_go_of_all_and_says_so(name, tmp_path):
     with pytest.raises(RuntimeError, match="the strategy is closed"):
         strategy.checkpoint(tmp_path, step=1)
     assert (len(loader), loader.samples) == (6, 8)
-    with pytest.raises(RuntimeError, match="this data loader is closed, as is the Strategy that made it; give init"):
+    with pytest.raises(RuntimeError, match="this ShardedDataLoader is closed; create another one"):
         next(iter(loader))
     reference = weakref.ref(strategy)
     del strategy

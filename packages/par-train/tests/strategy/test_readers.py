@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from par_data import GlobalDataLoader
+from par_data import ShardedDataLoader
 from par_groups import ProcessGroups, Topology
 from par_train import Strategy
 
@@ -32,7 +32,7 @@ def plain(dataset):
 
 def expected(replica, replicas):
     """The batches of two epochs, as each rank of a replica would read them."""
-    loader = GlobalDataLoader(plain(Read()), replica=replica, replicas=replicas, seed=5)
+    loader = ShardedDataLoader(plain(Read()), rank=replica, num_replicas=replicas, seed=5)
     return [*loader, *loader]
 
 
@@ -41,7 +41,7 @@ def assert_goes_on(parallel, state, begin, steps, broadcasts=True):
     with Strategy(parallel=parallel, seed=5, broadcast_batches=broadcasts) as strategy:
         groups, dataset = strategy.groups, Read()
         loader = strategy.initialize(plain(dataset))
-        loader.cut = None  # sequence ranks would have other parts of the same batches
+        loader.transform = None  # sequence ranks would have other parts of the same batches
         loader.load_state_dict(state)
         mine = expected(groups.rank("data"), groups.size("data"))[begin : begin + steps]
         for batch in mine:

@@ -158,7 +158,7 @@ def test_batches_of_another_kind_are_cut_by_a_function():
             (ids, aims), tokens = context.cut((batch[0], batch[1]), documents=documents)
             return (ids, tokens), aims
 
-        batches.cut = cut
+        batches.transform = cut
         batches.load_state_dict({"samples": 0})
         loss = strategy.execute_pipeline(batches, model, model_loss(strategy), optimizer)
         whole = gpt(layer_set(None))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from par_data import IGNORED
+from par_data import IGNORE_INDEX
 
 from .._torch_private import version_of
 from ..strategy.pretrained.causal import pretrained_of
@@ -51,7 +51,7 @@ class AuxiliaryLosses:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
         if loss is given and version_of(loss) == version:  # nothing was added
             return outputs
-        count = (labels != IGNORED).sum()
+        count = (labels != IGNORE_INDEX).sum()
         weighed = of_tokens + (loss - of_tokens) * (count / items)
         if isinstance(outputs, Mapping):
             outputs["loss"] = weighed  # type: ignore[index]  # transformers' outputs allow assignment

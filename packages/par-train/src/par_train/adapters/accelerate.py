@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_data import Draws, draw_alike
+from par_data import RandomStream, synchronize_draws
 from par_groups import parse_size
 
 from ..strategy.strategy import Strategy
@@ -159,11 +159,11 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             return super().prepare_data_loader(data_loader, *args, **keywords)
         sampler = data_loader.sampler if data_loader.batch_sampler is None else data_loader.batch_sampler
         synchronized = ("generator",) if self.num_processes > 1 else ()  # by Accelerate, in each epoch
-        draws = Draws(states=self.strategy.randomness.loader_states(sampler, leave_out=synchronized))
+        draws = RandomStream(states=self.strategy.randomness.loader_states(sampler, leave_out=synchronized))
         with draws.entered():  # samplers of Accelerate's own take a seed
             prepared = super().prepare_data_loader(data_loader, *args, **keywords)
-        prepared.base_dataloader = draw_alike(
-            prepared.base_dataloader, draws.states, replica=self.process_index, replicas=self.num_processes
+        prepared.base_dataloader = synchronize_draws(
+            prepared.base_dataloader, draws.states, rank=self.process_index, num_replicas=self.num_processes
         )
         return prepared
 

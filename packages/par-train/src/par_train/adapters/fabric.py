@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from par_data import draw_alike
+from par_data import synchronize_draws
 from par_precision import MixedOptimizer
 
 from ..strategy.strategy import Strategy
@@ -107,7 +107,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or shared by the user's own rules
             sampler = None
         states = self.strategy.randomness.loader_states(sampler)
-        return draw_alike(dataloader, states, replica=place["rank"], replicas=place["num_replicas"])
+        return synchronize_draws(dataloader, states, rank=place["rank"], num_replicas=place["num_replicas"])
 
     # What is done once
 

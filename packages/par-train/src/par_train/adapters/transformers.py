@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_data import IGNORED
+from par_data import IGNORE_INDEX
 from par_groups import together
 from par_layers import parallelization_of
 
@@ -153,7 +153,7 @@ class ParTrainerMixin:
         model.train()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         mean = self._run(model, inputs, self.optimizer.optimizer)[0]
-        count = (next_labels(inputs) != IGNORED).sum()
+        count = (next_labels(inputs) != IGNORE_INDEX).sum()
         items = count if num_items_in_batch is None else num_items_in_batch
         replicas = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         return (torch.where(count > 0, mean * count, 0.0) / items * replicas).float()
@@ -170,7 +170,7 @@ class ParTrainerMixin:
         if rows < least:  # the last batch of an epoch: more rows, of which nothing counts
             again = torch.arange(least) % rows
             labels = next_labels(inputs)[again]
-            labels[rows:] = IGNORED
+            labels[rows:] = IGNORE_INDEX
             inputs = {
                 **{name: each[again] for name, each in inputs.items() if name != "labels"},
                 "shift_labels": labels,

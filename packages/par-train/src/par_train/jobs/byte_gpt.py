@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from par_checkpoint import load
-from par_data import IGNORED
+from par_data import IGNORE_INDEX
 from par_layers import ExpertConfig, LayerSet, LoadBalancing, RouterConfig, Tokens, initialize, layer_set
 from par_layers.examples import GPT
 from par_pipeline import Batch, Schedule, partition
@@ -58,7 +58,7 @@ class ByteGPT(Recipe):
     def prepare(self, batch: BatchDict) -> tuple[Batch, Criterion]:
         """Take this rank's bytes of each row. No communication: all ranks have the same rows."""
         labels = batch["labels"]
-        counts = (labels[:, 1:] != IGNORED).sum(1)  # of complete rows, as the loss is over all ranks of a sequence
+        counts = (labels[:, 1:] != IGNORE_INDEX).sum(1)  # of complete rows, as the loss is over all ranks of a sequence
         has_documents = self.options.data.packing != "auto"
         rows = dict(batch) if has_documents else {name: batch[name] for name in ("input_ids", "labels")}
         part, tokens = self._context.cut(rows, pad=True, compare=False)

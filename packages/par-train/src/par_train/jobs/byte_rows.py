@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from par_data import Corpus, PackedRows
+from par_data import Corpus, PackedDataset
 
 from .._errors import UserError, as_user_error
 from ..run.output import end_of
@@ -37,8 +37,8 @@ def text_rows(options: Options, text: Text) -> JobData:
     )
     with as_user_error(f"data.folder {str(text.folder)!r}: "):
         packing = data.packing if data.packing != "auto" else "stream"
-        rows = PackedRows(train, context=context, packing=packing, seed=options.seed)
-        others = PackedRows(held_out, context=context, packing="whole" if has_documents else "stream")
+        rows = PackedDataset(train, context=context, packing=packing, seed=options.seed)
+        others = PackedDataset(held_out, context=context, packing="whole" if has_documents else "stream")
     if rows.count(0) < batch:
         raise UserError(
             f"data.folder {str(text.folder)!r} fills {rows.count(0)} rows of {context} bytes, less than a batch of "

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from par_data import MixedRows, PackedRows
+from par_data import MixtureDataset, PackedDataset
 
-Rows = PackedRows | MixedRows
+Rows = PackedDataset | MixtureDataset
 
 
 @dataclass(frozen=True, kw_only=True)

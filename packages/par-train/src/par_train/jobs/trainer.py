@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, default_collate
 
 from par_checkpoint import Checkpoints, Format, Save
-from par_data import IGNORED, share
+from par_data import IGNORE_INDEX, share
 from par_groups import STOP_SIGNALS, ProcessGroups, agree, sharding_of
 from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
@@ -192,7 +192,7 @@ class Trainer:
     def _evaluate(self, rows: NDArray[np.int64], count: int) -> Tensor:
         """Return the sum of the losses of the first `count` of some held-out rows and their targets, fp64 [2]."""
         batch = default_collate([self.data.held_out[0, int(row)] for row in rows])
-        batch["labels"][count:] = IGNORED
+        batch["labels"][count:] = IGNORE_INDEX
         targets = target_count(batch).to(self.strategy.device, torch.float64)
         given, criterion = self.recipe.prepare(batch)
         loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, forward_only=True)
@@ -284,7 +284,7 @@ class Trainer:
 
 def target_count(batch: BatchDict) -> Tensor:
     """Count the targets in a batch of complete rows: labels after a row's first token that are not ignored."""
-    return (batch["labels"][:, 1:] != IGNORED).sum()
+    return (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
 
 
 def spread(rows: int, wanted: int) -> NDArray[np.int64]:

@@ -407,7 +407,7 @@ class Run:
         with ExitStack() as starting:
             if isinstance(
                 batches, DataLoader
-            ):  # one that `initialize` was not given; a GlobalDataLoader does so itself
+            ):  # one that `initialize` was not given; a ShardedDataLoader does so itself
                 starting.enter_context(self.strategy.worker_signals.starting(batches))
             iterator = iter(batches)
         while True:

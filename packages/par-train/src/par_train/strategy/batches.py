@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from par_data import GlobalDataLoader, placed
+from par_data import ShardedDataLoader, move_to_device
 from par_groups import agree
 from par_layers import parallelization_of
 
@@ -133,7 +133,7 @@ class BatchReader:
         """
         read: Callable[[], Any] = partial(self._next_of, source)
         # Batches that one rank has broadcast are the same on all ranks of the replica.
-        is_broadcast = isinstance(source, GlobalDataLoader) and self._setup.options.broadcast_batches
+        is_broadcast = isinstance(source, ShardedDataLoader) and self._setup.options.broadcast_batches
         if not is_broadcast and self._comparison.is_due(kind):
             read = self._comparison.compared(read, f"data_iter={type(source).__name__}")
 
@@ -141,12 +141,12 @@ class BatchReader:
             batch = read()
             if cuts_dicts and isinstance(batch, Mapping):
                 batch = cut_dict(batch, self._setup.context, compare=True)
-            return placed(batch, self._setup.device) if self._brings_to_device else batch
+            return move_to_device(batch, self._setup.device) if self._brings_to_device else batch
 
         return next_batch
 
     def _next_of(self, source: Any) -> Any:
-        if isinstance(source, GlobalDataLoader):
+        if isinstance(source, ShardedDataLoader):
             return next(iter(source))  # it continues where it stopped, also in a new iterator
         # Stages have different seeds and must read the same rows. A seed that the program has set stays in force.
         shares_draws = self._setup.schedule is not None and not self._randomness.is_seeded_by_program

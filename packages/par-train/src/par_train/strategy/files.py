@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
-from par_data import GlobalDataLoader, Position
+from par_data import LoaderPosition, ShardedDataLoader
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
@@ -40,9 +40,9 @@ class RunState:
     def __init__(self, randomness: StepRandomness, replica: int) -> None:
         self._randomness, self._replica = randomness, replica
         # A loader may be dropped before the run ends. Its position is saved all the same: loaders are saved by number.
-        self.loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []
+        self.loaders: list[tuple[ReferenceType[ShardedDataLoader], LoaderPosition]] = []
 
-    def add(self, loader: GlobalDataLoader) -> None:
+    def add(self, loader: ShardedDataLoader) -> None:
         """Let checkpoints hold the position of a data loader."""
         self.loaders.append((ref(loader), loader.position))
 

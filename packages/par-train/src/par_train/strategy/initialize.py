@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_data import GlobalDataLoader, WorkerSignals
+from par_data import ShardedDataLoader, WorkerSignals
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def check_objects(
     objects: tuple[Any, ...], strategy: Setup, initialized: Sequence[ModelBundle], signals: WorkerSignals
-) -> tuple[tuple[Any, ...], list[ModelBundle], dict[int, GlobalDataLoader]]:
+) -> tuple[tuple[Any, ...], list[ModelBundle], dict[int, ShardedDataLoader]]:
     """Check everything that can be wrong with the arguments of `initialize` before any of them changes. Collective.
 
     Args:
@@ -48,7 +48,7 @@ def check_objects(
     """
     problem: Exception | None = None
     bundles: list[ModelBundle] = []
-    loaders: dict[int, GlobalDataLoader] = {}
+    loaders: dict[int, ShardedDataLoader] = {}
     models: list[nn.Module] = []
     groups, context = strategy.groups, strategy.context if strategy.cuts_sequence else None
     try:
@@ -72,14 +72,14 @@ def check_objects(
         for given in (given for given in objects if isinstance(given, DataLoader)):
             if bundles or initialized:  # a loader without any model is not trained on
                 strategy.check_last_batch(given, replicas)
-            loaders[id(given)] = GlobalDataLoader(
+            loaders[id(given)] = ShardedDataLoader(
                 given,
-                replica=groups.rank(strategy.data_axes),
-                replicas=replicas,
+                rank=groups.rank(strategy.data_axes),
+                num_replicas=replicas,
                 seed=strategy.options.seed,
-                group=groups[axes] if is_broadcast else None,
+                replica_group=groups[axes] if is_broadcast else None,
                 data_group=groups[strategy.data_axes] if replicas > 1 else None,
-                signals=signals,
+                worker_signals=signals,
             )
     except Exception as error:  # of any kind: every rank raises what one rank has raised
         problem = error

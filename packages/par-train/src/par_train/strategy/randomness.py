@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from par_data import Draws, order_of, random_states
+from par_data import RandomStream, get_random_states, hash_order
 from par_groups import ProcessGroups, agree
 
 from .axes import data_axes
@@ -33,9 +33,9 @@ class StepRandomness:
         self._replica = groups.rank(axes)
         self._step = 0
         self._last_seed: int | None = None  # the seed that this object has given torch's generator
-        self._program_state = random_states()[0]  # torch's generator as the program left it
+        self._program_state = get_random_states()[0]  # torch's generator as the program left it
         self._loaders = 0  # data loaders of other trainers that were given a state
-        self._batch_draws, self._drawn_step = Draws(), -1
+        self._batch_draws, self._drawn_step = RandomStream(), -1
 
     @property
     def step(self) -> int:
@@ -59,10 +59,10 @@ class StepRandomness:
         """Whether the program has seeded torch's generator since this object did."""
         return torch.initial_seed() != self._last_seed
 
-    def draws_of_batches(self) -> Draws:
+    def draws_of_batches(self) -> RandomStream:
         """Return the random numbers with which all stages of a replica read the batches of this step."""
         if self._drawn_step != self._step:
-            self._batch_draws = Draws((self._seed, self._step, self._replica))
+            self._batch_draws = RandomStream((self._seed, self._step, self._replica))
             self._drawn_step = self._step
         return self._batch_draws
 
@@ -79,9 +79,9 @@ class StepRandomness:
         Raises:
             ValueError: The sampler's generators or indices differ between ranks; on every rank.
         """
-        torchs, *others = random_states()
+        torchs, *others = get_random_states()
         states = (torchs if self.is_seeded_by_program else self._program_state, *others)
-        order = "" if sampler is None else order_of(sampler, leave_out=leave_out)
+        order = "" if sampler is None else hash_order(sampler, leave_out=leave_out)
         found = agree(None, (states if dist.get_rank() == 0 else None, order), None)
         differing = [rank for rank, (_, other) in found.items() if other != found[0][1]]
         if differing:
@@ -90,7 +90,7 @@ class StepRandomness:
                 f"sampler={name}: ranks {differing} would draw another order than rank 0, because its generators or "
                 "indices differ; set them to one seed on all ranks, or pass shuffle=True instead"
             )
-        draws = Draws(states=found[0][0])
+        draws = RandomStream(states=found[0][0])
         draws.skip(self._loaders)
         self._loaders += 1
         return draws.states

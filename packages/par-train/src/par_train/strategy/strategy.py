@@ -243,7 +243,7 @@ class Strategy(StrategyFiles):
             watches = (self.comparison.watch(model) for model in bundle.models)
             self._hooks += [watch for watch in watches if watch is not None]
         for number, loader in loaders.items():
-            loader.cut = cut_by(self.context) if self.cuts_sequence else None
+            loader.transform = cut_by(self.context) if self.cuts_sequence else None
             self._state.add(loader)
             wired[number] = loader
             for plugin in self.plugins:

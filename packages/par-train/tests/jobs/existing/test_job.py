@@ -416,7 +416,7 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
     done = command.finish(command.start(*wrong, ranks=2), timeout=240)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"par-train: error: {tmp_path}/bad.jsonl, line 2 has no 'text', only 'no'; name the field of the text"
+        f"par-train: error: {tmp_path}/bad.jsonl, line 2 has no 'text', only 'no'; set field to the key of the text"
     ]
     assert len(lines_of(tmp_path / "out")) == 2, "the run in the folder is as it was"
 

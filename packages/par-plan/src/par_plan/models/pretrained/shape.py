@@ -37,7 +37,7 @@ class PretrainedShape:
         context: Number of tokens in a row of the batch; None: as many as the model has positions.
         checkpointing: Whether layers keep their input alone, and are computed once more in backward; None: as the model
             is set.
-        packed: Whether a row holds several documents, as those of `PackedRows` do. torch's own attention, "sdpa", is
+        packed: Whether a row holds several documents, as those of `PackedDataset` do. torch's own attention, "sdpa", is
             then given a mask, of which every layer keeps context x context numbers a row.
 
     Raises:

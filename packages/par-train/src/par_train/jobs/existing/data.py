@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from par_data import Corpus, MixedRows, PackedRows, read_corpus
+from par_data import Corpus, MixtureDataset, PackedDataset, read_corpus
 
 from ..._errors import UserError, as_user_error
 from ...run.output import end_of
@@ -28,7 +28,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
         InterruptedError: This rank was asked to leave while it tokenized; the others raise a UserError.
     """
     data, corpora = options.data, dict[str, Corpus]()
-    train, held_out = dict[str, PackedRows](), dict[str, PackedRows]()
+    train, held_out = dict[str, PackedDataset](), dict[str, PackedDataset]()
     documents = np.zeros(2, np.int64)
     sources = sources_of(data, "model.path")
     for source in sources:
@@ -42,13 +42,13 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
             )
         documents += [len(part) for part in parts]
         with as_user_error(f"{source.key} {source.path!r}: "):
-            train[source.path] = PackedRows(
+            train[source.path] = PackedDataset(
                 corpus, context=folder.context, documents=parts[0], packing=data.rows, seed=options.seed
             )
-            held_out[source.path] = PackedRows(corpus, context=folder.context, documents=parts[1])
+            held_out[source.path] = PackedDataset(corpus, context=folder.context, documents=parts[1])
     weights = {source.path: source.weight for source in sources if source.weight is not None}
-    rows: Rows = MixedRows(train, weights) if weights else train[sources[0].path]
-    others: Rows = MixedRows(held_out) if weights else held_out[sources[0].path]
+    rows: Rows = MixtureDataset(train, weights) if weights else train[sources[0].path]
+    others: Rows = MixtureDataset(held_out) if weights else held_out[sources[0].path]
     if rows.count(0) < options.train.batch_size:
         raise UserError(
             f"{sources[0].key} {sources[0].path!r}{' and the others fill' if weights else ' fills'} {rows.count(0)} "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from par_data import tokenizer_files
+from par_data import find_tokenizer_files
 
 from ..._disk import config_file
 from ..._errors import UserError, as_user_error
@@ -94,7 +94,7 @@ def read_folder(options: Options) -> ModelFolder:
             "model.config to begin with random ones"
         )
     with as_user_error():
-        tokenizer_files(path)
+        find_tokenizer_files(path)
     for source in sources:
         source.check()
     if data.template and not Path(data.template).expanduser().is_file():

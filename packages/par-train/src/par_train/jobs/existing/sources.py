@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from par_data import files_of, is_corpus
+from par_data import find_corpus_files, is_corpus
 
 from ..._errors import UserError, as_user_error
 from ..options import DataOptions
@@ -46,7 +46,7 @@ class Source:
         if is_corpus(self.place):
             return
         with as_user_error(f"{self.key}: "):
-            files_of(self.place)
+            find_corpus_files(self.place)
 
 
 def sources_of(data: DataOptions, key: str) -> list[Source]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_data import IGNORED
+from par_data import IGNORE_INDEX
 from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
 from par_pipeline import Microbatches
@@ -236,8 +236,8 @@ def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     logits, labels = logits_of(outputs), _next_labels(batch)
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    total = functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED)
-    return total, (labels != IGNORED).sum()
+    total = functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORE_INDEX)
+    return total, (labels != IGNORE_INDEX).sum()
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -262,7 +262,7 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor:
             "position_ids for padded ones"
         )
     if mask is not None and batch.get("labels") is None:
-        batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
     return _next_labels(batch)
 
 
@@ -272,6 +272,6 @@ def _next_labels(batch: Mapping[str, Any]) -> Tensor:
     if shifted is None:
         labels = batch.get("labels")
         labels = batch["input_ids"] if labels is None else labels
-        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+        shifted = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
     next_labels: Tensor = shifted
     return next_labels

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from par_data import seed_number
+from par_data import derive_seed
 from par_groups import sharding_of
 
 from ..._torch_private import version_of
@@ -57,7 +57,7 @@ def draw_(part: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> 
         buffers = {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.is_meta}
         if not own and not buffers:
             continue
-        drawn = _drawn(twin, path, module, seed_number(seed, path))
+        drawn = _drawn(twin, path, module, derive_seed(seed, path))
         for key in (*own, *buffers):
             if version_of(drawn[key]) == 0:
                 raise ValueError(
@@ -81,7 +81,7 @@ def draw_adapter_(part: nn.Parameter, name: str, seed: int, device: torch.device
         gaussian: Whether it is normal, with a deviation of 1 / rank; else it is uniform, as torch draws a linear.
     """
     whole = torch.empty(sharding_of(part).shape)
-    generator = torch.Generator().manual_seed(seed_number(seed, name))
+    generator = torch.Generator().manual_seed(derive_seed(seed, name))
     if gaussian:
         nn.init.normal_(whole, std=1 / len(whole), generator=generator)
     else:

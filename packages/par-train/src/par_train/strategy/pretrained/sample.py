@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_data import seed_number
+from par_data import derive_seed
 from par_groups import ProcessGroups
 from par_layers import Context, parallelization_of
 from par_pipeline import Pipeline
@@ -239,7 +239,7 @@ def _over_ranks(
 
 def _uniform(request: Request, row: int) -> Tensor:
     """A number in [0, 1), fp64, for each new token of a prompt: a function of the seed and the number of the prompt."""
-    generator = torch.Generator().manual_seed(seed_number(request.seed, row))
+    generator = torch.Generator().manual_seed(derive_seed(request.seed, row))
     return torch.rand(request.tokens, dtype=torch.float64, generator=generator)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_data import IGNORED
+from par_data import IGNORE_INDEX
 from par_layers import Context, LayerSet
 
 from ..stages import Stages
@@ -114,8 +114,8 @@ def cut_by(context: Context) -> Callable[[Any], Any]:
         if not are_two or not all(_is_tokens(one) for one in batch) or batch[0].shape != batch[1].shape:
             raise TypeError(
                 f"the data loader gives {_described(batch)}, and over sequence={context.ranks} pairs of [B, S] "
-                "integers and dicts with input_ids alone are cut here; set dataloader.cut to a function of the batch "
-                "that calls Strategy.context.cut and gives what the model is called with, or to None and cut the "
+                "integers and dicts with input_ids alone are cut here; set dataloader.transform to a function of the "
+                "batch that calls Strategy.context.cut and gives what the model is called with, or to None and cut the "
                 "batches yourself"
             )
         tokens = context.tokens(batch[0].shape[1])
@@ -148,7 +148,7 @@ def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> di
     labels, mask = next_labels(batch), batch.get("attention_mask")
     whole = {key: value for key, value in batch.items() if key not in _TARGETS and value is not None}
     cut, tokens = context.cut({**whole, "shift_labels": labels}, pad=True, compare=compare)
-    padded = 0 if mask is None else int((labels.masked_fill(mask != 0, IGNORED) != IGNORED).sum())
+    padded = 0 if mask is None else int((labels.masked_fill(mask != 0, IGNORE_INDEX) != IGNORE_INDEX).sum())
     if padded:  # on one device they would see the row's document, and here they see nothing but padding
         raise ValueError(
             f"{padded} tokens have targets, but attention_mask 0; over sequence={context.ranks} padding belongs to no "

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from par_data import Corpus, GlobalDataLoader, PackedRows
+from par_data import Corpus, PackedDataset, ShardedDataLoader
 
 PADDING = 999
 
@@ -35,7 +35,7 @@ def rows_of(rows, epoch=0):
 
 
 def test_a_row_restarts_at_each_document_and_ends_in_padding():
-    rows = PackedRows(corpus_of([3, 4]), context=9, seed=1)
+    rows = PackedDataset(corpus_of([3, 4]), context=9, seed=1)
     [row] = rows_of(rows)
     first, second = (0, 1) if row["input_ids"][0] == 1 else (1, 0)
     lengths = [[3, 4][first], [3, 4][second]]
@@ -52,17 +52,17 @@ def test_a_row_restarts_at_each_document_and_ends_in_padding():
 
 
 def test_a_document_that_is_cut_begins_anew_in_its_next_row():
-    rows = rows_of(PackedRows(corpus_of([10]), context=4))
+    rows = rows_of(PackedDataset(corpus_of([10]), context=4))
     assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, PADDING, PADDING]]
     assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3]] * 2 + [[0, 1, 0, 1]]
     assert [row["labels"].tolist() for row in rows] == [[-100, 2, 3, 4], [-100, 6, 7, 8], [-100, 10, -100, -100]]
-    streamed = rows_of(PackedRows(corpus_of([10]), context=4, packing="stream"))
+    streamed = rows_of(PackedDataset(corpus_of([10]), context=4, packing="stream"))
     assert [row["input_ids"].tolist() for row in streamed] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_what_is_no_target_is_seen_and_not_learnt():
     trained = [0, 0, 1, 1, 0, 1, 1, 1, 0, 1]
-    rows = PackedRows(corpus_of([5, 3, 2], trained), context=5, packing="whole")
+    rows = PackedDataset(corpus_of([5, 3, 2], trained), context=5, packing="whole")
     labels = {int(row["input_ids"][0]): row["labels"].tolist() for row in rows_of(rows)}
     assert labels[1] == [-100, -100, 3, 4, -100]
     [others] = [value for key, value in labels.items() if key != 1]
@@ -70,7 +70,7 @@ def test_what_is_no_target_is_seen_and_not_learnt():
 
 
 def test_only_the_documents_that_are_named_are_taken():
-    rows = PackedRows(corpus_of([3, 4, 5, 2]), context=6, documents=np.array([1, 3]))
+    rows = PackedDataset(corpus_of([3, 4, 5, 2]), context=6, documents=np.array([1, 3]))
     found = {int(token) // 100 for row in rows_of(rows) for token in row["input_ids"] if token != PADDING}
     assert found == {1, 3}
 
@@ -84,7 +84,7 @@ def test_every_target_follows_its_own_document(lengths, context, packing, epoch)
     corpus = corpus_of(lengths)
     if sum(lengths) < context and packing == "stream":
         return
-    rows = PackedRows(corpus, context=context, packing=packing, seed=3)
+    rows = PackedDataset(corpus, context=context, packing=packing, seed=3)
     for row in rows_of(rows, epoch):
         ids, positions, labels = (row[name].tolist() for name in ("input_ids", "position_ids", "labels"))
         for place, label in enumerate(labels):
@@ -111,11 +111,11 @@ def taken(loaders, batches):
 @settings(max_examples=30)  # each runs three loaders
 @given(LENGTHS, PACKINGS, st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 3, 6]), st.integers(0, 7))
 def test_a_run_that_goes_on_under_other_ranks_sees_the_same_rows(lengths, packing, before, after, stop):
-    rows = PackedRows(corpus_of([*lengths, 80]), context=6, packing=packing, seed=5)  # at least a batch in each epoch
+    rows = PackedDataset(corpus_of([*lengths, 80]), context=6, packing=packing, seed=5)  # a batch in each epoch
 
     def loaders(replicas):
         loader = loader_of(rows, 6)
-        return [GlobalDataLoader(loader, replica=rank, replicas=replicas, seed=0) for rank in range(replicas)]
+        return [ShardedDataLoader(loader, rank=rank, num_replicas=replicas, seed=0) for rank in range(replicas)]
 
     uninterrupted, _ = taken(loaders(1), 8)
     first, state = taken(loaders(before), stop)
@@ -127,8 +127,8 @@ def test_a_run_that_goes_on_under_other_ranks_sees_the_same_rows(lengths, packin
 
 
 def test_the_position_is_rows_and_epochs_differ():
-    rows = PackedRows(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
-    loader = GlobalDataLoader(loader_of(rows, 2), replica=0, replicas=1, seed=0)
+    rows = PackedDataset(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
+    loader = ShardedDataLoader(loader_of(rows, 2), rank=0, num_replicas=1, seed=0)
     epochs = [[batch["input_ids"] for batch in loader] for _ in range(2)]
     assert [len(epoch) for epoch in epochs] == [rows.count(0) // 2, rows.count(1) // 2]
     assert loader.samples == 2 * (len(epochs[0]) + len(epochs[1]))
@@ -136,7 +136,7 @@ def test_the_position_is_rows_and_epochs_differ():
 
 
 def test_workers_load_the_same_rows():
-    rows = PackedRows(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
+    rows = PackedDataset(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
     alone = [row["labels"] for row in loader_of(rows, 2)]
     workers = [row["labels"] for row in loader_of(rows, 2, num_workers=2, multiprocessing_context="fork")]
     assert all(torch.equal(a, b) for a, b in zip(alone, workers, strict=True))
@@ -148,12 +148,15 @@ def test_workers_load_the_same_rows():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"context": 1}, "context is 1; a row needs at least 2 tokens"),
-        ({"context": 8, "packing": "tight"}, "packing is 'tight'; it can be 'whole' or 'stream'"),
-        ({"context": 8, "packing": "stream"}, "2 documents of 7 tokens fill no row of 8; give more text"),
-        ({"context": 8, "documents": np.zeros(0, np.int64)}, "0 documents of 0 tokens fill no row of 8"),
+        ({"context": 1}, "context=1: .*; use at least 2 tokens"),
+        ({"context": 8, "packing": "tight"}, "packing='tight' is unknown; use 'whole' or 'stream'"),
+        ({"context": 8, "packing": "stream"}, "2 documents of 7 tokens do not fill a sequence of context=8; add text"),
+        (
+            {"context": 8, "documents": np.zeros(0, np.int64)},
+            "0 documents of 0 tokens do not fill a sequence of context=8",
+        ),
     ],
 )
 def test_what_makes_no_rows_is_refused(keywords, words):
     with pytest.raises(ValueError, match=words):
-        PackedRows(corpus_of([3, 4]), **keywords)
+        PackedDataset(corpus_of([3, 4]), **keywords)

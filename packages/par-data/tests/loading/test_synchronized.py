@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
 
-from par_data.alike import draw_alike, order_of
-from par_data.randomness import random_states
+from par_data import get_random_states, hash_order, synchronize_draws
 
 ROWS = 12
 
@@ -62,7 +61,7 @@ def program_states():
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    return copy.deepcopy(random_states())  # numpy's is the holder itself
+    return copy.deepcopy(get_random_states())  # numpy's is the holder itself
 
 
 def read(make, rank, *, replica=None, replicas=1, epochs=1, resume=0):
@@ -71,7 +70,7 @@ def read(make, rank, *, replica=None, replicas=1, epochs=1, resume=0):
     initialize_worker.rank = rank
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(rank)
-    loader = draw_alike(make(), states, replica=rank if replica is None else replica, replicas=replicas)
+    loader = synchronize_draws(make(), states, rank=rank if replica is None else replica, num_replicas=replicas)
     if resume:
         loader.batch_sampler.set_epoch(resume)
     found = []
@@ -148,7 +147,7 @@ def test_order_of_a_later_epoch_is_drawn_when_a_run_resumes():
 
 def test_programs_generators_go_on_as_if_nothing_was_drawn():
     states = program_states()
-    loader = draw_alike(DataLoader(Noisy(), batch_size=4, shuffle=True), states, replica=0, replicas=2)
+    loader = synchronize_draws(DataLoader(Noisy(), batch_size=4, shuffle=True), states, rank=0, num_replicas=2)
     torch.manual_seed(1)
     expected = torch.rand(6)
     torch.manual_seed(1)
@@ -160,7 +159,7 @@ def test_programs_generators_go_on_as_if_nothing_was_drawn():
 def test_attributes_of_the_sampler_are_read_and_set_through():
     inner = BatchSampler(range(ROWS), 4, drop_last=False)
     states = program_states()
-    loader = draw_alike(DataLoader(Noisy(), batch_sampler=inner), states, replica=0, replicas=1)
+    loader = synchronize_draws(DataLoader(Noisy(), batch_sampler=inner), states, rank=0, num_replicas=1)
     assert (loader.batch_sampler.batch_size, len(loader)) == (4, 3)
     loader.batch_sampler.sampler = range(8)
     assert inner.sampler == range(8)
@@ -186,6 +185,6 @@ def test_order_of_samplers_tells_other_generators_and_indices():
         lambda seed: seed,
     ]
     for make in makes:
-        assert order_of(Own(make(1))) == order_of(Own(make(1), rank=1))
-        assert order_of(Own(make(1))) != order_of(Own(make(2)))
-        assert order_of(Own(make(1)), leave_out=("own",)) == order_of(Own(make(2)), leave_out=("own",))
+        assert hash_order(Own(make(1))) == hash_order(Own(make(1), rank=1))
+        assert hash_order(Own(make(1))) != hash_order(Own(make(2)))
+        assert hash_order(Own(make(1)), leave_out=("own",)) == hash_order(Own(make(2)), leave_out=("own",))

@@ -1,14 +1,14 @@
-"""Files of text, turned into tokens once and then mapped into memory by every rank.
+"""Files of text, tokenized once and then memory-mapped by every rank.
 
-The first rank of each machine streams documents through the tokenizer into a folder that is named after all that
-decides on the tokens: the files, the tokenizer, its chat template and the format. So a run that goes on, and the next
-run with the same data, find it there. The folder appears whole or not at all.
+The first rank of each machine streams documents through the tokenizer into a folder. The folder's name is a hash of
+everything that decides the tokens: the files, the tokenizer, the chat template and the format. So a run that resumes,
+and the next run with the same data, find the folder. It appears completely or not at all.
 
-    tokens.u32      the tokens of all documents in a row
-    documents.u64   where each document begins, and the end
-    hashes.u64      a hash of each document's tokens, which decides whether it is held out
-    trained.u1      a bit a token, of conversations alone: whether the model says it
-    corpus.json     the rest, and what the sizes of the files must be
+    tokens.u32      the tokens of all documents, concatenated
+    documents.u64   the offset of each document's first token, then the number of tokens
+    hashes.u64      a hash of each document's tokens, which decides whether the document is held out
+    trained.u1      one bit per token, only for conversations: whether the token is a target
+    corpus.json     format, vocabulary, padding, and the sizes of the other files
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from par_groups import agree, sync_to_disk, together
 
-from .records import SUMMARY, files_of, is_conversations, is_corpus, kind_of
-from .tokenize import Document, documents_of, load_tokenizer, tokenizer_files
+from .records import SUMMARY, find_corpus_files, is_conversations, is_corpus, kind_of
+from .tokenize import Document, documents_of, find_tokenizer_files, load_tokenizer
 
 Ints = NDArray[np.int64]
 Format = Literal["text", "jsonl", "chat"]
@@ -39,17 +39,17 @@ _FILES = {"tokens.u32": "<u4", "documents.u64": "<u8", "hashes.u64": "<u8", "tra
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents as tokens, in files that are mapped into memory.
+    """Tokenized documents in memory-mapped files.
 
     Args:
         path: The folder of the files.
         format: "text", "jsonl" or "chat".
-        tokens: uint32, the tokens of all documents in a row.
-        documents: uint64, where each document begins in `tokens`, and their number at the end.
-        hashes: uint64, a hash of each document's tokens.
-        trained: uint8, a bit a token from the lowest on: whether it is a target; None: all are.
-        vocabulary: The number of tokens that the tokenizer knows.
-        padding: The token that fills a row behind its last document.
+        tokens: The tokens of all documents, concatenated, uint32 [tokens].
+        documents: The offset of each document in `tokens`, then the number of tokens, uint64 [documents + 1].
+        hashes: A hash of each document's tokens, uint64 [documents].
+        trained: One bit per token, lowest bit first: whether the token is a target, uint8 [tokens / 8]. None: all are.
+        vocabulary: Number of tokens in the tokenizer's vocabulary.
+        padding: The token that fills a sequence behind its last document.
     """
 
     path: Path
@@ -62,33 +62,34 @@ class Corpus:
     padding: int
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(self.documents) - 1
 
     @property
     def lengths(self) -> Ints:
-        """The number of tokens of each document."""
+        """The number of tokens in each document, int64 [documents]."""
         ends = self.documents.astype(np.int64)
         return ends[1:] - ends[:-1]
 
     def split(self, fraction: float) -> tuple[Ints, Ints]:
-        """The documents to train on and those that are held out, by number.
+        """Return the indices of the documents to train on, and of the held-out documents.
 
-        A document's own tokens decide, so it stays on its side whatever is added to the file, and so do its copies.
+        A hash of a document's tokens decides. So a document stays on its side when documents are added, and duplicates
+        are on the same side.
 
         Args:
-            fraction: The part that is held out, about; 0 holds out none.
+            fraction: Approximate fraction of held-out documents, at least 0 and below 1.
 
         Raises:
-            ValueError: A fraction that leaves nothing to train on.
+            ValueError: A fraction outside of that range.
         """
         if not 0 <= fraction < 1:
-            raise ValueError(f"fraction is {fraction}; the part that is held out is at least 0 and less than 1")
+            raise ValueError(f"fraction={fraction}: the held-out fraction must be at least 0 and below 1; set another")
         held_out = self.hashes < np.uint64(int(fraction * 2**64))
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
     def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Whether each of the tokens begin .. end - 1 is a target, as far as the text decides."""
+        """Return for each of the tokens begin .. end - 1 whether it is a target, bool [end - begin]."""
         if self.trained is None:
             return np.ones(end - begin, np.bool_)
         low = begin // 8
@@ -97,8 +98,8 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
-    """What a corpus is made of."""
+class _CorpusInputs:
+    """Everything that decides the tokens of a corpus."""
 
     path: Path
     files: Sequence[Path]
@@ -109,9 +110,9 @@ class _Source:
 
     @property
     def digest(self) -> str:
-        """Another one for other tokens."""
+        """A hash that names the folder of the tokens."""
         digest = hashlib.sha256(f"{_VERSION} {self.format} {self.field} {self.template}".encode())
-        for path in (*self.files, *tokenizer_files(self.tokenizer)):
+        for path in (*self.files, *find_tokenizer_files(self.tokenizer)):
             with path.open("rb") as file:
                 digest.update(b"\0" + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()[:32]
@@ -129,31 +130,30 @@ def read_corpus(
     progress: bool | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Corpus:
-    """Turns files into tokens, unless that was done before, and maps them. Collective where torch.distributed runs.
+    """Tokenize files, unless the tokens exist already, and memory-map the tokens.
 
-    The first rank of each machine writes; the others wait for it.
+    Collective over `group` if torch.distributed is initialized. The first rank of each machine tokenizes, and the other
+    ranks wait for it.
 
     Args:
-        path: A file of lines in UTF-8 or a table, in Parquet or Arrow; a folder of such files, which are taken in the
-            order of their names; a pattern, such as data/train-*.parquet; or a corpus's own folder, which is mapped as
-            it is.
+        path: A UTF-8 text file or a table (Parquet or Arrow); a folder of such files, sorted by name; a pattern, such
+            as data/train-*.parquet; or the folder of a corpus, which is mapped as it is.
         tokenizer: The folder of a Hugging Face tokenizer.
-        folder: Where corpora are kept, each in a folder of its own.
-        format: "text": every line is a document. "jsonl": every line is a JSON object, and `field` of it a document;
-            so is every row of a table, and its column `field`. "chat": every line or row has a conversation under
-            "messages", of which the model is trained on what the assistant says. "auto": the first line of a .jsonl or
-            .json file tells, or the columns of a table; other files are text. Empty lines count in no format.
-        field: The key, or column, of the text where `format` is "jsonl".
-        template: A file with a chat template that takes the place of the tokenizer's.
-        group: The ranks that read it; None: the world.
-        progress: Whether to show a bar; None: where stderr is a terminal.
-        stop: Asked before each document by the rank that writes; where it gives true, all ranks leave, and nothing of
-            the corpus stays.
+        folder: The cache: each corpus gets a subfolder.
+        format: "text": every line is a document. "jsonl": `field` of the JSON object in every line, or of every row of
+            a table, is a document. "chat": every line or row has a conversation under "messages", and only the
+            assistant's tokens are targets. "auto": decided by the first line of a .jsonl or .json file, or by the
+            columns of a table; all other files are text. Every format skips empty lines.
+        field: The key or column of the text if `format` is "jsonl".
+        template: A file with a chat template, which replaces the tokenizer's.
+        group: The ranks that need the corpus. None: all ranks.
+        progress: Whether to show a progress bar. None: only if stderr is a terminal.
+        stop: Called before each document on the rank that tokenizes. If it returns true, all ranks raise, and the
+            tokens are removed.
 
     Raises:
-        ValueError: What the caller gave or what a line or row holds, with its place. Where ranks differ, the others
-            raise a ValueError with its text.
-        InterruptedError: `stop` gave true; ranks that waited raise a ValueError with its text.
+        ValueError: A wrong argument, or a line or row with its location. The other ranks raise its text.
+        InterruptedError: `stop` returned true. The ranks that waited raise a ValueError with its text.
     """
     running = dist.is_available() and dist.is_initialized()
     groups = (group,) if running else ()
@@ -170,38 +170,36 @@ def read_corpus(
             place /= source.digest
             if is_first and not is_corpus(place):
                 _write(source, place, progress, stop)
-    except Exception as error:  # of any kind: the others wait for this rank
+    except Exception as error:  # of any kind: the other ranks wait for this one in `agree`
         problem = error
     names = agree(problem, place.name, *groups)
     others = [rank for rank, name in names.items() if name != next(iter(names.values()))]
     if others:
-        raise ValueError(f"{str(path)!r} or the tokenizer differs on ranks {others}; give all ranks the same files")
+        raise ValueError(f"{str(path)!r} or the tokenizer differs on ranks {others}; use the same files on all ranks")
     with together("mapping the corpus", *groups):
         return open_corpus(place)
 
 
 def open_corpus(place: Path | str) -> Corpus:
-    """Maps what `read_corpus` has written.
+    """Memory-map a corpus that `read_corpus` has written.
 
     Args:
-        place: The corpus's own folder.
+        place: The folder of the corpus.
 
     Raises:
-        ValueError: It is not there, or not what was written.
+        ValueError: The folder is missing, or a file has another size.
     """
     place = Path(place)
     try:
         summary = json.loads((place / SUMMARY).read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{str(place)!r} holds no corpus ({error}); let the first rank of every machine write it"
-        ) from None
+        raise ValueError(f"{str(place)!r} holds no corpus ({error}); call read_corpus on every machine first") from None
     arrays = {}
     for name, size in summary["files"].items():
         found = (place / name).stat().st_size if (place / name).exists() else -1
         if found != size:
             raise ValueError(
-                f"{str(place / name)!r} has {found} bytes and not {size}; remove the folder to make it anew"
+                f"{str(place / name)!r} has {found} bytes instead of {size}; remove the folder, and tokenize again"
             )
         arrays[name] = np.memmap(place / name, _FILES[name], mode="r")
     return Corpus(
@@ -216,23 +214,23 @@ def open_corpus(place: Path | str) -> Corpus:
     )
 
 
-def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Path | str | None) -> _Source:
-    """What to read, as far as it can be checked before it is read."""
-    files = files_of(path)
+def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Path | str | None) -> _CorpusInputs:
+    """Check the arguments, as far as possible without reading the files."""
+    files = find_corpus_files(path)
     if format_ not in ("auto", *get_args(Format)):
-        raise ValueError(f"the format of a corpus is {format_!r}; it can be 'auto', 'text', 'jsonl' or 'chat'")
+        raise ValueError(f"format={format_!r} is unknown; use 'auto', 'text', 'jsonl' or 'chat'")
     text = None
     if template is not None:
         if not Path(template).is_file():
-            raise ValueError(f"the chat template {str(template)!r} is no file; correct the path")
+            raise ValueError(f"template={str(template)!r} does not exist; correct the path")
         text = Path(template).read_text(encoding="utf-8")
     found = _format_of(files[0]) if format_ == "auto" else format_
     if found == "text" and kind_of(files[0]) == "rows":
         raise ValueError(
-            f"the corpus {str(path)!r} is a table, of which no line is a text; leave the format out, or give 'jsonl' "
-            "and the column as the field"
+            f"format='text' with the corpus {str(path)!r}: a table has no lines of text; use format='jsonl', and set "
+            "field to the column"
         )
-    return _Source(
+    return _CorpusInputs(
         path=path,
         files=files,
         tokenizer=tokenizer,
@@ -243,58 +241,60 @@ def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Pa
 
 
 def _format_of(path: Path) -> Format:
-    """The format of a file, from its name and from what it begins with."""
+    """Return the format of a file, from its name and its first record."""
     if kind_of(path) == "lines":
         return "text"
     return "chat" if is_conversations(path) else "jsonl"
 
 
-def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:
-    """Tokenizes files into their folder, which appears with the last step, unless it is to stop before."""
+def _write(source: _CorpusInputs, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:
+    """Tokenize files into their folder, which appears with the final rename."""
     tokenizer = load_tokenizer(source.tokenizer)
     prefix = f".{place.name}.tmp-{socket.gethostname()}-"
-    for left in place.parent.glob(f"{prefix}*"):
-        if not _lives(left.name.removeprefix(prefix)):
+    for left in place.parent.glob(f"{prefix}*"):  # remains of processes that were killed
+        if not _is_running(left.name.removeprefix(prefix)):
             shutil.rmtree(left, ignore_errors=True)
-    beside = place.with_name(f"{prefix}{os.getpid()}")
-    beside.mkdir(parents=True)
+    staging = place.with_name(f"{prefix}{os.getpid()}")
+    staging.mkdir(parents=True)
     try:
         documents = documents_of(source.files, tokenizer, source.format, source.field, source.template, progress)
-        with _Files(beside, masked=source.format == "chat") as files:
+        with _CorpusWriter(staging, masked=source.format == "chat") as files:
             for document in documents:
                 if stop is not None and stop():
                     raise InterruptedError(
-                        f"stopped while the corpus {str(source.path)!r} was tokenized; nothing of it is kept: start "
+                        f"stopped while the corpus {str(source.path)!r} was tokenized; its tokens were removed: start "
                         "again"
                     )
                 files.add(document)
         if files.count == 0:
-            raise ValueError(f"the corpus {str(source.path)!r} holds no document; give one with a line of text")
+            raise ValueError(
+                f"the corpus {str(source.path)!r} has no document; use files with at least one line of text"
+            )
         padding = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
         summary = {
             "source": str(source.path),
             "format": source.format,
             "vocabulary": len(tokenizer),
             "padding": padding,
-            "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
+            "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
         }
-        _write_durably(beside / SUMMARY, json.dumps(summary, indent=2).encode())
+        _write_durably(staging / SUMMARY, json.dumps(summary, indent=2).encode())
         try:
-            beside.rename(place)
+            staging.rename(place)
         except OSError:
-            if not is_corpus(place):  # else another process, perhaps of another machine, was first
+            if not is_corpus(place):  # otherwise another process, perhaps on another machine, was faster
                 raise
         sync_to_disk(place.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-class _Files:
+class _CorpusWriter:
     """The files of a corpus, written document by document.
 
     Args:
-        folder: Where they are made.
-        masked: Whether there are tokens that are no targets.
+        folder: The folder of the files.
+        masked: Whether some tokens are not targets.
     """
 
     def __init__(self, folder: Path, *, masked: bool) -> None:
@@ -304,12 +304,12 @@ class _Files:
         self._end = 0
         self.count = 0
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_CorpusWriter":
         self._put("documents.u64", [0])
         return self
 
     def add(self, document: Document) -> None:
-        """Writes one more document; one without tokens does not count."""
+        """Write a document; skip one without tokens."""
         if not document.tokens:
             return
         self.count += 1
@@ -328,7 +328,7 @@ class _Files:
             self._files["trained.u1"].write(np.packbits(self._bits, bitorder="little").tobytes())
         for file in self._files.values():
             file.flush()
-            if error is None:  # else they are removed, and nobody waits for the disk
+            if error is None:  # otherwise the files are removed, and waiting for the disk would be useless
                 os.fsync(file.fileno())
             file.close()
 
@@ -338,13 +338,13 @@ class _Files:
         return data
 
 
-def _lives(process: str) -> bool:
-    """Whether a process of this machine runs, by its number as a text."""
+def _is_running(process: str) -> bool:
+    """Return whether a process of this machine is running, by its id as text."""
     try:
         os.kill(int(process), 0)
     except (ValueError, OverflowError, ProcessLookupError):
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # a process of another user
         return True
     return True
 

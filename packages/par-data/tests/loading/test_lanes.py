@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from par_data import GlobalDataLoader
+from par_data import ShardedDataLoader
 from par_groups import ProcessGroups, Topology
 from par_testing import for_each
 
@@ -58,7 +58,7 @@ class Skipping(Shards):
 
 def parts(dataset, replicas, **options):
     plain = DataLoader(dataset, batch_size=BATCH, **options)
-    return [GlobalDataLoader(plain, replica=each, replicas=replicas, seed=3) for each in range(replicas)]
+    return [ShardedDataLoader(plain, rank=each, num_replicas=replicas, seed=3) for each in range(replicas)]
 
 
 def taken(loaders, count):
@@ -127,21 +127,21 @@ def test_a_dataset_that_knows_how_to_skip_is_asked_to():
     [
         (
             {"samples": 24},
-            "saved of a stream in 1 lanes, and this one has 6; bring back the batch_size and the number of",
+            "saved with 1 lanes, and this stream has 6: .*; use the batch_size and the number of",
         ),
-        ({"samples": 24, "epoch": 0, "begin": 0, "lanes": 4}, "saved of a stream in 4 lanes, and this one has 6"),
-        ({"samples": 25, "epoch": 0, "begin": 0, "lanes": 6}, "lies 1 samples inside a global batch of 12"),
+        ({"samples": 24, "epoch": 0, "begin": 0, "lanes": 4}, "saved with 4 lanes, and this stream has 6"),
+        ({"samples": 25, "epoch": 0, "begin": 0, "lanes": 6}, "is 1 samples inside a global batch of 12"),
     ],
 )
-def test_a_position_of_other_lanes_is_refused(state, words):
+def test_load_state_dict_rejects_another_number_of_lanes(state, words):
     with pytest.raises(ValueError, match=words):
         parts(Shards(SIZES), 1)[0].load_state_dict(state)
 
 
-def test_several_workers_and_the_lanes_of_a_stream_that_is_read_whole_are_refused():
-    with pytest.raises(ValueError, match=r"num_workers is 2, and a stream of 6 lanes .* use num_workers=1"):
+def test_lanes_reject_two_workers_and_a_stream_without_lanes():
+    with pytest.raises(ValueError, match=r"num_workers=2: .* a stream of 6 lanes; set num_workers=1"):
         parts(Shards(SIZES), 1, num_workers=2)
-    with pytest.raises(ValueError, match="saved of a stream in 6 lanes, and this one has 1"):
+    with pytest.raises(ValueError, match="saved with 6 lanes, and this stream has 1"):
         parts(Shards([30]), 1)[0].load_state_dict({"samples": 0, "epoch": 0, "begin": 0, "lanes": 6})
 
 
@@ -167,8 +167,8 @@ def test_rank_opens_only_the_shards_of_its_own_lanes(name):
     with ProcessGroups(Topology(RUNS[name])) as groups:
         replica, replicas = groups.rank("data"), groups.size("data")
         plain = DataLoader(dataset, batch_size=BATCH)
-        shared = {"group": groups["pipeline"], "data_group": groups["data"]}
-        loader = GlobalDataLoader(plain, replica=replica, replicas=replicas, seed=3, **shared)
+        shared = {"replica_group": groups["pipeline"], "data_group": groups["data"]}
+        loader = ShardedDataLoader(plain, rank=replica, num_replicas=replicas, seed=3, **shared)
         for batch in expected:
             own = slice(replica * BATCH // replicas, (replica + 1) * BATCH // replicas)
             assert [part.tolist() for part in next(iter(loader))] == [part[own] for part in batch]
@@ -182,7 +182,7 @@ def test_rank_opens_only_the_shards_of_its_own_lanes(name):
 @pytest.mark.ranks(2)
 def test_unreadable_shard_of_one_data_rank_raises_on_all_ranks():
     plain = DataLoader(Broken([8, 8, 8, 8]), batch_size=4)
-    loader = GlobalDataLoader(plain, replica=dist.get_rank(), replicas=2, seed=0, data_group=dist.group.WORLD)
+    loader = ShardedDataLoader(plain, rank=dist.get_rank(), num_replicas=2, seed=0, data_group=dist.group.WORLD)
     for _ in range(3):
         next(iter(loader))
     with pytest.raises(OSError if dist.get_rank() else ValueError, match=r"^(rank 1: OSError: )?shard 2 is broken$"):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from par_data import corpus as module
-from par_data.corpus import Corpus, open_corpus, read_corpus
-from par_data.tokenize import load_tokenizer
+from par_data.text import corpus as module
+from par_data.text.corpus import Corpus, open_corpus, read_corpus
+from par_data.text.tokenize import load_tokenizer
 
 
 def documents_in(corpus):
@@ -51,7 +51,7 @@ def test_a_line_of_text_is_a_document(tiny, tmp_path):
 def test_what_is_stopped_leaves_nothing(tiny, tmp_path):
     model, corpora = tiny
     asked = iter([False] * 5 + [True])
-    with pytest.raises(InterruptedError, match=r"stopped while the corpus '.*' was tokenized; nothing of it is kept"):
+    with pytest.raises(InterruptedError, match=r"stopped while the corpus '.*' was tokenized; its tokens were removed"):
         read_corpus(corpora["text"], model, tmp_path / "data", stop=lambda: next(asked))
     assert list((tmp_path / "data").iterdir()) == []
     assert len(read_corpus(corpora["text"], model, tmp_path / "data", stop=lambda: False)) > 40
@@ -77,7 +77,7 @@ def test_a_byte_order_mark_is_no_text(tiny, tmp_path):
 
 @pytest.mark.parametrize("batch", [2, 1000])
 def test_of_a_conversation_the_assistant_is_trained_on(batch, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("par_data.tokenize._BATCH", batch)
+    monkeypatch.setattr("par_data.text.tokenize._BATCH", batch)
     model, corpora = tiny
     tokenizer = load_tokenizer(model)
     path = written(
@@ -117,10 +117,10 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tiny, tmp_path
     assert load_tokenizer(model).decode(corpus.tokens.tolist()) == "ab"
     assert corpus.targets(0, len(corpus.tokens)).all()
     written(model / "chat_template.jinja", "{{ messages[0].content }}")
-    with pytest.raises(ValueError, match=r"so there is nothing to train on; .* write \{% generation %\} before"):
+    with pytest.raises(ValueError, match=r"so there are no targets; .* write \{% generation %\} before"):
         read_corpus(path, model, tmp_path)
     (model / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; give one file"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; set template to a file"):
         read_corpus(path, model, tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_it_appears_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
 def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):
     place = read_corpus(written(tmp_path / "c.txt", "one", "two"), tiny[0], tmp_path).path
     (place / "tokens.u32").write_bytes(b"1234")
-    with pytest.raises(ValueError, match=r"tokens\.u32' has 4 bytes and not [0-9]+; remove the folder to make it anew"):
+    with pytest.raises(ValueError, match=r"tokens\.u32' has 4 bytes instead of [0-9]+; remove the folder"):
         open_corpus(place)
     (place / "corpus.json").unlink()
     with pytest.raises(ValueError, match="holds no corpus"):
@@ -172,18 +172,18 @@ def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):
 
 
 BAD = {
-    "no JSON": ('{"text": "a"', r"is no JSON \(.*\); write one object a line"),
-    "no object": ("[1]", r"is \[1\], not a JSON object; write one object a line"),
-    "no field": ('{"body": "a"}', "has no 'text', only 'body'; name the field of the text"),
-    "no text": ('{"text": 3}', "has 3 under 'text'; give a text"),
+    "no JSON": ('{"text": "a"', r"is not JSON \(.*\); write one object per line"),
+    "no object": ("[1]", r"is \[1\], not a JSON object; write one object per line"),
+    "no field": ('{"body": "a"}', "has no 'text', only 'body'; set field to the key of the text"),
+    "no text": ('{"text": 3}', "has 3 under 'text'; use a string"),
     "no UTF-8": (b'{"text": "\xff"}', r"is not UTF-8 \(.*\); convert the file to UTF-8"),
 }
 BAD_CHATS = {
-    "no messages": ('{"text": "a"}', "has None under 'messages'; give a list with at least one"),
-    "no message": ('{"messages": []}', r"has \[\] under 'messages'; give a list"),
-    "no role": ('{"messages": [{"content": "a"}]}', r"has \{'content': 'a'\} as message 0; give an object with 'role'"),
-    "no content": (chat(("user", None)), "has None as the content of message 0; give a text"),
-    "a refusal": (chat(("judge", "a")), r"is refused by the chat template \(no judges\); mend the conversation"),
+    "no messages": ('{"text": "a"}', "has None under 'messages'; use a list with at least one"),
+    "no message": ('{"messages": []}', r"has \[\] under 'messages'; use a list"),
+    "no role": ('{"messages": [{"content": "a"}]}', r"has \{'content': 'a'\} as message 0; use an object with 'role'"),
+    "no content": (chat(("user", None)), "has None as the content of message 0; use a string"),
+    "a refusal": (chat(("judge", "a")), r"is rejected by the chat template \(no judges\); correct the conversation"),
 }
 
 
@@ -207,18 +207,22 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
     model, path = tiny[0], written(tmp_path / "c.txt", "one")
     (tmp_path / "empty").mkdir()
     for arguments, keywords, words in (
-        ((tmp_path / "none.txt", model), {}, "is no file; correct the path"),
-        ((tmp_path / "empty", model), {}, "is a folder without files that end in .txt, .*; give one that has some"),
-        ((tmp_path / "*.csv", model), {}, "is a pattern that no file has; correct it"),
-        ((written(tmp_path / "c.parquet", "x"), model), {}, "the table .*c.parquet' cannot be read .*; mend"),
-        ((written(tmp_path / "blank.txt", "", " "), model), {}, "holds no document; give one with a line of text"),
-        ((path, tmp_path / "empty"), {}, "holds no tokenizer; give the folder"),
+        ((tmp_path / "none.txt", model), {}, "does not exist; correct the path"),
+        ((tmp_path / "empty", model), {}, "is a folder without .txt, .* files; use a folder that has some"),
+        ((tmp_path / "*.csv", model), {}, "is a pattern that matches no file; correct the pattern"),
+        ((written(tmp_path / "c.parquet", "x"), model), {}, "the table .*c.parquet' cannot be read .*; repair"),
+        (
+            (written(tmp_path / "blank.txt", "", " "), model),
+            {},
+            "has no document; use files with at least one line of text",
+        ),
+        ((path, tmp_path / "empty"), {}, "holds no tokenizer; use the folder"),
         (
             (path, model),
             {"format": "csv"},
-            "the format of a corpus is 'csv'; it can be 'auto', 'text', 'jsonl' or 'chat'",
+            "format='csv' is unknown; use 'auto', 'text', 'jsonl' or 'chat'",
         ),
-        ((path, model), {"template": tmp_path / "none"}, "the chat template .* is no file; correct the path"),
+        ((path, model), {"template": tmp_path / "none"}, "template=.* does not exist; correct the path"),
     ):
         with pytest.raises(ValueError, match=words):
             read_corpus(*arguments, tmp_path / "data", **keywords)
@@ -247,7 +251,7 @@ def test_documents_are_held_out_by_what_they_say(tiny, tmp_path):
     assert held_out(some, 0.0)[0] == set()
     assert out <= held_out(some, 0.5)[0], "a larger part holds the smaller one"
     for fraction in (1.0, -0.1, 2):
-        with pytest.raises(ValueError, match=r"fraction is .*; the part that is held out"):
+        with pytest.raises(ValueError, match=r"fraction=.*: the held-out fraction must be"):
             some.split(fraction)
 
 
@@ -276,12 +280,12 @@ def test_what_one_rank_cannot_read_raises_on_all(tiny, tmp_path):
     mine.mkdir()
     if rank == 0:
         written(mine / "c.jsonl", '{"text": 3}')
-    with pytest.raises(ValueError, match="under 'text'; give a text" if rank == 0 else "rank 0: ValueError: .*line 1"):
+    with pytest.raises(ValueError, match="under 'text'; use a string" if rank == 0 else "rank 0: ValueError: .*line 1"):
         read_corpus(tmp_path / "0/c.jsonl", tiny[0], tmp_path / "data", format="jsonl")
     written(mine / "c.txt", f"of rank {rank}")
-    with pytest.raises(ValueError, match=r"differs on ranks \[1\]; give all ranks the same files"):
+    with pytest.raises(ValueError, match=r"differs on ranks \[1\]; use the same files on all ranks"):
         read_corpus(mine / "c.txt", tiny[0], tmp_path / "data")
-    with pytest.raises(ValueError, match="is no file; correct the path"):
+    with pytest.raises(ValueError, match="does not exist; correct the path"):
         read_corpus(tmp_path / "0" / "c.txt" if rank == 0 else "none.txt", tiny[0], tmp_path / "data")
 
 
@@ -300,7 +304,7 @@ def table(path, **columns):
 
 @pytest.mark.parametrize("name", ["c.parquet", "stream.arrow", "file.arrow"])
 def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("par_data.records._ROWS", 4)
+    monkeypatch.setattr("par_data.text.records._ROWS", 4)
     texts = [f"number {number}" for number in range(11)]
     path = table(tmp_path / name, id=list(range(11)), body=texts)
     corpus = read_corpus(path, tiny[0], tmp_path / "data", field="body", progress=True)
@@ -308,12 +312,12 @@ def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
     same = read_corpus(written(tmp_path / "c.jsonl", *lines), tiny[0], tmp_path / "data", field="body")
     assert corpus.format == "jsonl"
     assert documents_in(corpus) == documents_in(same)
-    with pytest.raises(ValueError, match=f"{name} has no column 'text', only 'id', 'body'; name the field"):
+    with pytest.raises(ValueError, match=f"{name} has no column 'text', only 'id', 'body'; set field"):
         read_corpus(path, tiny[0], tmp_path / "data")
-    with pytest.raises(ValueError, match="is a table, of which no line is a text; leave the format out"):
+    with pytest.raises(ValueError, match="a table has no lines of text; use format='jsonl'"):
         read_corpus(path, tiny[0], tmp_path / "data", format="text")
     broken = table(tmp_path / f"broken-{name}", text=["fine", "fine", None])
-    with pytest.raises(ValueError, match=f"broken-{name}, row 3 has None under 'text'; give a text"):
+    with pytest.raises(ValueError, match=f"broken-{name}, row 3 has None under 'text'; use a string"):
         read_corpus(broken, tiny[0], tmp_path / "data")
 
 
@@ -340,7 +344,7 @@ def test_several_files_are_read_in_the_order_of_their_names(tiny, tmp_path):
     for path in (folder, pattern):
         assert documents_in(read_corpus(path, tiny[0], tmp_path / "data")) == expected
     written(folder / "more.txt", "text")
-    with pytest.raises(ValueError, match=r"is a folder of files that end in .arrow and .txt; give files of one kind"):
+    with pytest.raises(ValueError, match=r"is a folder with .arrow and .txt files: all files must be of one kind"):
         read_corpus(folder, tiny[0], tmp_path / "data")
 
 
@@ -356,5 +360,5 @@ def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatc
 def test_a_table_without_pyarrow_names_the_extra(tiny, tmp_path, monkeypatch):
     path = table(tmp_path / "c.parquet", text=["a"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs pyarrow; pip install pyarrow"):
+    with pytest.raises(ValueError, match=r"needs pyarrow to be read; pip install pyarrow"):
         read_corpus(path, tiny[0], tmp_path / "data")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from par_data import GlobalDataLoader
-from par_data.message import Reader, read_message, write_message
+from par_data import ShardedDataLoader
+from par_data.loading.broadcast import Broadcaster, read_message, write_message
 from par_testing import count_collectives, for_each
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -119,7 +119,7 @@ SIZES = [10, 10, 9, 5000, 5000, 4999, 1]
 
 @pytest.mark.ranks(2)
 def test_a_message_of_the_size_of_the_last_is_one_broadcast():
-    reader = Reader(dist.group.WORLD)
+    reader = Broadcaster(dist.group.WORLD)
     broadcasts = []
     for size in SIZES:
         with count_collectives() as counted:
@@ -131,7 +131,7 @@ def test_a_message_of_the_size_of_the_last_is_one_broadcast():
 
 @pytest.mark.ranks(2)
 def test_what_one_rank_cannot_read_or_send_is_raised_on_all():
-    reader = Reader(dist.group.WORLD)
+    reader = Broadcaster(dist.group.WORLD)
     reads = dist.get_rank() == 0
 
     def fail():
@@ -140,7 +140,7 @@ def test_what_one_rank_cannot_read_or_send_is_raised_on_all():
     with pytest.raises(OSError if reads else ValueError) as caught:
         reader.read(fail)
     assert str(caught.value) == f"{'' if reads else 'rank 0: OSError: '}no such file: part-3.parquet"
-    with pytest.raises(ValueError, match=r"a batch cannot be sent .* Strategy\(broadcast_batches=False"):
+    with pytest.raises(ValueError, match=r"a batch cannot be sent .* or let every rank load its own batches"):
         reader.read(lambda: [torch.ones(2), lambda: None])
     assert reader.read(lambda: "goes on") == "goes on"
 
@@ -189,7 +189,7 @@ forks_with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi
 def test_one_rank_of_a_replica_reads_and_all_have_what_each_would_have_read(kind):
     def loader(dataset, group=None, replica=1):
         plain = DataLoader(Streamed(dataset) if kind == "stream" else dataset, batch_size=4, **KINDS[kind])
-        return GlobalDataLoader(plain, replica=replica, replicas=2, seed=3, group=group)
+        return ShardedDataLoader(plain, rank=replica, num_replicas=2, seed=3, replica_group=group)
 
     alone, shared, dataset = loader(Read(14)), Read(14), Read(14)
     expected = flat([*alone, *alone])
@@ -210,11 +210,11 @@ def test_one_rank_of_a_replica_reads_and_all_have_what_each_would_have_read(kind
 @pytest.mark.ranks(2)
 def test_a_sample_that_one_rank_cannot_read_and_a_position_that_there_is_not_are_errors_of_all():
     plain = DataLoader(Read(8, wrong=5), batch_size=2)
-    loader = GlobalDataLoader(plain, replica=0, replicas=1, seed=0, group=dist.group.WORLD)
+    loader = ShardedDataLoader(plain, rank=0, num_replicas=1, seed=0, replica_group=dist.group.WORLD)
     reads = dist.get_rank() == 0
     batches = iter(loader)
     assert [next(batches)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(OSError if reads else ValueError, match="sample 5 is broken"):
         next(batches)
-    with pytest.raises(ValueError, match="lies 1 samples inside a global batch of 2"):
+    with pytest.raises(ValueError, match="is 1 samples inside a global batch of 2"):
         loader.load_state_dict({"samples": 3})

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from par_data import GlobalDataLoader, MixedRows, PackedRows
-from par_data.corpus import Corpus
-from par_data.mixture import mix
+from par_data import MixtureDataset, PackedDataset, ShardedDataLoader
+from par_data.text.corpus import Corpus
+from par_data.text.mixture import interleave
 
 
 def rows(first, number, *, context=4, packing="stream", seed=0):
@@ -27,7 +27,7 @@ def rows(first, number, *, context=4, packing="stream", seed=0):
         vocabulary=10**6,
         padding=0,
     )
-    return PackedRows(corpus, context=context, packing=packing, seed=seed)
+    return PackedDataset(corpus, context=context, packing=packing, seed=seed)
 
 
 @settings(max_examples=200)
@@ -38,9 +38,9 @@ def rows(first, number, *, context=4, packing="stream", seed=0):
 )
 def test_any_stretch_of_a_mixture_has_each_source_as_often_as_its_weight_says(weights, cuts, begin):
     number = sum(cuts)
-    source, nth = mix(weights, begin, number)
+    source, nth = interleave(weights, begin, number)
     starts = itertools.accumulate(cuts[:-1], initial=begin)
-    parts = [mix(weights, start, cut) for start, cut in zip(starts, cuts, strict=True)]
+    parts = [interleave(weights, start, cut) for start, cut in zip(starts, cuts, strict=True)]
     assert np.concatenate([each for each, _ in parts]).tolist() == source.tolist()
     assert np.concatenate([each for _, each in parts]).tolist() == nth.tolist()
     for index, weight in enumerate(weights):
@@ -53,7 +53,7 @@ def test_any_stretch_of_a_mixture_has_each_source_as_often_as_its_weight_says(we
 
 
 def test_a_mixture_begins_as_its_weights_say():
-    source, nth = mix([2, 1], 0, 6)
+    source, nth = interleave([2, 1], 0, 6)
     assert source.tolist() == [0, 0, 1, 0, 0, 1] or source.tolist() == [0, 1, 0, 0, 1, 0]
     assert nth[source == 0].tolist() == [0, 1, 2, 3]
 
@@ -61,7 +61,7 @@ def test_a_mixture_begins_as_its_weights_say():
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_without_weights_each_row_comes_once_an_epoch(packing):
     one, two = rows(0, 30, packing=packing), rows(100, 13, packing=packing, seed=1)
-    mixed = MixedRows({"one": one, "two": two})
+    mixed = MixtureDataset({"one": one, "two": two})
     for epoch in range(3):
         assert mixed.count(epoch) == one.count(epoch) + two.count(epoch)
         assert mixed.counts(epoch) == [one.count(epoch), two.count(epoch)]
@@ -79,7 +79,7 @@ def sampled(dataset, epoch):
 
 def test_with_weights_sources_go_through_their_epochs_at_their_own_pace():
     one, two = rows(0, 5, packing="whole"), rows(100, 40)
-    mixed = MixedRows({"one": one, "two": two}, {"one": 3, "two": 1})
+    mixed = MixtureDataset({"one": one, "two": two}, {"one": 3, "two": 1})
     found = [mixed[index]["input_ids"].tolist() for epoch in range(4) for index in sampled(mixed, epoch)]
     of_one = [each for each in found if each[0] < 100]
     of_two = [each for each in found if each[0] >= 100]
@@ -91,11 +91,11 @@ def test_with_weights_sources_go_through_their_epochs_at_their_own_pace():
 
 
 def test_a_run_goes_on_with_other_ranks_and_workers_at_the_row_that_comes_next():
-    mixed = MixedRows({"one": rows(0, 30, packing="whole"), "two": rows(100, 11)}, {"one": 1, "two": 2.5})
+    mixed = MixtureDataset({"one": rows(0, 30, packing="whole"), "two": rows(100, 11)}, {"one": 1, "two": 2.5})
 
     def loader(replica=0, replicas=1, workers=0):
         plain = DataLoader(mixed, batch_size=12, sampler=mixed.sampler, drop_last=True, num_workers=workers)
-        return GlobalDataLoader(plain, replica=replica, replicas=replicas, seed=3)
+        return ShardedDataLoader(plain, rank=replica, num_replicas=replicas, seed=3)
 
     def batches(some, number):
         found = []
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_other_ranks_and_workers_at_the_row_that_comes_next()
 
 
 def test_a_worker_gets_no_table_of_an_epoch():
-    mixed = MixedRows({"one": rows(0, 30)}, {"one": 1})
+    mixed = MixtureDataset({"one": rows(0, 30)}, {"one": 1})
     before, size = mixed[0, 3], len(pickle.dumps(mixed))
     assert size == len(pickle.dumps(pickle.loads(pickle.dumps(mixed))))
     assert pickle.loads(pickle.dumps(mixed))[0, 3]["input_ids"].tolist() == before["input_ids"].tolist()
@@ -122,12 +122,16 @@ def test_a_worker_gets_no_table_of_an_epoch():
 def test_what_is_no_mixture_is_refused():
     one, two = rows(0, 5), rows(0, 5, context=8)
     for sources, weights, words in (
-        ({}, None, r"sources is \{\}; give rows of one source at least"),
-        ({"one": one, "two": two}, None, r"rows have \{'one': 4, 'two': 8\} tokens; give all sources the same context"),
-        ({"one": one}, {"two": 1}, "there is a weight of 'two', which is no source; sources are one"),
-        ({"one": one}, {"one": 0}, "the weight of 'one' is 0; give a number above 0, or leave the source out"),
-        ({"one": one}, {"one": float("nan")}, "the weight of 'one' is nan; give a number above 0"),
-        ({"one": one, "two": one}, {"one": 1}, "the source 'two' has no weight; give one, or none to all"),
+        ({}, None, r"sources=\{\}: there must be at least one"),
+        (
+            {"one": one, "two": two},
+            None,
+            r"sources have sequences of \{'one': 4, 'two': 8\} tokens: .*; use one context",
+        ),
+        ({"one": one}, {"two": 1}, "weights has 'two', which is not a source; use the names one"),
+        ({"one": one}, {"one": 0}, r"weights\['one'\]=0: it must be above 0; set another, or remove the source"),
+        ({"one": one}, {"one": float("nan")}, r"weights\['one'\]=nan: it must be above 0"),
+        ({"one": one, "two": one}, {"one": 1}, "weights has no 'two': every source needs a weight"),
     ):
         with pytest.raises(ValueError, match=words):
-            MixedRows(sources, weights)
+            MixtureDataset(sources, weights)

@@ -1,4 +1,4 @@
-"""Random numbers of one's own, beside those of the program: torch's on the CPU, `random` and numpy's."""
+"""Random streams that are separate from the program's: torch's generator on the CPU, `random` and NumPy's."""
 
 import hashlib
 import random
@@ -13,15 +13,15 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 _T = TypeVar("_T")
 
 
-class Draws:
-    """Random numbers of their own: while they are entered, the program's generators continue a state of theirs.
+class RandomStream:
+    """A separate state of all random generators: while it is entered, the program's generators draw from it.
 
     Args:
-        key: What they are a function of.
-        states: A state to continue instead, as `random_states` returns it.
+        key: Seed of the stream; equal keys give equal numbers.
+        states: A state to continue instead of the key, as `get_random_states` returns it.
 
     Attributes:
-        is_entered: Whether the program's generators continue them now.
+        is_entered: Whether the program's generators draw from this stream now.
     """
 
     def __init__(self, key: tuple[int, ...] = (), *, states: Any = None) -> None:
@@ -30,23 +30,24 @@ class Draws:
         self.is_entered = False
 
     def enter(self) -> None:
-        """Exchanges the state of the program's generators for these draws'."""
-        self._outer, self.is_entered = random_states(), True
+        """Exchange the state of the program's generators for the state of this stream."""
+        self._outer, self.is_entered = get_random_states(), True
         if self._own is not None:
             _set_random_states(self._own)
             return
-        set_bit_generator(np.random.MT19937())  # numpy's state takes long to copy; its holder is swapped
+        # Copying NumPy's state takes long, so the object that holds the state is exchanged instead.
+        set_bit_generator(np.random.MT19937())
         seed_generators(self._key)
 
     def leave(self) -> None:
-        """Puts the program's own state back; does nothing outside of these draws."""
+        """Restore the program's own state; do nothing if this stream is not entered."""
         if self.is_entered:
-            self._own, self.is_entered = random_states(), False
+            self._own, self.is_entered = get_random_states(), False
             _set_random_states(self._outer)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context inside of which the program's generators continue these draws."""
+        """Enter this stream for the body of a `with` statement."""
         self.enter()
         try:
             yield
@@ -54,7 +55,7 @@ class Draws:
             self.leave()
 
     def skip(self, count: int) -> None:
-        """Draws some numbers from each generator, so that what follows is another sequence."""
+        """Draw and discard some numbers from each generator, so that a different sequence follows."""
         with self.entered():
             for _ in range(count):
                 torch.empty((), dtype=torch.int64).random_()
@@ -63,11 +64,11 @@ class Draws:
 
     @property
     def states(self) -> Any:
-        """The state that they continue, as `random_states` returns it; None: none was entered."""
+        """The current state of this stream, as `get_random_states` returns it; None before the first `enter`."""
         return self._own
 
     def iterate(self, items: Iterable[_T]) -> Iterator[_T]:
-        """Iterates with these draws; what comes between two items draws the program's own."""
+        """Iterate with this stream; code between two items draws from the program's own state."""
         iterator = None
         while True:
             with self.entered():
@@ -81,13 +82,13 @@ class Draws:
 _END = object()
 
 
-def aside(items: Iterable[_T], key: tuple[int, ...]) -> Iterator[_T]:
-    """Iterates with random numbers of its own, a function of the key; the program's go on as if nothing had been."""
-    return Draws(key).iterate(items)
+def iterate_seeded(items: Iterable[_T], key: tuple[int, ...]) -> Iterator[_T]:
+    """Iterate with a new random stream; the program's generators continue as if nothing had been drawn."""
+    return RandomStream(key).iterate(items)
 
 
-def random_states() -> tuple[torch.Tensor, Any, Any]:
-    """The state of torch's generator on the CPU, that of `random`, and the holder of numpy's."""
+def get_random_states() -> tuple[torch.Tensor, Any, Any]:
+    """Return the state of torch's CPU generator, the state of `random`, and the object that holds NumPy's state."""
     return torch.get_rng_state(), random.getstate(), get_bit_generator()
 
 
@@ -98,13 +99,13 @@ def _set_random_states(states: tuple[torch.Tensor, Any, Any]) -> None:
 
 
 def seed_generators(key: tuple[int, ...]) -> None:
-    """Seeds this process's generators on the CPU; `torch.manual_seed` would touch those of GPUs, too."""
-    number = seed_number(*key)
-    torch.default_generator.manual_seed(number)
+    """Seed the generators of this process on the CPU."""
+    number = derive_seed(*key)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed would also reseed the GPUs' generators
     random.seed(number)
     np.random.seed(number % 2**32)
 
 
-def seed_number(*key: int | str) -> int:
-    """A seed of 63 bits; keys that are near each other give numbers that are not."""
+def derive_seed(*key: int | str) -> int:
+    """Hash a key to a seed of 63 bits, so that similar keys give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1

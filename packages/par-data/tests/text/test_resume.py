@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_data import GlobalDataLoader, MixedRows, PackedRows, open_corpus, read_corpus
+from par_data import MixtureDataset, PackedDataset, ShardedDataLoader, open_corpus, read_corpus
 from par_testing import storm
 
 BATCH, CONTEXT = 12, 48
@@ -18,23 +18,23 @@ def lines(path):
 
 
 def make_text(tiny, folder, **options):
-    return PackedRows(read_corpus(tiny[1]["text"], tiny[0], folder), context=CONTEXT, **options)
+    return PackedDataset(read_corpus(tiny[1]["text"], tiny[0], folder), context=CONTEXT, **options)
 
 
 def make_jsonl(tiny, folder, **options):
-    return PackedRows(read_corpus(tiny[1]["jsonl"], tiny[0], folder), context=CONTEXT, **options)
+    return PackedDataset(read_corpus(tiny[1]["jsonl"], tiny[0], folder), context=CONTEXT, **options)
 
 
 def make_parquet(tiny, folder):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pa.table({"text": lines(tiny[1]["jsonl"])}), folder / "c.parquet", row_group_size=7)
-    return PackedRows(read_corpus(folder / "c.parquet", tiny[0], folder), context=CONTEXT)
+    return PackedDataset(read_corpus(folder / "c.parquet", tiny[0], folder), context=CONTEXT)
 
 
 def make_tokens(tiny, folder):
     """What another run has written, mapped as it is."""
     place = read_corpus(tiny[1]["text"], tiny[0], folder).path
-    return PackedRows(open_corpus(place), context=CONTEXT)
+    return PackedDataset(open_corpus(place), context=CONTEXT)
 
 
 def make_stream(tiny, folder):
@@ -42,7 +42,7 @@ def make_stream(tiny, folder):
 
 
 def make_mixture(tiny, folder):
-    return MixedRows({"text": make_text(tiny, folder), "jsonl": make_jsonl(tiny, folder)}, {"text": 2, "jsonl": 1})
+    return MixtureDataset({"text": make_text(tiny, folder), "jsonl": make_jsonl(tiny, folder)}, {"text": 2, "jsonl": 1})
 
 
 KINDS = [
@@ -53,7 +53,7 @@ KINDS = [
 
 def parts(rows, replicas):
     plain = DataLoader(rows, batch_size=BATCH, sampler=rows.sampler, drop_last=True)
-    return [GlobalDataLoader(plain, replica=each, replicas=replicas, seed=4) for each in range(replicas)]
+    return [ShardedDataLoader(plain, rank=each, num_replicas=replicas, seed=4) for each in range(replicas)]
 
 
 def taken(loaders, count):
@@ -93,18 +93,20 @@ def test_other_data_than_the_position_was_saved_of_are_refused(tiny, tmp_path):
     longer.write_text(Path(tiny[1]["text"]).read_text() + "one more line\n")
     corpus, more = (read_corpus(path, tiny[0], tmp_path) for path in (tiny[1]["text"], longer))
     for rows in (
-        PackedRows(more, context=CONTEXT),
-        PackedRows(corpus, context=CONTEXT - 1),
-        PackedRows(corpus, context=CONTEXT, packing="stream"),
-        PackedRows(corpus, context=CONTEXT, seed=1),
-        PackedRows(corpus, context=CONTEXT, documents=range(1, len(corpus))),
-        MixedRows({"text": PackedRows(corpus, context=CONTEXT)}),
+        PackedDataset(more, context=CONTEXT),
+        PackedDataset(corpus, context=CONTEXT - 1),
+        PackedDataset(corpus, context=CONTEXT, packing="stream"),
+        PackedDataset(corpus, context=CONTEXT, seed=1),
+        PackedDataset(corpus, context=CONTEXT, documents=range(1, len(corpus))),
+        MixtureDataset({"text": PackedDataset(corpus, context=CONTEXT)}),
     ):
         [other] = parts(rows, 1)
-        with pytest.raises(ValueError, match=r"Rows has other rows than those that the position was saved of; bring"):
+        with pytest.raises(
+            ValueError, match=r"Dataset has other samples than the dataset of the saved position; restore"
+        ):
             other.load_state_dict(state)
         assert other.samples == 0
-    [same] = parts(PackedRows(corpus, context=CONTEXT), 1)
+    [same] = parts(PackedDataset(corpus, context=CONTEXT), 1)
     same.load_state_dict(state)
     same.load_state_dict({"samples": BATCH})  # of a loader that knew no digest
     assert same.samples == BATCH
@@ -117,8 +119,8 @@ def test_a_stateful_loader_of_torchdata_is_taken_as_it_is(options):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
     def batches(kind, state=None):
-        loader = GlobalDataLoader(
-            kind(TensorDataset(torch.arange(31)), batch_size=6, **options), replica=0, replicas=1, seed=2
+        loader = ShardedDataLoader(
+            kind(TensorDataset(torch.arange(31)), batch_size=6, **options), rank=0, num_replicas=1, seed=2
         )
         loader.load_state_dict(state or {"samples": 0})
         return [batch.tolist() for [batch] in [*loader, *loader]]

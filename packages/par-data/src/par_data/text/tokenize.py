@@ -1,4 +1,4 @@
-"""Lines and rows of files to the tokens of documents, by a tokenizer of transformers."""
+"""Records of files to documents of tokens, with a Hugging Face tokenizer."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ _BATCH = 1000
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-_OF_TOKENIZER = (
+_TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -32,29 +32,36 @@ _OF_TOKENIZER = (
 
 
 class Document(NamedTuple):
-    """A document's tokens, and for each whether it is a target; None: all are."""
+    """The tokens of a document.
+
+    Args:
+        tokens: The token ids.
+        trained: For each token 1 if it is a target, else 0. None: all tokens are targets.
+    """
 
     tokens: Sequence[int]
     trained: Sequence[int] | None
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a tokenizer, by name.
+def find_tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer, sorted by name.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The folder has none.
     """
-    found = {path for pattern in _OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    found = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
     if not found:
-        raise ValueError(f"{str(folder)!r} holds no tokenizer; give the folder of a Hugging Face model or tokenizer")
+        raise ValueError(
+            f"tokenizer={str(folder)!r} holds no tokenizer; use the folder of a Hugging Face model or tokenizer"
+        )
     return sorted(found)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder. No network is asked.
+    """Load the tokenizer of a folder, without network access.
 
     Raises:
-        ValueError: transformers is not installed, or it cannot open the folder.
+        ValueError: transformers is not installed, or cannot load the folder.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -62,31 +69,31 @@ def load_tokenizer(folder: Path) -> Any:
         if error.name != "transformers":
             raise
         raise ValueError(
-            f"opening the tokenizer in {str(folder)!r} needs transformers; pip install transformers jinja2"
+            f"the tokenizer in {str(folder)!r} needs transformers; pip install transformers jinja2"
         ) from None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"transformers cannot open the tokenizer in {str(folder)!r}: {error}; mend the folder"
+            f"transformers cannot load the tokenizer in {str(folder)!r} ({error}); repair the folder"
         ) from error
 
 
 def documents_of(
     paths: Sequence[Path], tokenizer: Any, format_: str, field: str, template: str | None, progress: bool | None
 ) -> Iterator[Document]:
-    """The documents of files, line by line or row by row.
+    """Tokenize the documents of files, line by line or row by row.
 
     Args:
         paths: The files.
-        tokenizer: A tokenizer of transformers.
+        tokenizer: A Hugging Face tokenizer.
         format_: "text", "jsonl" or "chat".
         field: The key of the text in an object or a row.
-        template: The chat template; None: the tokenizer's own.
-        progress: Whether to show a bar; None: where stderr is a terminal.
+        template: The chat template. None: the tokenizer's own.
+        progress: Whether to show a progress bar. None: only if stderr is a terminal.
 
     Raises:
-        ValueError: A line or row that holds something else, or a chat template that does not say what the model says.
+        ValueError: A line or row with another content, or a chat template that does not mark the assistant's tokens.
     """
     if format_ == "chat":
         template = check_template(tokenizer, template)
@@ -102,7 +109,7 @@ def documents_of(
 
 
 def _records(path: Path, format_: str, field: str, advance: Callable[[int], object]) -> Iterator[Record]:
-    """What a file's lines or rows hold: texts or conversations."""
+    """Iterate over the texts or conversations of a file."""
     if format_ == "text":
         return lines_of(path, lambda line: line, advance)
     column, of_object = (field, partial(text_of, field=field)) if format_ == "jsonl" else ("messages", messages_of)
@@ -112,74 +119,74 @@ def _records(path: Path, format_: str, field: str, advance: Callable[[int], obje
 
 
 def check_template(tokenizer: Any, template: str | None) -> str:
-    """The template for conversations: one whose tag says which tokens are the assistant's.
+    """Return the chat template: the given one, else the tokenizer's.
 
     Raises:
-        ValueError: There is none, or it has no such tag.
+        ValueError: There is none, or it does not mark which tokens are the assistant's.
     """
     template = template or tokenizer.chat_template
     if not isinstance(template, str):
         raise ValueError(
-            f"the tokenizer has {'several chat templates' if template else 'no chat template'}; give one file"
+            f"the tokenizer has {'several chat templates' if template else 'no chat template'}; set template to a file"
         )
     if _TAG.search(template) is None:
         raise ValueError(
-            "the chat template does not say which part is the assistant's, so there is nothing to train on; in a "
-            "template of your own write {% generation %} before what the assistant says and {% endgeneration %} behind"
+            "the chat template does not mark the assistant's part, so there are no targets; in a template of your own, "
+            "write {% generation %} before the assistant's content and {% endgeneration %} after it"
         )
     return template
 
 
 def text_of(value: Mapping[str, Any], field: str) -> str:
-    """The text in an object.
+    """Return the text in an object.
 
     Raises:
-        ValueError: What is wrong with it.
+        ValueError: The object has no such text. The message continues a sentence about the record.
     """
     if field not in value:
         raise ValueError(
-            f"has no {field!r}, only {', '.join(map(repr, value)) or 'nothing'}; name the field of the text"
+            f"has no {field!r}, only {', '.join(map(repr, value)) or 'nothing'}; set field to the key of the text"
         )
     text = value[field]
     if not isinstance(text, str):
-        raise ValueError(f"has {text!r:.60} under {field!r}; give a text")
+        raise ValueError(f"has {text!r:.60} under {field!r}; use a string")
     return text
 
 
 def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation in an object.
+    """Return the conversation in an object.
 
     Raises:
-        ValueError: What is wrong with it.
+        ValueError: The object has no such conversation. The message continues a sentence about the record.
     """
     messages = value.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"has {messages!r:.60} under 'messages'; give a list with at least one message")
+        raise ValueError(f"has {messages!r:.60} under 'messages'; use a list with at least one message")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"has {message!r:.60} as message {number}; give an object with 'role' and 'content'")
+            raise ValueError(f"has {message!r:.60} as message {number}; use an object with 'role' and 'content'")
         if not isinstance(message.get("content"), str):
-            raise ValueError(f"has {message.get('content')!r:.60} as the content of message {number}; give a text")
+            raise ValueError(f"has {message.get('content')!r:.60} as the content of message {number}; use a string")
     return messages
 
 
 def object_of(line: str) -> dict[str, Any]:
-    """The object of JSON in a line.
+    """Parse the JSON object in a line.
 
     Raises:
-        ValueError: What is wrong with the line.
+        ValueError: The line holds no JSON object. The message continues a sentence about the record.
     """
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"is no JSON ({error}); write one object a line") from None
+        raise ValueError(f"is not JSON ({error}); write one object per line") from None
     if not isinstance(value, dict):
-        raise ValueError(f"is {value!r:.60}, not a JSON object; write one object a line")
+        raise ValueError(f"is {value!r:.60}, not a JSON object; write one object per line")
     return value
 
 
 def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
-    """Texts as documents, each with the token that ends one, if there is such a token."""
+    """Tokenize texts, and append the end-of-text token to each if the tokenizer has one and did not append it."""
     end = tokenizer.eos_token_id
     for tokens in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
         ends = end is None or (len(tokens) > 0 and tokens[-1] == end)
@@ -187,7 +194,7 @@ def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
 
 
 def _chats(tokenizer: Any, template: str | None, records: Sequence[Record]) -> Iterator[Document]:
-    """Conversations as documents; where the template refuses one, its place is named."""
+    """Tokenize conversations; an error of the chat template names the location of the conversation."""
 
     def encode(some: Sequence[Record]) -> Any:
         return tokenizer.apply_chat_template(
@@ -201,14 +208,14 @@ def _chats(tokenizer: Any, template: str | None, records: Sequence[Record]) -> I
 
     try:
         encoded = [encode(records)]
-    except Exception:  # a template may refuse in any way; it is asked again, one by one
+    except Exception:  # a template may raise anything; one at a time, the failing conversation is found
         encoded = []
         for record in records:
             try:
                 encoded.append(encode([record]))
             except Exception as error:
                 raise ValueError(
-                    f"{record.place} is refused by the chat template ({error}); mend the conversation"
+                    f"{record.location} is rejected by the chat template ({error}); correct the conversation"
                 ) from error
     for batch in encoded:
         for tokens, trained in zip(batch["input_ids"], batch["assistant_masks"], strict=True):

@@ -9,8 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_data import GlobalDataLoader
-from par_data.place import placed
+from par_data import ShardedDataLoader, move_to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["first", "second"])
@@ -58,7 +57,7 @@ def test_tensors_in_containers_are_moved_and_the_rest_stays():
         "sample": Sample(ids, "name"),
         "graph": Graph(),
     }
-    found = placed(batch, "meta")
+    found = move_to_device(batch, "meta")
     assert (found["x"][0].device, found["x"][0].dtype, found["x"][0].shape) == (META, torch.int64, (3,))
     assert found["x"][1:] == [None, "text", torch.Tensor]
     assert (type(found["pair"]), found["pair"].first.device, found["pair"].second) == (Pair, META, 3)
@@ -72,18 +71,20 @@ def test_tensors_in_containers_are_moved_and_the_rest_stays():
 
 def test_packed_sequences_move_as_torch_moves_them():
     packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
-    found = placed(packed, META)
+    found = move_to_device(packed, META)
     assert (found.data.device, found.batch_sizes.device) == (META, torch.device("cpu"))
 
 
-def test_what_does_not_give_itself_is_refused():
-    with pytest.raises(TypeError, match=r"to\('meta'\) of a Graph in a batch gave a NoneType; make it give the Graph"):
-        placed([Graph(moves=False)], META)
+def test_to_that_returns_another_class_raises():
+    with pytest.raises(
+        TypeError, match=r"to\('meta'\) of a Graph in a batch returned a NoneType: it must return a Graph"
+    ):
+        move_to_device([Graph(moves=False)], META)
 
 
 def test_nothing_is_touched_on_the_cpu():
     batch = {"x": torch.arange(3), "graph": Graph(moves=False)}
-    assert placed(batch, torch.device("cpu")) is batch
+    assert move_to_device(batch, torch.device("cpu")) is batch
 
 
 class Counts:
@@ -95,13 +96,13 @@ class Counts:
 
 def test_object_whose_to_returns_itself_stays_the_same_object():
     counts = Counts()
-    ids, same = placed((torch.zeros(2, 4), counts), "meta")
+    ids, same = move_to_device((torch.zeros(2, 4), counts), "meta")
     assert ids.is_meta
     assert same is counts
 
 
 def test_loader_moves_its_batches_to_its_device():
     loader = DataLoader(TensorDataset(torch.randn(6, 3), torch.ones(6, 2)), batch_size=2)
-    data = GlobalDataLoader(loader, replica=0, replicas=1, seed=0)
+    data = ShardedDataLoader(loader, rank=0, num_replicas=1, seed=0)
     data.device = META
     assert [[each.device for each in batch] for batch in data] == [[META, META]] * 3

@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from par_data.loader import GlobalDataLoader
+from par_data import ShardedDataLoader
 
 
 class Numbers(Dataset):
@@ -90,7 +90,7 @@ class Noisy(Dataset):
 
 
 def parts(loader, replicas, seed=0):
-    return [GlobalDataLoader(loader, replica=each, replicas=replicas, seed=seed) for each in range(replicas)]
+    return [ShardedDataLoader(loader, rank=each, num_replicas=replicas, seed=seed) for each in range(replicas)]
 
 
 def take(loader, count):
@@ -121,7 +121,7 @@ def test_one_replica_in_order_gets_what_the_plain_loader_gives():
     dataset = TensorDataset(torch.arange(17), torch.arange(34.0).view(17, 2))
     for options in ({}, {"drop_last": True}, {"num_workers": 2}, {"collate_fn": lambda samples: {"all": samples}}):
         plain = DataLoader(dataset, batch_size=4, **options)
-        ours = GlobalDataLoader(plain, replica=0, replicas=1, seed=0)
+        ours = ShardedDataLoader(plain, rank=0, num_replicas=1, seed=0)
         assert len(ours) == len(plain)
         assert (ours.dataset, ours.batch_size) == (dataset, 4)
         for epoch in range(2):
@@ -221,7 +221,7 @@ def test_a_run_goes_on_under_another_number_of_replicas(kind, workers):
 
 
 def test_a_loop_gives_the_rest_of_the_epoch():
-    loader = GlobalDataLoader(DataLoader(Numbers(9), batch_size=3), replica=0, replicas=1, seed=0)
+    loader = ShardedDataLoader(DataLoader(Numbers(9), batch_size=3), rank=0, num_replicas=1, seed=0)
     firsts = []
     for batch in loader:
         firsts.append(int(batch["number"][0]))
@@ -236,14 +236,14 @@ def test_a_loop_gives_the_rest_of_the_epoch():
 
 
 def test_nested_loops_over_one_loader_end():
-    loader = GlobalDataLoader(DataLoader(Numbers(9), batch_size=3), replica=0, replicas=1, seed=0)
+    loader = ShardedDataLoader(DataLoader(Numbers(9), batch_size=3), rank=0, num_replicas=1, seed=0)
     assert sum(1 for _ in loader for _ in loader) == 2
     assert loader.epoch == 1
 
 
 def test_a_position_between_epochs_begins_the_next():
     for dataset in (Numbers(6), Stream(6)):
-        loader = GlobalDataLoader(DataLoader(dataset, batch_size=3), replica=0, replicas=1, seed=0)
+        loader = ShardedDataLoader(DataLoader(dataset, batch_size=3), rank=0, num_replicas=1, seed=0)
         loader.load_state_dict({"samples": 12})
         assert loader.epoch == 2
         assert take(loader, 2) == [[0, 1, 2], [3, 4, 5]]
@@ -252,10 +252,10 @@ def test_a_position_between_epochs_begins_the_next():
 @pytest.mark.parametrize("dataset", [Noisy(), Subset(Noisy(), range(12))], ids=["one by one", "at once"])
 def test_random_numbers_of_a_dataset_are_those_of_its_samples(dataset):
     def loader(workers=0):
-        return GlobalDataLoader(
+        return ShardedDataLoader(
             DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers, collate_fn=noisy_collate),
-            replica=1,
-            replicas=2,
+            rank=1,
+            num_replicas=2,
             seed=3,
         )
 
@@ -279,7 +279,7 @@ def test_random_numbers_of_the_program_go_on_as_if_nothing_had_been_loaded():
         return torch.rand(()).item(), random.random(), np.random.rand()
 
     for dataset, shuffle in ((Noisy(), True), (Stream(12), None)):
-        loader = GlobalDataLoader(DataLoader(dataset, batch_size=4, shuffle=shuffle), replica=0, replicas=1, seed=3)
+        loader = ShardedDataLoader(DataLoader(dataset, batch_size=4, shuffle=shuffle), rank=0, num_replicas=1, seed=3)
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         expected = [draws() for _ in range(3)]
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -304,7 +304,7 @@ def test_workers_start_with_the_dataset_of_the_user_and_stay():
     plain = DataLoader(
         Opened(), batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=3, worker_init_fn=open_file
     )
-    loader = GlobalDataLoader(plain, replica=1, replicas=2, seed=0)
+    loader = ShardedDataLoader(plain, rank=1, num_replicas=2, seed=0)
     for _ in range(2):
         assert [batch.tolist() for batch in loader] == [[[2, 7, 7], [3, 7, 7]], [[6, 7, 7], [7, 7, 7]]]
     loader.load_state_dict({"samples": 4})
@@ -324,7 +324,7 @@ def test_a_stream_is_told_the_epoch_and_its_random_numbers_are_alike_on_all_rank
                 yield self.epoch + random.random()
 
     loaders = parts(DataLoader(Drawn(), batch_size=4), 2)
-    expected = take(GlobalDataLoader(DataLoader(Drawn(), batch_size=4), replica=0, replicas=1, seed=0), 6)
+    expected = take(ShardedDataLoader(DataLoader(Drawn(), batch_size=4), rank=0, num_replicas=1, seed=0), 6)
     assert joined(loaders, 6) == expected
     assert [int(batch[0]) for batch in expected] == [0, 0, 1, 1, 2, 2]
     with pytest.raises(TypeError, match="has no len"):
@@ -334,10 +334,10 @@ def test_a_stream_is_told_the_epoch_and_its_random_numbers_are_alike_on_all_rank
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 5}, ["batch_size 5 does not divide by 2 replicas", "use 4"]),
-        ({"batch_size": 1}, ["batch_size 1 does not divide by 2 replicas", "use 2"]),
-        ({"batch_size": 6}, ["a global batch has 1 samples", "2 replicas", "drop_last=True"]),
-        ({"batch_size": None}, ["batch_size=None", "let it batch"]),
+        ({"batch_size": 5}, ["batch_size=5", "num_replicas=2 must divide it", "use batch_size=4"]),
+        ({"batch_size": 1}, ["batch_size=1", "num_replicas=2 must divide it", "use batch_size=2"]),
+        ({"batch_size": 6}, ["a global batch has 1 samples", "num_replicas=2", "drop_last=True"]),
+        ({"batch_size": None}, ["batch_size=None", "set a batch_size"]),
         (
             {"batch_size": 2, "sampler": DistributedSampler(Numbers(13), num_replicas=2, rank=0)},
             ["DistributedSampler", "shuffle=True"],
@@ -348,40 +348,40 @@ def test_a_stream_is_told_the_epoch_and_its_random_numbers_are_alike_on_all_rank
         ),
     ],
 )
-def test_batches_that_cannot_be_shared_are_refused_at_once(options, words):
+def test_constructor_rejects_batches_that_cannot_be_sharded(options, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are below
         parts(DataLoader(Numbers(13), **options), 2)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_small_batch_of_a_stream_or_a_batch_sampler_is_refused_on_all_ranks():
+def test_batch_with_fewer_samples_than_ranks_raises_on_all():
     for loader in (DataLoader(Stream(7), batch_size=3), DataLoader(Numbers(10), batch_sampler=Buckets())):
         for each in parts(loader, 3):
-            with pytest.raises(ValueError, match=r"a global batch has [12] samples, fewer than the 3 replicas"):
+            with pytest.raises(ValueError, match=r"a global batch has [12] samples, fewer than num_replicas=3"):
                 take(each, 4)
 
 
 @pytest.mark.parametrize(
     ("count", "samples", "words"),
     [
-        (9, 4, "lies 1 samples inside a global batch of 3"),
-        (9, -3, "the position is -3 samples"),
-        (9, 2.5, "the position is 2.5 samples"),
-        (0, 3, "the position is 3 samples on, but epoch 0 has no batch"),
+        (9, 4, "is 1 samples inside a global batch of 3"),
+        (9, -3, "samples=-3 in the saved position"),
+        (9, 2.5, "samples=2.5 in the saved position"),
+        (0, 3, "the position is 3 samples further on, but epoch 0 has no batch"),
     ],
 )
-def test_a_position_that_there_is_not_is_refused(count, samples, words):
+def test_load_state_dict_rejects_an_impossible_position(count, samples, words):
     for dataset in (Numbers(count), Stream(count)):
-        loader = GlobalDataLoader(DataLoader(dataset, batch_size=3), replica=0, replicas=1, seed=0)
+        loader = ShardedDataLoader(DataLoader(dataset, batch_size=3), rank=0, num_replicas=1, seed=0)
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict({"samples": samples})
 
 
-def test_what_is_no_dataloader_is_refused():
-    with pytest.raises(TypeError, match="the dataloader is a list"):
-        GlobalDataLoader([1, 2], replica=0, replicas=1, seed=0)
-    with pytest.raises(ValueError, match="replica is 2 of 2"):
-        GlobalDataLoader(DataLoader(Numbers(4)), replica=2, replicas=2, seed=0)
+def test_constructor_rejects_a_list_and_a_rank_out_of_range():
+    with pytest.raises(TypeError, match="loader is a list"):
+        ShardedDataLoader([1, 2], rank=0, num_replicas=1, seed=0)
+    with pytest.raises(ValueError, match="rank=2, num_replicas=2"):
+        ShardedDataLoader(DataLoader(Numbers(4)), rank=2, num_replicas=2, seed=0)
 
 
 class OwnGenerator(Sampler):

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_data import packing as module
-from par_data.packing import pack
+from par_data.text import packing as module
+from par_data.text.packing import pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60).map(lambda lengths: np.array(lengths, np.int64))
 PACKINGS = st.sampled_from(["whole", "stream"])
@@ -13,9 +13,9 @@ PACKINGS = st.sampled_from(["whole", "stream"])
 def parts_of(pieces):
     """What lies in each row: number of the document, first token and number of tokens of each part."""
     rows = []
-    for row in range(pieces.rows):
-        one = pieces.of(row)
-        assert one.rows == 1
+    for row in range(len(pieces)):
+        one = pieces.sequence(row)
+        assert len(one) == 1
         rows.append(list(zip(one.document.tolist(), one.begin.tolist(), one.length.tolist(), strict=True)))
     return rows
 
@@ -101,5 +101,5 @@ def test_windows_are_packed_one_after_the_other(lengths, context, window):
 def test_nothing_fills_no_row():
     for packing in ("whole", "stream"):
         for lengths in ([], [0, 0]):
-            assert pack(np.array(lengths, np.int64), context=4, packing=packing, seed=0, epoch=0).rows == 0
-    assert pack(np.array([3]), context=4, packing="stream", seed=0, epoch=0).rows == 0
+            assert len(pack(np.array(lengths, np.int64), context=4, packing=packing, seed=0, epoch=0)) == 0
+    assert len(pack(np.array([3]), context=4, packing="stream", seed=0, epoch=0)) == 0
