@@ -29,11 +29,10 @@ def make_loop(marker):
     """A train loop, as a closure: workers do not find the modules of tests."""
     model, data = make_model(), [row["input_ids"] for row in rows()]
 
-    def loop(config):
-        strategy = adapter.strategy()
+    def loop(strategy, config):
         parts = strategy.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         rank, ranks = strategy.groups.rank("data"), strategy.groups.size("data")
-        for step in range(adapter.resume() or 0, STEPS):
+        for step in range(adapter.resume(strategy) or 0, STEPS):
             if step == 3 and torch.distributed.get_rank() == 1 and not marker.exists():
                 marker.touch()
                 os._exit(1)
@@ -44,7 +43,7 @@ def make_loop(marker):
             parts[1].zero_grad()
             mean = loss.detach() / ranks
             torch.distributed.all_reduce(mean, group=strategy.groups["data"])
-            adapter.report({"loss": mean.item(), "step": step}, step=step + 1)
+            adapter.report(strategy, {"loss": mean.item(), "step": step}, step=step + 1)
 
     return loop
 
@@ -63,11 +62,10 @@ def expected():
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's own processes and sockets
 @pytest.mark.usefixtures("cluster")
-def test_a_lost_worker_is_replaced_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_lost_worker_is_replaced_and_the_run_resumes(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     result = ray.train.torch.TorchTrainer(
-        make_loop(Path(tmp_path / "died")),
-        torch_config=adapter.ParConfig(strategy={"zero": 3}),
+        adapter.with_strategy(make_loop(Path(tmp_path / "died")), zero=3),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             name="run",
@@ -82,8 +80,3 @@ def test_a_lost_worker_is_replaced_and_the_run_goes_on(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         f"checkpoint-{step:08d}" for step in (STEPS - 1, STEPS)
     ]
-
-
-def test_it_wants_a_loop():
-    with pytest.raises(RuntimeError, match="outside of a train loop; give TorchTrainer torch_config=ParConfig"):
-        adapter.strategy()
