@@ -13,6 +13,7 @@ import torch.distributed as dist
 from par_checkpoint import CheckpointError, Checkpoints, Format, Transfer, latest, load, read_tensor, save, verify
 from par_checkpoint import _save as saving
 from par_checkpoint.transfer import ranks as transfer
+from par_checkpoint.transfer.background import BackgroundTask
 from par_checkpoint.transfer.sessions import session_of
 
 
@@ -77,6 +78,19 @@ def test_saves_of_threads_each_hold_their_own_values(tmp_path, copy):
     assert in_threads(saves, (1, 2, 3)) == {1: "whole", 2: "whole", 3: "whole"}
 
 
+def test_save_of_a_thread_waits_for_writes_that_have_started(monkeypatch, tmp_path):
+    start = BackgroundTask.start
+
+    def start_late(task, work):
+        found = in_threads(lambda name: save(tmp_path / name, model={"w": torch.ones(3)}).done(), ("other",))
+        assert found == {"other": True}
+        start(task, work)
+
+    monkeypatch.setattr(BackgroundTask, "start", start_late)
+    save(tmp_path / "late", model={"w": torch.ones(3)}, async_=True).wait()
+    assert verify(tmp_path / "late") == verify(tmp_path / "other") == []
+
+
 def test_threads_share_a_plan_whose_tensors_are_many(tmp_path):
     def saves(value):
         model = {f"{number}": torch.full((number + 1, 3), float(value)) for number in range(100)}
@@ -98,7 +112,7 @@ def test_a_failed_save_of_a_thread_is_raised_in_that_thread(tmp_path):
             return "saved"
         with mock.patch.object(saving, "commit", side_effect=OSError("no disk")):
             handle = save(tmp_path / "fails", model={"w": torch.ones(3)}, async_=True)
-            handle._join()
+            handle._tasks[0].join()
         began.set()
         saved.wait(60)
         return handle.wait()

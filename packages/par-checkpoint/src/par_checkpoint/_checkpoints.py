@@ -235,12 +235,18 @@ class Checkpoints:
             tiers=self.tiers,
         )
         with self._calling("save", timeout_of(transfer)) as session:
-            if handle._tiers_thread() is not None:
+            is_copied = self._copies is not None or len(self._roots) > 1
+            if is_copied:
                 self._newest = step
-                handle._at_last(partial(self._prune, step, session.beside))
-            elif any(count is not None for count in self._keep_last):
-                # A save in the background removes old steps there, too: the trainer waits for neither.
-                among = session.background if session.runs(handle) else session.ranks
+            if any(count is not None for count in self._keep_last):
+                # Old steps go in the thread that ends the save, so that the trainer does not wait for it. Each kind of
+                # thread has a communicator of its own, as ranks find each other's messages by their order only.
+                if is_copied:
+                    among = session.beside
+                elif any(session.runs(task) for task in handle._tasks):
+                    among = session.background
+                else:
+                    among = session.ranks
                 handle._at_end(partial(self._prune, step, among))
         return handle
 

@@ -227,16 +227,15 @@ def save(
         handle = Save(folder.url, session.timeout)
         if async_:
             snapshot = job.snapshot(session)
-            session.begin(handle)
             later = partial(job.copy_and_write, session, session.background, snapshot, job.workers())
-            handle._start(later, copied=how.copy == "blocking")
+            session.begin(handle._write(later, copied=how.copy == "blocking"))
         else:
             with job.workers() as workers:
                 job.write(ranks, None, workers)
         if further or isinstance(folder, PartFolder):
             handle._missing = tuple(each.url for each in further)
             copy_further = _copies(session.beside, [folder, *further], nonce, job, handle)
-            session.copies(handle, partial(handle._copy_on, copy_further))
+            session.copies(partial(handle._copy_on, copy_further))
         handle.blocked_seconds += time.perf_counter() - begin
         return handle
 

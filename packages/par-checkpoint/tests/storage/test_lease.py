@@ -48,8 +48,7 @@ def watch_nothing(monkeypatch):
 def test_a_process_that_is_gone_holds_nothing_and_one_that_took_its_number_neither(tmp_path, monkeypatch):
     path = tmp_path / "lease"
     with forked() as child:
-        if not child:  # without its thread: a fork of a process with threads may wait forever where it starts one
-            threading.Thread.start = lambda _: None
+        if not child:
             Lease(path, 60.0)
     assert os.waitpid(child, 0)[1] == 0
     assert path.exists()
@@ -102,3 +101,25 @@ def test_a_lease_that_others_removed_is_noticed(tmp_path):
     with pytest.raises(CheckpointError, match="stopped for so long"):
         lease.check()
     lease.release()
+
+
+def test_lease_released_while_it_is_renewed_writes_to_no_other_file(tmp_path, monkeypatch):
+    lease = Lease(tmp_path / "lease", 0.6)
+    writes, goes_on, pwrite = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(file, data, begin):
+        writes.set()
+        goes_on.wait(60)
+        return pwrite(file, data, begin)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    assert writes.wait(60)
+    releasing = threading.Thread(target=lease.release)
+    releasing.start()
+    releasing.join(0.5)  # it waits for the renewal, or has closed the file, whose number the next one gets
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    goes_on.set()
+    releasing.join()
+    lease._thread.join()
+    assert os.fstat(other).st_size == 0
+    os.close(other)

@@ -61,6 +61,9 @@ class Lease:
         self._path, self._holder, self._beat = path, _this(), 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         self._ended = threading.Event()
+        # A file that is closed gives its number to the next one that any thread opens. A renewal that came after the
+        # close would write over that one, such as a file of another thread's checkpoint.
+        self._writing = threading.Lock()
         try:
             self._write()
         except BaseException:
@@ -88,7 +91,10 @@ class Lease:
         """Ends the lease and removes its file; again is harmless."""
         if not self._ended.is_set():
             self._ended.set()
-            with suppress(OSError):  # some network file systems tell only now that another machine has removed it
+            with (
+                self._writing,
+                suppress(OSError),
+            ):  # some network file systems tell only now that another machine has removed it
                 os.close(self._file)
             with suppress(FileNotFoundError):
                 self._path.unlink()
@@ -100,10 +106,13 @@ class Lease:
                 self._write()
 
     def _write(self) -> None:
-        self._beat += 1
-        text = json.dumps({**vars(self._holder), "beat": self._beat, "time": time.time()})
-        os.pwrite(self._file, text.encode().ljust(_SIZE), 0)
-        os.fsync(self._file)
+        with self._writing:
+            if self._ended.is_set():
+                return
+            self._beat += 1
+            text = json.dumps({**vars(self._holder), "beat": self._beat, "time": time.time()})
+            os.pwrite(self._file, text.encode().ljust(_SIZE), 0)
+            os.fsync(self._file)
 
 
 def is_held(path: Path, seconds: float) -> bool:

@@ -9,11 +9,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from .._errors import CheckpointError
+from .background import BackgroundTask
 from .ranks import Ranks
 from .roll import Roll
 
@@ -23,31 +24,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _PLANS = 4  # a trainer saves one or two kinds of checkpoints
-
-
-class Pending(Protocol):
-    """A save in the background."""
-
-    def _is_for(self, thread: threading.Thread) -> bool:
-        """Whether a thread is to hear what goes wrong: it has called the save, or the one that has is gone."""
-
-    def _written(self) -> bool:
-        """Whether it has ended, but for copies to further tiers."""
-
-    def _join(self) -> None:
-        """Waits for its end, and raises nothing."""
-
-    def _hear(self) -> tuple[BaseException | None, bool]:
-        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank before."""
-
-    def _tiers_thread(self) -> threading.Thread | None:
-        """The thread of its copies to further tiers."""
-
-    def _tiers_failed(self) -> bool | None:
-        """Whether its copies to further tiers have failed, unheard of on this rank; None while they are made."""
-
-    def _hear_of_tiers(self) -> tuple[BaseException | None, bool]:
-        """What `_hear` gives, of these copies."""
 
 
 class Session:
@@ -68,8 +44,8 @@ class Session:
         self._ranks: Ranks | None = None
         self._background: Ranks | None = None
         self._beside: Ranks | None = None
-        self._pending: list[Pending] = []
-        self._copied: list[Pending] = []
+        self._writes: list[BackgroundTask] = []  # in the order in which they began, as the next list
+        self._copies: list[BackgroundTask] = []  # to further tiers
         self._memory: Chunks | None = None
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -130,80 +106,84 @@ class Session:
             self._beside = Ranks(self._group(), self.timeout, roll=self._roll, in_background=True)
         return self._beside
 
-    def begin(self, save: Pending) -> None:
-        """Keeps a save that runs in the background from now on, until somebody has asked for its error."""
-        with self._lock:
-            self._pending.append(save)
+    def begin(self, write: BackgroundTask) -> None:
+        """Keep a write that goes on in the background, until the trainer has heard of its outcome.
 
-    def runs(self, save: Pending) -> bool:
-        """Whether a save was begun in the background, and nobody has settled it."""
-        with self._lock:
-            return save in self._pending
-
-    def copies(self, save: Pending, begin: Callable[[threading.Thread | None], None]) -> None:
-        """Has a save begin its copies to further tiers, after those of earlier saves.
-
-        Args:
-            save: The save.
-            begin: Begins them; takes the thread to wait for before.
+        It must have started, because calls of other threads may wait for it from now on.
         """
         with self._lock:
-            begin(self._copied[-1]._tiers_thread() if self._copied else None)
-            self._copied.append(save)
+            self._writes.append(write)
+
+    def runs(self, task: BackgroundTask) -> bool:
+        """Whether a write was begun and is not settled yet. Ranks agree, even if it ends on some of them earlier."""
+        with self._lock:
+            return task in self._writes
+
+    def copies(self, begin: Callable[[BackgroundTask | None], BackgroundTask]) -> None:
+        """Begin the copies of a save to further tiers, after those of earlier saves.
+
+        Args:
+            begin: Begins them; takes the copies of the save before.
+        """
+        with self._lock:
+            self._copies.append(begin(self._copies[-1] if self._copies else None))
 
     def settle(self, how: str) -> None:
-        """Deals with saves that still run: waits for them, or raises. What went wrong in them is raised now.
+        """Wait for the writes that still run, or raise because of them. Raise the errors of earlier ones.
 
-        Whether they still run is decided together, for ranks finish at different moments. So is whether to raise what
-        went wrong: some ranks may have waited for it by themselves, and know, while others do not. A process alone
-        leaves what went wrong in a save to the thread that has called it, while there is that thread.
+        Ranks decide together whether writes still run, because they end at different moments. They also decide together
+        whether to raise an error: some ranks may have waited for it before, and others may not. In a process without
+        other ranks, each error is left to the thread that has called the save, if that thread still runs.
 
         Args:
             how: "wait" or "raise".
         """
-        self._hear_of_tiers()
+        self._hear_of_copies()
         with self._lock:
-            running = list(self._pending)
+            running = list(self._writes)
         if not running:
             return
-        if how == "raise" and self.ranks.total([sum(not save._written() for save in running)])[0]:
+        if how == "raise" and self.ranks.total([sum(not write.done() for write in running)])[0]:
             raise CheckpointError(
                 "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
                 "pass pending='wait'"
             )
-        for save in running:
-            save._join()
-        mine = [save for save in running if self._is_mine(save)]
+        for write in running:
+            write.join()
+        mine = [write for write in running if self._is_mine(write)]
         with self._lock:
-            self._pending = [save for save in self._pending if save not in mine]
-        for save in mine:
-            error, heard = save._hear()
+            self._writes = [write for write in self._writes if write not in mine]
+        for write in mine:
+            error, heard = write.hear()
             if self.ranks.total([int(not heard)])[0]:
                 self.ranks.raise_first(error)
 
-    def _is_mine(self, save: Pending) -> bool:
-        """Whether this call is to raise what went wrong in a save; all ranks of a group decide alike."""
-        return self.size > 1 or save._is_for(threading.current_thread())
+    def _is_mine(self, task: BackgroundTask) -> bool:
+        """Whether this call is to raise the error of a task; all ranks of a group decide identically."""
+        return self.size > 1 or task.reports_to(threading.current_thread())
 
-    def _hear_of_tiers(self) -> None:
-        """Raises on all ranks what went wrong in copies to further tiers, if all ranks have not heard of it yet.
+    def _hear_of_copies(self) -> None:
+        """Raise on all ranks an error of copies to further tiers, unless all ranks have heard of it.
 
-        Copies that are still being made are left alone. Ranks agree about which those are.
+        It does not wait for copies that are still being made. Ranks agree about which those are.
         """
         with self._lock:
-            copied = [save for save in self._copied if self._is_mine(save)]
-        if not copied:
+            copies = [task for task in self._copies if self._is_mine(task)]
+        if not copies:
             return
-        states = [save._tiers_failed() for save in copied]
-        sums = self.ranks.total([int(state is each) for each in (True, None) for state in states])
-        failed = [save for save, count in zip(copied, sums[: len(states)], strict=True) if count]
-        ended = [save for save, count in zip(copied, sums[len(states) :], strict=True) if not count]
-        first = failed[:1]  # one error at a time: the next call raises the next one
+        # A task may end between two looks at it, and would then be counted twice or not at all.
+        states = [(not task.done(), task.is_unheard()) for task in copies]
+        running = [is_running for is_running, _ in states]
+        failed = [is_unheard and not is_running for is_running, is_unheard in states]
+        sums = self.ranks.total([*map(int, failed), *map(int, running)])
+        unheard = [task for task, count in zip(copies, sums[: len(copies)], strict=True) if count]
+        ended = [task for task, count in zip(copies, sums[len(copies) :], strict=True) if not count]
+        first = unheard[:1]  # one error at a time: the next call raises the next one
         with self._lock:
             gone = first or ended
-            self._copied = [save for save in self._copied if save not in gone]
-        for save in first:
-            error, _ = save._hear_of_tiers()
+            self._copies = [task for task in self._copies if task not in gone]
+        for task in first:
+            error, _ = task.hear()
             self.ranks.raise_first(error)
 
     def take_memory(self) -> "Chunks | None":
@@ -220,9 +200,9 @@ class Session:
     def release(self) -> None:
         """Frees the memory of the last copy, when it is written."""
         with self._lock:
-            running = list(self._pending)
-        for save in running:
-            save._join()
+            running = list(self._writes)
+        for write in running:
+            write.join()
         memory = self.take_memory()
         if memory is not None:
             memory.release()
@@ -240,10 +220,13 @@ class Session:
         return cast("Value", plan)
 
 
+# The sessions of this process by group, and the one of a process without torch.distributed. They are kept here because
+# ProcessGroup takes no attributes, and because all threads must find the same session: two of one group would mix up
+# its messages. A session ends with its group. It holds at most four plans, and the memory of one background save, which
+# `release_memory` frees.
 _lock = threading.Lock()
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
-_alone: dict[None, Session] = {}
-"""The session of this process where torch.distributed does not run."""
+_alone: list[Session] = []  # at most one
 
 
 def session_of(group: dist.ProcessGroup | None) -> Session:
@@ -264,7 +247,7 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
         if session is None:
             session = Session(group)
             if group is None:
-                _alone[None] = session
+                _alone.append(session)
             else:
                 _sessions[group] = session
     return session
@@ -292,7 +275,7 @@ def release_memory(group: dist.ProcessGroup | None = None) -> None:
 
 def _known(group: dist.ProcessGroup | None) -> Session | None:
     """The session of a group that `_checked_group` has given, if it has one."""
-    return _alone.get(None) if group is None else _sessions.get(group)
+    return next(iter(_alone), None) if group is None else _sessions.get(group)
 
 
 def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
