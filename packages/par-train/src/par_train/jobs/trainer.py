@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, default_collate
 
 from par_checkpoint import Checkpoints, Format, Save
-from par_data import IGNORE_INDEX, share
+from par_data import IGNORE_INDEX, split_evenly
 from par_groups import STOP_SIGNALS, ProcessGroups, agree, sharding_of
 from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
@@ -177,7 +177,7 @@ class Trainer:
         self.model.eval()
         groups, axes = self.strategy.groups, self.strategy.data_axes
         replicas = groups.size(axes)
-        mine = share(self._validation, groups.rank(axes), replicas)
+        mine = split_evenly(self._validation, groups.rank(axes), replicas)
         total = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)  # sum of losses, count
         most = -(-len(self._validation) // replicas)  # all ranks call as often, because the forward is collective
         for start in range(0, most, self._share_size):
