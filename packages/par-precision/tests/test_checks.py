@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import set_sharding, whole
-from par_precision import MixedOptimizer, mixed
+from par_precision import DynamicScale, MasterWeights, MixedOptimizer, StochasticRounding, mixed
 from par_testing import for_each
 
 from .training import adamw, model
@@ -64,7 +64,7 @@ def half(dtype, precision):
 
 def mixed_before():
     module = model()
-    mixed(module, adamw(module), "bf16", accumulate_fp32=True)
+    mixed(module, adamw(module), "bf16", masters=MasterWeights(accumulate=True))
     return given(module)
 
 
@@ -88,14 +88,11 @@ MISTAKES = {
     "a scale of words": (lambda: given(scale="dynamic"), TypeError, "scale is a str; give a number above 0"),
     "whole numbers as outputs": (lambda: given(output_dtype=torch.int32), ValueError, "output_dtype is torch.int32"),
     "a dtype's name": (lambda: given(output_dtype="float32"), ValueError, "output_dtype is 'float32'"),
-    "moments in fp16": (lambda: given(precision="bf16-sr", moments=torch.float16), ValueError, "moments in torch.flo"),
     "bf16 weights without masters": (lambda: half(torch.bfloat16, "fp32"), ValueError, "use 'bf16', which makes fp32"),
     "fp16 weights under autocast": (lambda: half(torch.float16, "fp16-amp"), ValueError, "use 'fp16', which makes"),
     "a module that has masters": (mixed_before, ValueError, "has an fp32 master in an optimizer that was mixed before"),
     "nothing that float8 can multiply": (without_float8, ValueError, "'fp8' is for linear layers .*; use 'bf16'"),
     "LBFGS": (lambda: given(optimizer=torch.optim.LBFGS(model().parameters())), TypeError, "LBFGS computes gradients"),
-    "max_skipped 0": (lambda: given(max_skipped=0), ValueError, "max_skipped is 0"),
-    "a bucket of nothing": (lambda: given(bucket=0), ValueError, "bucket is 0"),
     "an unknown precision": (lambda: given(precision="fp4"), ValueError, "precision is 'fp4'"),
     "tf32 on a CPU": (lambda: given(precision="tf32"), RuntimeError, "'tf32' needs the TF32 units .* use 'fp32'"),
     "sparse gradients": (sparse, ValueError, "'0' has sparse gradients, .*; use sparse=False"),
@@ -105,11 +102,15 @@ MISTAKES = {
     "no optimizer": (lambda: given(optimizer=[]) | {"optimizer": []}, TypeError, "of type list"),
     "an optimizer that has stepped": (stepped, ValueError, "the AdamW has stepped already; mix first"),
     "the meta device": (on_meta, ValueError, "'weight' is on the meta device"),
-    "fp32 sums of fp32": (lambda: given(precision="fp32", accumulate_fp32=True), ValueError, "gradients are fp32"),
-    "fp32 sums without masters": (
-        lambda: given(precision="bf16-sr", accumulate_fp32=True),
+    "fp32 sums of fp32": (
+        lambda: given(precision="fp32", masters=MasterWeights(accumulate=True)),
         ValueError,
-        "needs masters, which 'bf16-sr' has not",
+        "gradients are fp32 already under 'fp32'; remove it",
+    ),
+    "fp32 sums without masters": (
+        lambda: given(precision="bf16-sr", masters=MasterWeights(accumulate=True)),
+        ValueError,
+        "'bf16-sr' has no master weights; use 'bf16'",
     ),
     "others' masters that are not fp32": (
         lambda: foreign(torch.bfloat16, torch.bfloat16),
@@ -122,7 +123,7 @@ MISTAKES = {
         "'weight' has dtype torch.float32, .* shard with param_dtype=torch.bfloat16",
     ),
     "others' gradients": (
-        lambda: {**foreign(torch.float32, torch.bfloat16), "accumulate_fp32": True},
+        lambda: {**foreign(torch.float32, torch.bfloat16), "masters": MasterWeights(accumulate=True)},
         ValueError,
         "reduce_dtype=torch.float32",
     ),
@@ -186,7 +187,12 @@ def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
 @pytest.mark.ranks(2)
 def test_ranks_that_choose_differently_all_hear_of_it():
     odd = dist.get_rank() == 1
-    for mine in ({"clip_norm": 2.0}, {"precision": "fp16"}, {"max_skipped": 3}, {"seed": 1}):
+    for mine in (
+        {"clip_norm": 2.0},
+        {"precision": "fp16"},
+        {"scale": DynamicScale(max_skipped=3)},
+        {"rounding": StochasticRounding(seed=1)},
+    ):
         with pytest.raises(
             ValueError,
             match=r"rank 1 has other settings than rank 0 \(rank 1: .*; rank 0: .*\); give all ranks the same",
@@ -220,7 +226,7 @@ def test_ddp_around_a_module_that_is_to_be_cast_is_refused_and_around_a_mixed_on
     module = model()
     module, optimizer = mixed(module, adamw(module), "bf16", clip_norm=1.0)
     wrapper = DistributedDataParallel(module)
-    taking = DistributedDataParallel(mixed(**given(accumulate_fp32=True))[0])
+    taking = DistributedDataParallel(mixed(**given(masters=MasterWeights(accumulate=True)))[0])
     with pytest.raises(RuntimeError, match="before DistributedDataParallel averages them"):
         taking(torch.ones(2, 16))
     optimizer.backward(wrapper(torch.full((2, 16), float(dist.get_rank()))).square().mean())
@@ -229,3 +235,10 @@ def test_ddp_around_a_module_that_is_to_be_cast_is_refused_and_around_a_mixed_on
     dist.all_gather(both, norm)
     assert both[0] == both[1] > 0
     assert isinstance(optimizer, MixedOptimizer)
+
+
+def test_policies_with_impossible_values_are_refused():
+    with pytest.raises(ValueError, match="bucket=0: a bucket has at least 1 byte; pass a larger number"):
+        MasterWeights(bucket=0)
+    with pytest.raises(ValueError, match=r"moments in torch.float16: keep them in torch.bfloat16 or torch.float32"):
+        StochasticRounding(moments=torch.float16)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from par_groups import set_sharding, whole, written_
-from par_precision import mixed
+from par_precision import MasterWeights, mixed
 
 SHAPES = [(15, 17), (123,), (15, 17), (), (0,), (17, 15), (123,), (2, 3, 4)]
 
@@ -46,7 +46,7 @@ def reference(optimizer_type, **keywords):
 def test_sums_of_a_skipped_step_do_not_spoil_the_next():
     module = nn.Linear(3, 3)
     module, optimizer = mixed(
-        module, torch.optim.AdamW(module.parameters(), foreach=True), "bf16", accumulate_fp32=True
+        module, torch.optim.AdamW(module.parameters(), foreach=True), "bf16", masters=MasterWeights(accumulate=True)
     )
     given = torch.ones(2, 3, dtype=torch.bfloat16)
     optimizer.backward(module(given).sum() * math.inf)
@@ -76,7 +76,7 @@ def test_copies_of_the_optimizer_are_refused_in_a_sentence():
 def test_masters_step_as_fp32_parameters_do_whatever_their_shapes_layouts_and_buckets(bucket, optimizer_type, keywords):
     module = parameters()
     inner = optimizer_type(module.parameters(), lr=0.1, **keywords)
-    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, masters=MasterWeights(bucket=bucket))
     for step in range(3):
         give_gradients(module, step)
         optimizer.step()
@@ -93,7 +93,7 @@ def test_masters_step_as_fp32_parameters_do_whatever_their_shapes_layouts_and_bu
 def test_a_parameter_whose_gradient_was_dropped_is_not_stepped(bucket):
     module = parameters()
     inner = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
-    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, masters=MasterWeights(bucket=bucket))
     optimizer.backward(sum(each.float().square().sum() for each in module))
     before = [each.detach().clone() for each in module]
     module[0].grad = None  # the master of it showed the gradient
@@ -107,7 +107,7 @@ def test_a_parameter_whose_gradient_was_dropped_is_not_stepped(bucket):
 def test_no_fp32_gradient_outlives_a_step_or_what_follows_a_skipped_one(bucket):
     module = parameters()
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, masters=MasterWeights(bucket=bucket))
     masters = inner.param_groups[0]["params"]
     give_gradients(module, 0)
     optimizer.step()
@@ -126,7 +126,9 @@ def test_of_masters_of_one_shape_each_is_counted_by_its_own_rule():
         module = nn.ParameterList([nn.Parameter(torch.zeros(15, 17)) for _ in range(2)])
         set_sharding(module[1], whole((15, 17), (0, 1)))
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
-        module, optimizer = mixed(module, inner, "fp16", group=dist.group.WORLD, scale=1.0, bucket=bucket)
+        module, optimizer = mixed(
+            module, inner, "fp16", group=dist.group.WORLD, scale=1.0, masters=MasterWeights(bucket=bucket)
+        )
         module[1].grad = torch.full((15, 17), 2.0, dtype=torch.float16)
         module[0].grad = torch.full((15, 17), 3.0 + dist.get_rank(), dtype=torch.float16)
         squares = 15 * 17 * (2**2 + 3**2 + 4**2)
@@ -163,7 +165,7 @@ WRITES = {
 def test_weights_written_after_mixed_are_what_is_stepped(write, bucket):
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     inner = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0)
-    module, optimizer = mixed(module, inner, "bf16", bucket=bucket)
+    module, optimizer = mixed(module, inner, "bf16", masters=MasterWeights(bucket=bucket))
     for _ in range(2):
         with torch.no_grad():
             WRITES[write](module)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from par_groups import written_
-from par_precision import mixed
+from par_precision import MasterWeights, StochasticRounding, mixed
 
 from .training import ON_CPU, adamw, loss_of, model, train
 
@@ -35,11 +35,11 @@ def live(module, optimizer):
         ("fp16-amp", {}, 16),
         ("bf16", {}, 16),
         ("fp16", {}, 16),
-        ("bf16", {"accumulate_fp32": True}, 18),
-        ("fp16", {"accumulate_fp32": True}, 18),
+        ("bf16", {"masters": MasterWeights(accumulate=True)}, 18),
+        ("fp16", {"masters": MasterWeights(accumulate=True)}, 18),
         ("fp8", {}, 16),
         ("bf16-sr", {}, 8),
-        ("bf16-sr", {"moments": torch.float32}, 12),
+        ("bf16-sr", {"rounding": StochasticRounding(moments=torch.float32)}, 12),
     ],
 )
 def test_bytes_per_parameter_are_those_stated(precision, options, expected):
@@ -57,7 +57,7 @@ def test_bytes_per_parameter_are_those_stated(precision, options, expected):
 def test_a_step_with_masters_makes_fp32_gradients_for_one_bucket_at_a_time():
     module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     inner = torch.optim.AdamW(module.parameters(), fused=True)
-    module, optimizer = mixed(module, inner, "bf16", bucket=4 * N)
+    module, optimizer = mixed(module, inner, "bf16", masters=MasterWeights(bucket=4 * N))
     wide = []
     inner.register_step_pre_hook(
         lambda *_: wide.append(sum(t.grad.numel() for t in inner.param_groups[0]["params"] if t.grad is not None))
@@ -76,8 +76,8 @@ def alive(references):
     ("precision", "options"),
     [
         *((name, {}) for name in ON_CPU),
-        ("bf16", {"accumulate_fp32": True}),
-        ("fp16", {"accumulate_fp32": True}),
+        ("bf16", {"masters": MasterWeights(accumulate=True)}),
+        ("fp16", {"masters": MasterWeights(accumulate=True)}),
     ],
 )
 @pytest.mark.usefixtures("quick_collector")

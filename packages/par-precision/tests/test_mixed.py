@@ -1,8 +1,6 @@
 """Training in each precision: against one device, against fp32, on plain modules, DTensors and FSDP2."""
 
 import copy
-import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from par_groups import written_
-from par_precision import DynamicScale, MixedOptions, kept_buffers, mixed, precision_of
+from par_precision import DynamicScale, MasterWeights, StochasticRounding, kept_buffers, mixed, precision_of
 from par_testing import for_each, storm
 
 from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
@@ -72,7 +70,7 @@ def test_a_buffer_that_its_module_names_keeps_its_dtype_and_bits(precision):
 @pytest.mark.parametrize("precision", ON_CPU)
 def test_dtypes_are_what_each_precision_says(precision):
     module = model()
-    module, optimizer = mixed(module, adamw(module), precision, moments=torch.float32)
+    module, optimizer = mixed(module, adamw(module), precision, rounding=StochasticRounding(moments=torch.float32))
     train(module, optimizer, steps=1)
     chosen = precision_of(precision)
     assert {p.dtype for p in module.parameters()} == {chosen.weights or torch.float32}
@@ -149,7 +147,7 @@ def test_frozen_whole_numbers_in_the_optimizer_stay_what_they_are(precision, kin
         module = model()
         if codes is not None:
             module.codes = nn.Parameter(codes, requires_grad=False)  # comes first
-        return mixed(module, kind(module.parameters(), lr=0.01), precision, bucket=2000)
+        return mixed(module, kind(module.parameters(), lr=0.01), precision, masters=MasterWeights(bucket=2000))
 
     codes = torch.arange(-3, 3, dtype=torch.int8)
     expected = train(*made(None), steps=6)
@@ -171,7 +169,7 @@ def test_frozen_whole_numbers_in_the_optimizer_stay_what_they_are(precision, kin
 def test_a_parameter_that_is_thawed_later_trains():
     module = model()
     module[0].requires_grad_(False)
-    module, optimizer = mixed(module, adamw(module), "bf16", accumulate_fp32=True)
+    module, optimizer = mixed(module, adamw(module), "bf16", masters=MasterWeights(accumulate=True))
     before = module[0].weight.clone()
     train(module, optimizer, steps=1)
     assert torch.equal(module[0].weight, before)
@@ -248,7 +246,11 @@ def test_gradients_of_microbatches_are_added_in_fp32(precision):
     for accumulate in (True, False):
         module = nn.Linear(1, 1, bias=False)
         module, optimizer = mixed(
-            module, torch.optim.SGD(module.parameters(), lr=0.0), precision, accumulate_fp32=accumulate, scale=1.0
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.0),
+            precision,
+            masters=MasterWeights(accumulate=accumulate),
+            scale=1.0,
         )
         for _ in range(number):
             optimizer.backward(module(torch.ones(1, 1)).sum())
@@ -262,7 +264,7 @@ def test_gradients_of_microbatches_are_added_in_fp32(precision):
 def test_buckets_change_nothing(bucket):
     reference, module = model(), model()
     expected = train(*mixed(reference, adamw(reference), "bf16"), steps=4)
-    assert train(*mixed(module, adamw(module), "bf16", bucket=bucket), steps=4) == expected
+    assert train(*mixed(module, adamw(module), "bf16", masters=MasterWeights(bucket=bucket)), steps=4) == expected
 
 
 def sharded(how, mesh):
@@ -312,17 +314,9 @@ def losses_and_norms(module, optimizer):
     return found
 
 
-def test_every_option_is_a_keyword_with_the_default_that_help_shows():
-    keywords = {
-        name: parameter.default
-        for name, parameter in inspect.signature(mixed).parameters.items()
-        if parameter.kind == parameter.KEYWORD_ONLY
-    }
-    assert keywords.pop("group") is None
-    assert keywords == {field.name: field.default for field in dataclasses.fields(MixedOptions)}
+def test_mixed_unknown_keyword_is_refused_and_a_scale_is_kept():
     module = model()
     with pytest.raises(TypeError, match="clip_nrom"):
         mixed(module, adamw(module), "fp32", clip_nrom=1.0)
-    assert MixedOptions(scale=8, clip_value=0.5).scale == 8
     _, optimizer = mixed(module, adamw(module), "fp16-amp", scale=DynamicScale(init=4.0))
     assert optimizer.scaling.scale.value == 4

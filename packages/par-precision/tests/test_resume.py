@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from par_groups import written_
-from par_precision import DynamicScale, mixed
+from par_precision import DynamicScale, StochasticRounding, mixed
 
 from .training import MAKERS, adamw, model, train
 
@@ -55,11 +55,11 @@ def test_training_resumed_in_the_middle_of_a_growth_interval_goes_on_exactly(pre
 
 
 def test_fp32_moments_of_rounded_weights_are_saved_as_they_are():
-    module, optimizer = made("bf16-sr", moments=torch.float32)
+    module, optimizer = made("bf16-sr", rounding=StochasticRounding(moments=torch.float32))
     train(module, optimizer, steps=3)
     saved, weights = through_a_file(optimizer.state_dict()), copy.deepcopy(module.state_dict())
     expected = train(module, optimizer, steps=3, first=3)
-    module, optimizer = made("bf16-sr", seed=1, moments=torch.float32)
+    module, optimizer = made("bf16-sr", seed=1, rounding=StochasticRounding(moments=torch.float32))
     module.load_state_dict(weights)
     optimizer.load_state_dict(saved)
     assert train(module, optimizer, steps=3, first=3) == expected

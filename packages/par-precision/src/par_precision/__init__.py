@@ -2,7 +2,7 @@
 
 from ._float8 import Float8Linear, convert_to_float8_
 from ._kept import kept_buffers
-from ._mixed import MixedOptions, mixed
+from ._mixed import MasterWeights, StochasticRounding, mixed
 from ._optimizer import MixedOptimizer, Step
 from ._precisions import Precision, check_device, precision_of
 from .norm.clip import clip_grad_norm_, clip_grad_value_
@@ -15,10 +15,11 @@ __version__ = "0.1.0"
 __all__ = [
     "DynamicScale",
     "Float8Linear",
+    "MasterWeights",
     "MixedOptimizer",
-    "MixedOptions",
     "Precision",
     "Step",
+    "StochasticRounding",
     "check_device",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -23,7 +23,7 @@ def is_own(module: nn.Module, optimizer: Optimizer) -> bool:
     return all(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"])
 
 
-def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
     """Raises unless a module and its optimizer can have a precision.
 
     Raises:
@@ -60,19 +60,21 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
             raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
         check_device(precision, parameter.device)
     if precision_of(precision).weights is None:
-        _check_left(optimizer, precision, accumulate_fp32=accumulate_fp32)
+        _check_left(optimizer, precision, accumulates=accumulates)
     elif isinstance(module, nn.parallel.DistributedDataParallel):
         raise ValueError(f"{precision!r} casts parameters, which DDP has laid into buckets; mix first, then wrap")
     elif is_own(module, optimizer):
-        _check_cast(optimizer, precision, accumulate_fp32=accumulate_fp32)
+        _check_cast(optimizer, precision, accumulates=accumulates)
     else:
-        _check_foreign(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
+        _check_foreign(module, optimizer, precision, accumulates=accumulates)
 
 
-def _check_left(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+def _check_left(optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
     """What a precision asks for that leaves weights as they are: bf16 and fp16 ones would round small steps away."""
-    if accumulate_fp32:
-        raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
+    if accumulates:
+        raise ValueError(
+            f"masters=MasterWeights(accumulate=True): gradients are fp32 already under {precision!r}; remove it"
+        )
     for tensor in tensors_in(optimizer):
         if tensor.dtype in {torch.bfloat16, torch.float16} and tensor.requires_grad:
             name = "fp16" if tensor.dtype == torch.float16 else "bf16"
@@ -82,7 +84,7 @@ def _check_left(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) 
             )
 
 
-def _check_cast(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+def _check_cast(optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
     """What a precision asks for that casts the optimizer's own parameters."""
     chosen, kind = precision_of(precision), type(optimizer).__name__
     for tensor in tensors_in(optimizer):
@@ -93,11 +95,11 @@ def _check_cast(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) 
             )
     if chosen.masters and has_stepped(optimizer):
         raise ValueError(f"the {kind} has stepped already; mix first, then load its state")
-    if chosen.rounded and accumulate_fp32:
-        raise ValueError(f"accumulate_fp32 needs masters, which {precision!r} has not; use 'bf16'")
+    if chosen.rounded and accumulates:
+        raise ValueError(f"masters=MasterWeights(accumulate=True): {precision!r} has no master weights; use 'bf16'")
 
 
-def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
     """What a precision asks for if the optimizer holds another package's tensors: they are the masters."""
     chosen = precision_of(precision)
     wanted = chosen.weights if chosen.rounded else torch.float32
@@ -116,10 +118,10 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
                 f"{name!r} has dtype {parameter.dtype}, and its optimizer holds other tensors, so {precision!r} cannot "
                 f"cast it; shard with param_dtype={chosen.weights}"
             )
-    if accumulate_fp32:
+    if accumulates:
         raise ValueError(
-            "accumulate_fp32: gradients are gathered by the package whose tensors the optimizer holds; tell that one, "
-            "as in par_zero.shard(..., reduce_dtype=torch.float32)"
+            "masters=MasterWeights(accumulate=True): par-zero already adds up the gradients of its tensors; "
+            "remove it, and pass reduce_dtype=torch.float32 to par_zero.shard"
         )
 
 

@@ -27,6 +27,50 @@ from .scale.scale import DynamicScale
 from .scale.scaling import Scaling
 
 
+@dataclass(frozen=True, kw_only=True)
+class MasterWeights:
+    """How fp32 master weights of half-precision parameters are updated.
+
+    Args:
+        accumulate: Whether each backward pass adds its gradients up in fp32, at 4 bytes an element more. Not under DDP.
+        bucket: Bytes of fp32 gradients that a step makes at a time. The optimizer's `step`, hooks included, runs once
+            for each bucket. An optimizer that counts steps by param group, not by parameter, needs a bucket that holds
+            all gradients.
+
+    Raises:
+        ValueError: The bucket is empty.
+    """
+
+    accumulate: bool = False
+    bucket: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        if self.bucket < 1:
+            raise ValueError(f"bucket={self.bucket}: a bucket has at least 1 byte; pass a larger number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticRounding:
+    """How steps of bf16 weights without fp32 masters are rounded.
+
+    Args:
+        seed: Seed of the random bits, the same on all ranks.
+        moments: dtype of the optimizer's moments: torch.bfloat16 makes 8 bytes a parameter in all, torch.float32 12.
+
+    Raises:
+        ValueError: Another dtype of moments.
+    """
+
+    seed: int = 0
+    moments: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        StochasticStep(seed=self.seed, moments=self.moments)  # raises for a dtype that it cannot round
+
+
+DEFAULT_MASTERS, DEFAULT_ROUNDING = MasterWeights(), StochasticRounding()
+
+
 def mixed(
     module: nn.Module,
     optimizer: Optimizer,
@@ -37,12 +81,9 @@ def mixed(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     scale: DynamicScale | float | None = None,
-    max_skipped: int = 50,
-    accumulate_fp32: bool = False,
+    masters: MasterWeights = DEFAULT_MASTERS,
+    rounding: StochasticRounding = DEFAULT_ROUNDING,
     output_dtype: torch.dtype | None = torch.float32,
-    bucket: int = 1 << 28,
-    moments: torch.dtype = torch.bfloat16,
-    seed: int = 0,
     float8_layers: Callable[[str, nn.Linear], bool] | None = None,
 ) -> tuple[nn.Module, MixedOptimizer]:
     """Gives a module and its optimizer a precision, in place. Collective over the group.
@@ -66,16 +107,9 @@ def mixed(
         clip_value: Largest absolute value that an element of a gradient keeps. None: no element is clipped.
         scale: The loss scale: a `DynamicScale`, or a number that stays. None: `DynamicScale()` for "fp16" and
             "fp16-amp", and no scale for others.
-        max_skipped: Number of skipped steps in a row that ends the run. A scale needs 32 to come down from 2**32 to 1.
-        accumulate_fp32: Whether gradients of half-precision weights are added up over microbatches in fp32. Not under
-            DDP.
+        masters: How fp32 master weights are updated, where the precision has them.
+        rounding: How weights without masters are rounded, under "bf16-sr".
         output_dtype: dtype of what the module returns in half precision, so that a loss of it is exact. None leaves it.
-        bucket: Bytes of fp32 gradients that a step with masters makes at a time. The optimizer's `step`, hooks
-            included, runs once for each bucket; one that counts steps by param group, not by parameter, needs a bucket
-            that holds all.
-        moments: dtype of the moments under "bf16-sr": torch.bfloat16 makes 8 bytes a parameter in all, torch.float32
-            makes 12.
-        seed: Seed of stochastic rounding, the same on all ranks.
         float8_layers: Under "fp8": called with the name of a linear layer and the layer, says whether it multiplies
             float8 numbers. None: all do whose sizes are multiples of 16, but for the head of a language model, see
             `convert_to_float8_`.
@@ -88,109 +122,82 @@ def mixed(
     """
     problem: Exception | None = None
     lack = ""
-    options, chosen, ownership = MixedOptions(), Precision(), Ownership(group)
+    chosen, ownership, loss_scale = Precision(), Ownership(group), None
     try:
-        options = MixedOptions(
-            replicas=replicas,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scale=scale,
-            max_skipped=max_skipped,
-            accumulate_fp32=accumulate_fp32,
-            output_dtype=output_dtype,
-            bucket=bucket,
-            moments=moments,
-            seed=seed,
-            float8_layers=float8_layers,
-        )
+        if clip_norm is not None and clip_value is not None:
+            raise ValueError(f"clip_norm={clip_norm} and clip_value={clip_value}: give one of them")
+        for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if value is not None:
+                check_limit(value, name)
+        if output_dtype is not None and not getattr(output_dtype, "is_floating_point", False):
+            raise ValueError(f"output_dtype is {output_dtype!r}; give a floating-point torch.dtype, or None")
         chosen, ownership = precision_of(precision), Ownership(group, replicas)
-        check(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
+        loss_scale = _scale_of(chosen, scale)
+        check(module, optimizer, precision, accumulates=masters.accumulate)
         check_cut(optimizer, ownership)
         lack = lack_of_layers(module, precision, float8_layers)
     except (ValueError, TypeError, RuntimeError) as error:  # raised below, by all ranks
         problem = error
-    check_all(problem, _described(precision, options), lack, group)
+    # What all ranks must be given alike; a rank that differs is named before anything is changed.
+    alike = (precision, loss_scale and loss_scale.state_dict(), clip_norm, clip_value, masters.accumulate, rounding)
+    check_all(problem, repr(alike), lack, group)
     if group is not None:
         check_owned(recorded(module, optimizer), group)
     device = device_of(list(module.parameters()), group)
-    scaling = Scaling(_scale(chosen, options), max_skipped, device)
-    policy = Policy(chosen, device.type, output_dtype, takes_gradients=accumulate_fp32)
-    module, weights = _prepared(module, optimizer, chosen, options, ownership)
+    scaling = Scaling(loss_scale, device)
+    policy = Policy(chosen, device.type, output_dtype, takes_gradients=masters.accumulate)
+    module, weights = _prepared(
+        module, optimizer, chosen, ownership, masters=masters, rounding=rounding, float8_layers=float8_layers
+    )
     policy.attach(module)
     clip = Clip(norm=clip_norm, value=clip_value)
     return module, MixedOptimizer(optimizer, weights, scaling, clip=clip, policy=policy, group=group, device=device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedOptions:
-    """The options of `mixed` that are not its objects, frozen and checked. Each field is the keyword of that name.
+def _scale_of(precision: Precision, scale: DynamicScale | float | None) -> DynamicScale | None:
+    """Return the loss scale that the user's number, scale or None stands for.
 
     Raises:
-        ValueError, TypeError: A value that makes no sense.
+        TypeError: It is none of them.
+        ValueError: The number is not positive and finite.
     """
-
-    replicas: dist.ProcessGroup | None = None
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    scale: DynamicScale | float | None = None
-    max_skipped: int = 50
-    accumulate_fp32: bool = False
-    output_dtype: torch.dtype | None = torch.float32
-    bucket: int = 1 << 28
-    moments: torch.dtype = torch.bfloat16
-    seed: int = 0
-    float8_layers: Callable[[str, nn.Linear], bool] | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
-            if value is not None:
-                check_limit(value, name)
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise ValueError(f"clip_norm={self.clip_norm} and clip_value={self.clip_value}: give one of them")
-        if not isinstance(self.scale, DynamicScale | int | float | None):
-            raise TypeError(f"scale is a {type(self.scale).__name__}; give a number above 0, or a DynamicScale")
-        if isinstance(self.scale, int | float) and not 0 < self.scale < float("inf"):
-            raise ValueError(f"scale is {self.scale}; give a number above 0, or a DynamicScale")
-        for name, number in (("max_skipped", self.max_skipped), ("bucket", self.bucket)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}; give 1 or more")
-        if self.output_dtype is not None and not getattr(self.output_dtype, "is_floating_point", False):
-            raise ValueError(f"output_dtype is {self.output_dtype!r}; give a floating-point torch.dtype, or None")
-        StochasticStep(seed=self.seed, moments=self.moments)  # says what is wrong with them
-
-
-def _scale(precision: Precision, options: MixedOptions) -> DynamicScale | None:
-    if isinstance(options.scale, int | float):
-        return DynamicScale.static(float(options.scale))
-    return DynamicScale() if options.scale is None and precision.scaled else options.scale
+    if scale is None:
+        return DynamicScale() if precision.scaled else None
+    if isinstance(scale, DynamicScale):
+        return scale
+    if not isinstance(scale, int | float):
+        raise TypeError(f"scale is a {type(scale).__name__}; give a number above 0, or a DynamicScale")
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}; give a number above 0, or a DynamicScale")
+    return DynamicScale.static(float(scale))
 
 
 def _prepared(
-    module: nn.Module, optimizer: Optimizer, precision: Precision, options: MixedOptions, ownership: Ownership
+    module: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    ownership: Ownership,
+    *,
+    masters: MasterWeights,
+    rounding: StochasticRounding,
+    float8_layers: Callable[[str, nn.Linear], bool] | None,
 ) -> tuple[nn.Module, Weights]:
-    """Casts the module, and says what the optimizer steps."""
+    """Cast the module, and return it with what the optimizer steps."""
     if precision.weights is None:
         return module, OwnWeights(optimizer, ownership)
     own = is_own(module, optimizer)
-    masters = None
-    if precision.masters and own:  # made of the numbers before they are rounded
-        masters = Masters(module, optimizer, ownership, accumulate=options.accumulate_fp32, bucket=options.bucket)
+    copies = None
+    if precision.masters and own:  # copied before the cast, so that the masters keep all digits
+        copies = Masters(module, optimizer, ownership, accumulate=masters.accumulate, bucket=masters.bucket)
     if own:
         cast_(module, precision.weights)
-    if precision.float8 and layers_of(module, options.float8_layers):
-        module = convert_to_float8_(module, options.float8_layers)
-    if masters is not None:
-        masters.watch(module)
-        return module, masters
+    if precision.float8 and layers_of(module, float8_layers):
+        module = convert_to_float8_(module, float8_layers)
+    if copies is not None:
+        copies.watch(module)
+        return module, copies
     if precision.rounded:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        rounding = StochasticStep(seed=options.seed, names=names, moments=options.moments)
-        return module, RoundedWeights(optimizer, ownership, rounding)
+        step = StochasticStep(seed=rounding.seed, names=names, moments=rounding.moments)
+        return module, RoundedWeights(optimizer, ownership, step)
     return module, OwnWeights(optimizer, ownership)
-
-
-def _described(precision: str, options: MixedOptions) -> str:
-    """What all ranks must have alike."""
-    scale = options.scale.state_dict() if isinstance(options.scale, DynamicScale) else options.scale
-    fields = (options.clip_norm, options.clip_value, options.max_skipped, options.accumulate_fp32, options.moments)
-    return repr((precision, scale, *fields, options.seed))

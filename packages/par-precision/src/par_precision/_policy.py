@@ -56,8 +56,8 @@ class Policy:
             return forward(*args, **keywords)
         if self._takes_gradients and inside_ddp():
             raise RuntimeError(
-                "accumulate_fp32=True adds gradients up before DistributedDataParallel averages them, so replicas "
-                "would drift apart; leave it away, or use FSDP2 or par-zero"
+                "masters=MasterWeights(accumulate=True): gradients would be added up before DistributedDataParallel "
+                "averages them, and replicas would drift apart; remove it, or use FSDP2 or par-zero"
             )
         weights = self._precision.weights
         if weights is not None:

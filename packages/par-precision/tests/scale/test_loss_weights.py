@@ -332,7 +332,7 @@ def test_what_is_typical_is_saved():
 
 
 def test_steps_without_items_leave_the_scale_and_its_counters():
-    module, optimizer = mixed(module := model(), adamw(module), "fp16", scale=DynamicScale(init=2.0**10), max_skipped=3)
+    module, optimizer = mixed(module := model(), adamw(module), "fp16", scale=DynamicScale(init=2.0**10, max_skipped=3))
     for weight in (4, *(0 for _ in range(5)), 4):
         optimizer.backward(loss_of(module, 0) * bool(weight), weight=weight)
         before, scale = copy.deepcopy(module.state_dict()), optimizer.scaling.scale.state_dict()

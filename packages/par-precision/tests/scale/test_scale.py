@@ -1,6 +1,5 @@
 """The loss scale against torch's own scaler, and against models of Megatron's and DeepSpeed's."""
 
-import inspect
 import math
 import random
 
@@ -127,11 +126,11 @@ def test_presets_have_the_settings_of_those_libraries():
 
 
 @pytest.mark.parametrize("preset", [DynamicScale.torch, DynamicScale.megatron, DynamicScale.deepspeed])
-def test_presets_show_their_settings_as_defaults_and_take_others(preset):
-    defaults = {name: parameter.default for name, parameter in inspect.signature(preset).parameters.items()}
-    assert defaults == preset().state_dict()["settings"]
+def test_preset_with_settings_uses_them(preset):
     others = {"init": 8, "growth": 4, "backoff": 0.25, "interval": 7, "hysteresis": 3, "min": 2, "max": 16, "late": 5}
-    assert preset(**others).state_dict()["settings"] == others
+    assert preset(**others, max_skipped=9).state_dict()["settings"] == others | {"max_skipped": 9}
+    with pytest.raises(TypeError, match="hystersis"):
+        preset(hystersis=1)
 
 
 def test_deepspeed_grows_one_step_later_than_torch():
@@ -209,6 +208,7 @@ def test_an_earlier_loss_keeps_the_scale_that_it_was_multiplied_with():
         ({"min": 0.0}, "min"),
         ({"max": math.inf}, "2\\*\\*127"),
         ({"init": math.nan}, "init of the scale is nan"),
+        ({"max_skipped": 0}, "max_skipped of the scale is 0; give 1 or more"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(setting, words):

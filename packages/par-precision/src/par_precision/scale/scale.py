@@ -1,13 +1,27 @@
 """The loss scale: one device-side update a step, after all ranks have agreed on whether a gradient was infinite."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 LARGEST, SMALLEST = 2.0**127, 2.0**-126
 """The powers of two at the ends of what fp32 holds with all its digits."""
+
+
+class ScaleSettings(TypedDict, total=False):
+    """The settings of `DynamicScale`, which describes each of them."""
+
+    init: float
+    growth: float
+    backoff: float
+    interval: int
+    hysteresis: int
+    min: float
+    max: float
+    late: int
+    max_skipped: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,6 +37,8 @@ class DynamicScale:
         min: The lowest value that the scale takes.
         max: The highest value that the scale takes.
         late: Number of additional finite steps that the first growth, and the first one after an infinity, waits for.
+        max_skipped: Number of consecutive skipped steps after which `MixedOptimizer.step` raises. A scale needs 32
+            skipped steps to come down from 2**32 to 1.
 
     Attributes:
         value: The scale, an fp32 scalar on the device of the last `update`.
@@ -39,6 +55,7 @@ class DynamicScale:
     min: float = 1.0
     max: float = 2.0**24
     late: int = 0
+    max_skipped: int = 50
 
     def __post_init__(self) -> None:
         for name, valid, rule in (
@@ -47,6 +64,7 @@ class DynamicScale:
             ("interval", self.interval >= 1, "1 or more"),
             ("hysteresis", self.hysteresis >= 1, "1 or more"),
             ("late", self.late >= 0, "0 or more"),
+            ("max_skipped", self.max_skipped >= 1, "1 or more"),
             (
                 "min",
                 SMALLEST <= self.min <= self.max <= LARGEST,
@@ -106,94 +124,40 @@ class DynamicScale:
         self._finite = torch.full_like(self._finite, state["finite"])
         self._patience = torch.full_like(self._patience, state["patience"])
 
-    # Last, because below this method `torch` is no longer the module in annotations.
-
     @classmethod
-    def torch(
-        cls,
-        *,
-        init: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        hysteresis: int = 1,
-        min: float = SMALLEST,  # noqa: A002 - the field's name
-        max: float = LARGEST,  # noqa: A002
-        late: int = 0,
-    ) -> "DynamicScale":
-        """A scale like torch.amp.GradScaler's, whose only bounds are those of fp32.
+    def torch(cls, **settings: Unpack[ScaleSettings]) -> "DynamicScale":
+        """Return a scale like torch.amp.GradScaler's, whose only bounds are those of fp32.
 
-        The keywords are the settings of `DynamicScale`.
+        Args:
+            settings: Settings of `DynamicScale` in place of GradScaler's defaults.
         """
-        return cls(
-            init=init,
-            growth=growth,
-            backoff=backoff,
-            interval=interval,
-            hysteresis=hysteresis,
-            min=min,
-            max=max,
-            late=late,
-        )
+        defaults: ScaleSettings = {"min": SMALLEST, "max": LARGEST}
+        return cls(**(defaults | settings))
 
     @classmethod
-    def megatron(
-        cls,
-        *,
-        init: float = 2.0**32,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 1000,
-        hysteresis: int = 2,
-        min: float = 1.0,  # noqa: A002
-        max: float = LARGEST,  # noqa: A002
-        late: int = 0,
-    ) -> "DynamicScale":
-        """A scale like that of Megatron-LM's DynamicGradScaler with its defaults.
+    def megatron(cls, **settings: Unpack[ScaleSettings]) -> "DynamicScale":
+        """Return a scale like that of Megatron-LM's DynamicGradScaler: init=2**32, interval=1000, hysteresis=2.
 
-        The keywords are the settings of `DynamicScale`.
+        Args:
+            settings: Settings of `DynamicScale` in place of Megatron-LM's defaults.
         """
-        return cls(
-            init=init,
-            growth=growth,
-            backoff=backoff,
-            interval=interval,
-            hysteresis=hysteresis,
-            min=min,
-            max=max,
-            late=late,
-        )
+        defaults: ScaleSettings = {"init": 2.0**32, "interval": 1000, "hysteresis": 2, "max": LARGEST}
+        return cls(**(defaults | settings))
 
     @classmethod
-    def deepspeed(
-        cls,
-        *,
-        init: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 1000,
-        hysteresis: int = 2,
-        min: float = 1.0,  # noqa: A002
-        max: float = LARGEST,  # noqa: A002
-        late: int = 1,
-    ) -> "DynamicScale":
-        """A scale with the defaults of DeepSpeed's settings.
+    def deepspeed(cls, **settings: Unpack[ScaleSettings]) -> "DynamicScale":
+        """Return a scale with the defaults of DeepSpeed's settings: interval=1000, hysteresis=2, late=1.
 
-        DeepSpeed has two scalers: `hysteresis=1` is that of its FP16_Optimizer, which knows none, and `late=0` is that
-        of its ZeRO stages, which grows as early as torch's. The keywords are the settings of `DynamicScale`.
+        DeepSpeed has two scalers. Pass `hysteresis=1` for its FP16_Optimizer, which has no hysteresis. Pass `late=0`
+        for its ZeRO stages, whose scale grows as early as torch's.
+
+        Args:
+            settings: Settings of `DynamicScale` in place of DeepSpeed's defaults.
         """
-        return cls(
-            init=init,
-            growth=growth,
-            backoff=backoff,
-            interval=interval,
-            hysteresis=hysteresis,
-            min=min,
-            max=max,
-            late=late,
-        )
+        defaults: ScaleSettings = {"interval": 1000, "hysteresis": 2, "max": LARGEST, "late": 1}
+        return cls(**(defaults | settings))
 
     @classmethod
-    def static(cls, value: float) -> "DynamicScale":
-        """A scale that stays what it is."""
-        return cls(init=value, growth=1.0, backoff=1.0, min=value, max=value)
+    def static(cls, value: float, *, max_skipped: int = 50) -> "DynamicScale":
+        """Return a scale that keeps its value."""
+        return cls(init=value, growth=1.0, backoff=1.0, min=value, max=value, max_skipped=max_skipped)

@@ -15,8 +15,7 @@ class Scaling:
     It has `state_dict()` and `load_state_dict()`, so what saves an lr scheduler saves it too.
 
     Args:
-        scale: The loss scale. None: losses are not scaled.
-        max_skipped: Number of skipped steps in a row that ends the run.
+        scale: The loss scale. None: losses are not scaled, and 50 consecutive skipped steps end the run.
         device: Device of the counters.
 
     Attributes:
@@ -25,8 +24,9 @@ class Scaling:
         loss_weights: What losses weigh.
     """
 
-    def __init__(self, scale: DynamicScale | None, max_skipped: int, device: torch.device) -> None:
-        self.scale, self.steps, self._max_skipped = scale, 0, max_skipped
+    def __init__(self, scale: DynamicScale | None, device: torch.device) -> None:
+        self.scale, self.steps = scale, 0
+        self._max_skipped = (scale or DynamicScale()).max_skipped
         self.loss_weights = LossWeights(device)
         self._skipped, self._in_a_row = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
         if scale is not None:
@@ -84,7 +84,7 @@ class Scaling:
                 raise RuntimeError(
                     f"{in_a_row} steps in a row were skipped, all since step {self.steps - in_a_row}, because "
                     f"gradients were NaN or infinite.{scale} Look at the loss, the data and the learning rate; "
-                    f"max_skipped={self._max_skipped} can be raised"
+                    f"scale=DynamicScale(max_skipped=...) allows more than {self._max_skipped}"
                 )
 
     def state_dict(self) -> dict[str, Any]:

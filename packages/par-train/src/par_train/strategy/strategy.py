@@ -45,7 +45,7 @@ class Strategy(StrategyFiles):
         parallel: The sizes and modes of the axes, as `par_groups.Topology.from_config` takes them; or live
             `ProcessGroups` to use, which outlive the strategy. Default: data parallelism over all ranks.
         precision: The precision of weights and arithmetic, such as "bf16"; or a mapping with `precision` and other
-            keywords of `par_precision.mixed`, such as dict(precision="bf16", accumulate_fp32=True).
+            keywords of `par_precision.mixed`, such as dict(precision="bf16", output_dtype=None).
         zero: The ZeRO stage, 0 to 3; or a mapping with `stage` and other keywords of `par_zero.shard`, such as
             dict(stage=1, elementwise=True) for an optimizer of your own that updates each element separately.
         clip_norm: The largest 2-norm of all gradients together; larger gradients are scaled down. Default: no clipping.
