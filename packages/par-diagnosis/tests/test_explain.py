@@ -51,9 +51,9 @@ def test_explain_rank_that_skips_a_call_is_named():
     dumps[5] = dump(5, 8, [("tensor", ranks, steps(3, left_out=[(2, 1)]))])
     dumps |= {rank: dump(rank, 8, [("tensor", (0, 1, 2, 3), steps(3)[:-1])]) for rank in (0, 1, 2, 3)}
     assert explain(dumps, 8).line == (
-        "rank 5 is in reduce_scatter of [6] of the tensor group [4..7] at linear.py:99, and before it always called "
-        "all_reduce at norm.py:5, which ranks [4, 6, 7] have called and are 3 operations ahead: rank 5 skipped that "
-        "call, or calls in a different order"
+        "rank 5 is in reduce_scatter of [6] of the tensor group [4..7] at linear.py:99, but ranks [4, 6, 7] called "
+        "all_reduce at norm.py:5 first (3 operations ago), as rank 5 did until now: rank 5 "
+        "skipped that call, or calls in a different order"
     )
 
 

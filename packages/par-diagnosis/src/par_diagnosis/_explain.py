@@ -141,12 +141,11 @@ def _diverged(dumps: Mapping[int, Dump]) -> str:
         )
     if divergence.kind == "order":
         ahead = max((_last(dumps[it], key) for it in divergence.others), default=other.number) - own.number
-        verb, now = ("has", "is") if len(divergence.others) == 1 else ("have", "are")
-        further = f" and {now} {ahead} operation{'s' if ahead > 1 else ''} ahead" if ahead > 0 else ""
+        further = f" ({ahead} operation{'s' if ahead > 1 else ''} ago)" if ahead > 0 else ""
         return (
-            f"rank {rank} is in {own} of {group}{_at(own.sites)}, and before it always called {other.name}"
-            f"{_at(other.sites)}, which {others} {verb} called{further}: rank {rank} skipped that call, or calls in "
-            f"a different order{doubt}"
+            f"rank {rank} is in {own} of {group}{_at(own.sites)}, but {others} called {other.name}{_at(other.sites)} "
+            f"first{further}, as rank {rank} did until now: rank {rank} skipped that call, or calls in a different "
+            f"order{doubt}"
         )
     return (
         f"rank {rank} is in {own} of {group}{_at(own.sites)}, where {others} "
