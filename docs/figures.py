@@ -17,6 +17,7 @@ from rooms import draw_rooms
 from sequences import draw_sequences
 from torch import nn
 from travels import draw_travels
+from watchdog import draw_watchdog
 from ways import draw_ways
 
 from par_groups import Topology
@@ -82,6 +83,7 @@ def main() -> None:
     draw_region(IMAGES / "region.svg")
     draw_travels(IMAGES / "experts-travel.svg")
     draw_copies(IMAGES / "checkpoint-copies.svg")
+    draw_watchdog(IMAGES / "watchdog.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)

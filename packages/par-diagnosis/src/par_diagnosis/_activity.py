@@ -1,4 +1,4 @@
-"""What the program of one rank is doing, as far as it reports it: step, phase and logged values."""
+"""Progress that the program of one rank reports: step, phase and logged values."""
 
 import math
 import time

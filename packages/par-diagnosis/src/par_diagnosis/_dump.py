@@ -1,4 +1,4 @@
-"""Dumps: what one rank was doing, as a record and as a file. This module needs no torch."""
+"""Dumps of single ranks, as records and as files. This module needs no torch."""
 
 import dataclasses
 import io
@@ -38,7 +38,7 @@ class StackFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """What a rank was doing at one moment.
+    """State of a rank at one moment: its stack, its collectives and its progress.
 
     Args:
         rank: Global rank.

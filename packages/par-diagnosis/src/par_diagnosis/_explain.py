@@ -63,9 +63,13 @@ class _Wait:
 def explain(dumps: Mapping[int, Dump], world: int, absent: Mapping[int, str] | None = None) -> Explanation:
     """Find the rank that blocks the other ranks.
 
-    The first cause that applies is reported: a rank that has failed, a rank that is gone or has ended, an operation in
-    which the ranks of a communicator differ, a rank that has not called an operation in which the other ranks wait, and
-    ranks that wait for each other.
+    These causes are tried in this order, and the first that applies is reported:
+
+    1. A rank has failed.
+    2. A rank is gone, or has ended.
+    3. The ranks of a communicator call different operations.
+    4. A rank has not called an operation in which the other ranks wait.
+    5. Ranks wait for each other.
 
     Args:
         dumps: Dumps by rank.
