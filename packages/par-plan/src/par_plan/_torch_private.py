@@ -1,4 +1,4 @@
-"""What par-plan uses of torch that torch does not call public: the first file to open when torch moves."""
+"""Private APIs of torch that par-plan uses: check this file first when torch changes."""
 
 from torch import Tensor
 

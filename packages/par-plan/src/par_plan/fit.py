@@ -1,8 +1,7 @@
-"""The cheapest way in which a configuration fits: what is computed again, and what lies elsewhere.
+"""The fastest recomputation and offloading with which a configuration fits.
 
-For each kind of recomputation the parts of the optimizer's state and, at stage 3, of the parameters that leave the
-device follow from what is missing there, in closed form, whichever of them leaves first; of all these the fastest is
-taken.
+For each kind of recomputation, the offloaded fractions of optimizer state and (at stage 3) parameters follow in closed
+form from the bytes that are missing on the device. The fastest of these configurations is chosen.
 """
 
 import math
@@ -16,11 +15,11 @@ from .prediction import MARGIN, Prediction, Predictor, RankPrediction
 
 
 def cheapest(frame: Predictor, job: TrainingJob, within: float = math.inf) -> tuple[Prediction, TooSmallError | None]:
-    """The fastest way in which a configuration fits a machine.
+    """Return the fastest way in which a configuration fits a machine.
 
     Args:
         frame: The model, its topology, and the machine.
-        job: The job; what it says of recomputation and of tiers is left out.
+        job: Training job; its recomputation and offloading are ignored.
         within: Seconds; a way that takes longer is of no use, and what cannot be as fast is not looked at closely.
 
     Returns:
@@ -69,15 +68,15 @@ def cheapest(frame: Predictor, job: TrainingJob, within: float = math.inf) -> tu
 
 
 def offload_to_fit(made: Prediction, machine: Machine, first: str = "optimizer") -> TrainingJob:
-    """The job with as much elsewhere as the device has no room for, on every rank of a pipeline alike.
+    """Return the job with the missing bytes offloaded, with identical fractions on every pipeline rank.
 
     Args:
-        made: What it takes with all of it on the device.
+        made: Prediction without offloading.
         machine: The machine.
-        first: The name of the source that leaves first; others follow when all of it is away.
+        first: Name of the source to offload first; the next source follows when all of it is offloaded.
 
     Raises:
-        TooSmallError: The device has no room for what has to stay, or nothing else has room for what has to leave.
+        TooSmallError: The device is too small for the remaining state, or host and disk are too small for the rest.
     """
     room, rooms = (1 - MARGIN) * machine.memory, machine.offload_capacity(made.topology.world_size)
     if not any(rooms.values()):
@@ -100,13 +99,13 @@ def offload_to_fit(made: Prediction, machine: Machine, first: str = "optimizer")
 
 
 def _too_small(made: Prediction, machine: Machine) -> TooSmallError:
-    """Says by how much the device is too small for a configuration of which nothing lies elsewhere."""
+    """Return the error for a configuration that does not fit without offloading."""
     missing = made.memory.total - (1 - MARGIN) * machine.memory
     return TooSmallError("device", missing, f"the device is short of {format_bytes(missing)}")
 
 
 def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str) -> dict[str, float]:
-    """Which part of each source has to leave a rank's device: for what backward takes, and for what the step takes.
+    """Return the fraction of each source to offload, for the peaks of backward and of the step.
 
     Raises:
         TooSmallError: All of them together are too little.

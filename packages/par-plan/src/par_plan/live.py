@@ -1,4 +1,4 @@
-"""What the models of a strategy take on this rank, by the formulas of the planner. No process is asked."""
+"""Plans of models that a program has built already, without communication."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,22 +24,22 @@ from .shape import averaged_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a rank has of a model, before data ranks share it, in numbers of elements with the padding of its chunks.
+    """Elements of a model on one rank before data ranks shard it, with the padding of its chunks.
 
     Args:
         trained: Elements of each chunk that is reduced as one.
         frozen: Elements that are not trained.
-        root: At stage 3, elements that are whole from the beginning of forward to the end of backward.
+        root: At stage 3, elements that stay gathered from the beginning of forward to the end of backward.
         units: At stage 3, elements of each other unit.
         inflight: Number of chunks that are reduced at a time.
         kept: Number of buffers of chunks that stay between backward passes.
-        waiting: At stage 3, number of chunks whose turn may be after that of another one of their unit, which is
-            complete later. Ranks learn the order in which that is in the first steps.
+        waiting: At stage 3, number of chunks that may wait for a later chunk of their unit. Ranks learn the order in
+            which that is in the first steps.
         tensors: For each tensor that the optimizer comes to have, the number of its param group.
         beside: Bytes of what is in no chunk, such as buffers of the model.
         experts: The same of experts that other ranks share than all else, whose part of `root` and `units` is there;
             None: there are none.
-        chunks: Where there are such experts, all chunks in the order in which they are reduced, whoever shares them.
+        chunks: With such experts, all chunks in the order of their reduction.
     """
 
     trained: tuple[int, ...]
@@ -56,7 +56,7 @@ class ModelSizes:
 
     @property
     def parts(self) -> tuple["ModelSizes", ...]:
-        """What is shared by all data ranks, and what is not."""
+        """Parts with different shard groups: all data ranks, then experts."""
         return (self,) if self.experts is None else (self, self.experts)
 
     @property
@@ -76,15 +76,15 @@ class ModelSizes:
 
     @property
     def at_once(self) -> int:
-        """At stage 3, elements of the two units beside the root's that are whole: one that runs, and one that comes."""
+        """At stage 3, elements of the two gathered units besides the root: the running and the prefetched unit."""
         return sum(sorted(self.units, reverse=True)[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What a step takes; printed, a table.
+    """Memory and traffic of a step. Its text is a table.
 
-    Activations depend on the batch: of models that were initialized they are not in it, of a whole model they are.
+    Activations depend on the batch. Plans of an unsharded model include them, plans of initialized models do not.
 
     Args:
         memory: Bytes on this rank, for each model in the order of `initialize`.
@@ -126,10 +126,10 @@ def model_sizes(
     options: ShardOptions | None = None,
     experts: tuple[Sequence[nn.Parameter], int] = ((), 1),
 ) -> ModelSizes:
-    """The sizes of a model whose parameters have been made, by the chunks that par-zero will make of it.
+    """Return the sizes of a built model, in the chunks that par-zero will use.
 
     Args:
-        model: What this rank has of the model.
+        model: Slice of the model on this rank.
         optimizer: Its optimizer; None: it is only run.
         stage: ZeRO stage.
         ranks: Number of ranks that share.
@@ -183,7 +183,7 @@ def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Mo
 def sharding_of_sizes(
     sizes: ModelSizes, elements: int, *, ranks: int, job: TrainingJob, gloo: bool = False
 ) -> ZeroSharding:
-    """The replicas of a module of which its parameters alone are known.
+    """Return how data ranks shard a module, from its parameters only.
 
     Args:
         sizes: Its sizes.
@@ -211,10 +211,10 @@ def sharding_of_sizes(
 def plan_models(
     models: Sequence[ModelSizes], topology: Topology, job: TrainingJob, schedule: Schedule | None, *, gloo: bool
 ) -> StepPlan:
-    """The plan of models that are trained alike.
+    """Return the plan of models that share their options.
 
     Args:
-        models: What this rank has of each model.
+        models: Sizes of each model on this rank.
         topology: The strategy's axes.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         schedule: The pipeline's schedule, if there is a pipeline.
@@ -248,10 +248,10 @@ def plan_models(
 def plan_budget(
     sizes: ModelSizes, budget: Budget, *, slots: int, ranks: Sequence[int], job: TrainingJob, gloo: bool, measures: bool
 ) -> BudgetPlan:
-    """What a budget is spent on, of a model of which its parameters alone are known.
+    """Return what to offload within a budget, from a model's parameters only.
 
     Args:
-        sizes: What this rank has of it.
+        sizes: Sizes of the model on this rank.
         budget: Bytes of each tier.
         slots: Tensors of the optimizer's state for each parameter.
         ranks: Number of ranks that share each of its parts.
@@ -294,14 +294,14 @@ def plan_budget(
 
 
 def _reduced_in_turn(sizes: ModelSizes, replicas: Sequence[ZeroSharding]) -> list[ZeroSharding]:
-    """The replicas of all else and of experts, whose chunks are reduced in one order, in the same buffers.
+    """Return the shardings of dense layers and experts, whose chunks share one order and the same buffers.
 
-    At stage 3 those of a unit wait until backward has left it, and those of the root until it ends. At stage 2 any may
-    wait for its turn, until ranks have learned in which order they come.
+    At stage 3, chunks of a unit wait until backward has finished the unit, and the root's chunks until backward ends.
+    At stage 2 any may wait for its turn, until ranks have learned in which order they come.
 
     Args:
         sizes: The sizes of all chunks.
-        replicas: Those of each part, if it were alone.
+        replicas: Sharding of each part, computed separately.
     """
     trained, zero = [chunk for chunk in sizes.chunks if chunk.trained], replicas[0].zero
     waiting = len(trained)
@@ -321,7 +321,7 @@ def _reduced_in_turn(sizes: ModelSizes, replicas: Sequence[ZeroSharding]) -> lis
 def plan_unsharded_model(
     shape: PlannedModel, topology: Topology, job: TrainingJob, *, rank: int, gloo: bool
 ) -> StepPlan:
-    """The plan of one model that is still whole, as it will be cut.
+    """Return the plan of an unsharded model, as the topology will shard it.
 
     Args:
         shape: The model.

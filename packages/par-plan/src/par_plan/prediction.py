@@ -1,11 +1,8 @@
-"""What a step takes: memory, traffic, bubble and time of one configuration, from formulas alone.
+"""Memory, traffic, bubble and time of one configuration, from formulas only.
 
-memory     of the pipeline's rank that needs most
-traffic    of the rank that is busiest
-time       compute + again (what backward computes once more) + tensor + sequence (what does not hide behind attention)
-           + experts (rows on their way, as far as that does not hide behind shared experts)
-           + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what a step
-           waits for what lies elsewhere, as far as that does not hide)
+Memory is that of the pipeline rank that needs most. Traffic is that of the busiest rank. Time is the sum of compute,
+recompute, tensor, sequence, experts, pipeline, bubble, data and offload. Terms of communication count only the part
+that does not overlap with computation.
 """
 
 from collections.abc import Mapping
@@ -37,23 +34,22 @@ from .seconds import OffloadedState, interconnect, seconds_of, seconds_within
 from .shape import ModelSlice, Shape, TensorSplit, averaged_ranks, tensor_split
 
 MARGIN = 0.1
-"""Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
+"""Fraction of device memory that is reserved for workspace, fragmentation and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPrediction:
-    """What a step takes on one rank of a pipeline; without a pipeline, on every rank.
+    """Prediction of a step for one pipeline rank; without a pipeline, for every rank.
 
     Args:
         place: "first", "middle" or "last".
         parameters: Number of elements in its parameters.
         memory: Bytes of its memory.
-        transfers: What it receives over each axis.
+        transfers: Traffic that the rank receives, by axis.
         seconds: Seconds of a step by the names in `TERMS`.
         numbers: The ranks of the pipeline that it stands for.
-        sources: What of its memory may lie elsewhere than on the device: the optimizer's state, and at stage 3
-            parameters.
-        experts: What its layers of experts take, if it has any.
+        sources: State that can be offloaded: the optimizer's state, and at stage 3 parameters.
+        experts: Cost of its layers of experts; None without experts.
     """
 
     place: str
@@ -73,7 +69,7 @@ def _rounded_up(room: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step takes under one configuration.
+    """Prediction of a step under one configuration.
 
     Args:
         topology: Which ranks work together.
@@ -94,7 +90,7 @@ class Prediction:
 
     @property
     def busiest(self) -> RankPrediction:
-        """The rank that the others wait for."""
+        """The slowest rank."""
         return max(self.ranks, key=lambda rank: sum(rank.seconds.values()))
 
     @property
@@ -135,14 +131,14 @@ class Prediction:
 def predict(
     shape: Shape | PlannedModel, topology: Topology, job: TrainingJob, machine: Machine | None = None
 ) -> Prediction:
-    """Predicts memory, traffic, bubble and time of a training step. Pure; no process and no device is asked.
+    """Return memory, traffic, bubble and time of a training step. Needs no process and no device.
 
     Args:
         shape: The sizes of a GPT, or a `PretrainedShape`, those of a model of transformers.
         topology: Sizes of the axes data, pipeline, sequence, expert and tensor, with their modes, and the view of
             experts where they are dealt out.
         job: Batch, ZeRO stage, precision, schedule and microbatches.
-        machine: What the job runs on; None: `Machine()`, nodes of eight H100.
+        machine: Devices and network; None means `Machine()`, nodes of eight H100.
 
     Raises:
         ValueError: Sizes that do not go together; the message names them.
@@ -151,16 +147,16 @@ def predict(
 
 
 class Predictor:
-    """A topology and a number of microbatches, for which any schedule, ZeRO stage and way to fit is predicted.
+    """Predictions of any schedule, ZeRO stage and offloading for one topology and number of microbatches.
 
-    What ranks compute and receive within microbatches depends on which part of the model they have, and on little
-    else: it is worked out once for each part, as is the state that a part takes at a stage.
+    Work and traffic within microbatches depend on the rank's slice of the model and on little else. They are computed
+    once per slice, as is the state of a slice at a ZeRO stage.
 
     Args:
         shape: The model's sizes.
         topology: Its axes.
-        job: Batch, precision, microbatches, and what rows and experts are like; its schedule, stage and what is
-            computed again or lies elsewhere may be others in each prediction.
+        job: Batch, precision, microbatches, documents and imbalance. Each prediction may change schedule, stage,
+            recomputation and offloading.
         machine: What it runs on; None: `Machine()`.
 
     Raises:
@@ -232,7 +228,7 @@ class Predictor:
         return Prediction(topology=self.topology, job=job, bubble=bubble, ranks=tuple(ranks))
 
     def _state(self, part: ModelSlice, job: TrainingJob) -> "_StageState":
-        """What stays of a part of the model, at the job's stage."""
+        """Return the persistent state of a slice, at the job's stage."""
         if (part, job.zero) not in self._states:
             split, gloo = self.split, self.machine.gloo
             parameters, experts = self.model.count(split, part), self.model.count_experts(split, part)
@@ -259,7 +255,7 @@ class Predictor:
     def _work_of(
         self, model: PlannedModel, place: PipelineRank, part: ModelSlice, state: "_StageState", job: TrainingJob
     ) -> "_StageWork":
-        """What a rank computes and receives within microbatches."""
+        """Return the work and traffic of a rank within microbatches."""
         key = part, place.received, place.neighbours, job.zero > 0, job.recompute
         if key not in self._work:
             split, sequence, numbers, microbatches = self.split, self.sequence, job.numbers, self._microbatches
@@ -340,10 +336,10 @@ class Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class _StageState:
-    """What stays of a part of a model at a ZeRO stage, and what those receive who share it.
+    """Persistent state of a slice at a ZeRO stage, and the traffic of the ranks that shard it.
 
     Args:
-        replicas: The replicas of its parameters, and of those of experts that are dealt out.
+        replicas: Sharding of its parameters, and of distributed experts.
         numbers: Widths of numbers.
         parameters: Number of elements.
         table: Bytes of the gradient of the embedding's table.
@@ -375,13 +371,13 @@ class _StageState:
 
 @dataclass(frozen=True, kw_only=True)
 class _StageWork:
-    """What a rank computes and receives within the microbatches of a step.
+    """Work and traffic of a rank within the microbatches of a step.
 
     Args:
         transfers: What it receives.
         seconds: How long it takes, by the terms of `seconds_within`.
         attention: Bytes that one attention over a sequence's ranks holds in backward.
-        experts: What its layers of experts take, if it has any.
+        experts: Cost of its layers of experts; None without experts.
     """
 
     transfers: tuple[AxisTraffic, ...]
@@ -450,10 +446,9 @@ def attentions_of(model: PlannedModel, split: TensorSplit, sequence: SequenceSpl
 
 
 def model_flops(model: Shape | PlannedModel) -> float:
-    """Floating-point operations of a whole model for one token, in forward and backward: what MFU is the share of.
+    """Return the floating-point operations per token in forward and backward, for computing MFU.
 
-    Of causal attention half is counted, of experts those that a token goes to, and nothing that is computed again: so
-    MFU tells how much of the devices' peak goes into what the model needs.
+    The count includes half of causal attention, only the experts that a token is routed to, and no recomputation.
 
     Args:
         model: The sizes of a GPT, or a model as the planner takes it, such as `PretrainedShape`.

@@ -1,8 +1,8 @@
-"""Every configuration of a world that a model's sizes allow, and the fastest of those that fit.
+"""Search over every configuration that the sizes of a model allow, for the fastest ones that fit.
 
-A frame is a topology and a number of microbatches: what its ranks compute and send within a microbatch is the same
-under every schedule and ZeRO stage, but for what attention fetches over a sequence that is cut, whose mode is chosen
-with these. Topologies are looked at in the order of that time, until no other can be faster than what was found.
+A `Predictor` covers one topology and one number of microbatches. Its ranks do the same work within a microbatch under
+every schedule and ZeRO stage, except for attention over a split sequence. Topologies are inspected in the order of this
+work, until a lower bound shows that the rest are slower.
 """
 
 import math
@@ -26,7 +26,7 @@ from .prediction import Prediction, Predictor, attentions_of, planned, why_not_s
 from .shape import Shape, averaged_ranks, tensor_split
 
 LEAST_TOKENS = 2048
-"""A rank of a sequence has as many tokens of a row at least: the attention of fewer is too little to cut."""
+"""Fewest tokens of a row on a sequence rank; attention over fewer tokens is too small to split."""
 
 _LEAST_KEPT = 3
 """No schedule keeps fewer activations than 1F1B divided by this."""
@@ -34,12 +34,12 @@ _LEAST_KEPT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Args:
         best: The best configuration of each topology, of those that fit, the fastest first.
         nearest: The configuration that takes the least memory of the device, if none fits.
-        short: Why it does not fit: the tier that is too small, and by how much.
+        short: Reason why nothing fits: the tier that is too small, and the missing bytes.
         frames: Number of topologies, each counted with each of its numbers of microbatches.
     """
 
@@ -59,19 +59,19 @@ def search_configurations(
     sequence: int | None = None,
     watch: Callable[[], object] = lambda: None,
 ) -> SearchResult:
-    """Finds the fastest configurations that fit a machine, each with the cheapest of what it may do to fit.
+    """Return the fastest configurations that fit a machine, each with the fastest recomputation and offloading.
 
     Args:
         shape: The model's sizes.
         world: Number of ranks.
         job: The job, of which batch, precision and documents are kept.
-        machine: What the job runs on, with what it has beside its devices' memory.
+        machine: Devices, network and memory tiers.
         top: Number of topologies to find, which differ in sizes, or in the tensor mode.
         sequence: Number of ranks that each sequence is cut over; None: whatever is best.
-        watch: Is called whenever one more topology was looked at: once each, and again those that may win.
+        watch: Callback after each inspected topology, for a progress bar; it runs twice for candidates.
 
     Raises:
-        ValueError: The model's activations cannot be known.
+        ValueError: The activations of the model cannot be predicted.
     """
     model = planned(shape)
     search, bounds = _Search(model, machine, top), []
@@ -95,11 +95,11 @@ def search_configurations(
 
 
 class _Search:
-    """What was found so far.
+    """State of a search.
 
     Args:
         model: The model.
-        machine: What the job runs on.
+        machine: Devices, network and memory tiers.
         top: Number of topologies to find.
     """
 
@@ -185,8 +185,8 @@ def _bounds(
 def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> tuple[float, float]:
     """Seconds, and bytes of the device, below which no variant of a frame comes.
 
-    The highest useful stage takes the least state, what computes most again the least activations, and the mode
-    "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
+    The highest useful stage needs the least state, full recomputation the fewest activations, and the mode "gather"
+    saves the least for backward. The time that all variants have in common is a bound for each of them.
 
     Args:
         frame: The frame.
@@ -206,7 +206,7 @@ def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> t
 
 
 def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float, float]:
-    """What predictions that do not fit are sorted by: first those that lack no device, then by how much they lack."""
+    """Return the sort key of predictions that do not fit: other tiers before the device, then the missing bytes."""
     if problem is None:
         return False, 0.0, made.memory.total
     return problem.tier == "device", problem.missing, made.memory.total
@@ -262,7 +262,7 @@ def _frames(
 
 
 def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
-    """Numbers of ranks that a sequence may be cut over, so that each has tokens enough; [1] of a model that cannot be.
+    """Return the possible numbers of sequence ranks with enough tokens each; [1] if the model cannot be split.
 
     Args:
         model: The model.
@@ -347,9 +347,9 @@ def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> I
 def variants(topology: Topology, job: TrainingJob, *, elsewhere: bool = False) -> Iterator[TrainingJob]:
     """The schedules and ZeRO stages of a frame.
 
-    Stages 2 and 3 are left out where gradients of several microbatches are added up, as in every pipeline: they are
-    whole until the last one, and parameters stay gathered, so that stage 1 takes no more. Where nothing is shared there
-    is stage 3 alone beside stage 0, for parameters that lie elsewhere.
+    Stages 2 and 3 are skipped with gradient accumulation, as in every pipeline. There, gradients are unsharded until
+    the last microbatch and parameters stay gathered, so stage 1 needs no more memory. Without data ranks, stage 3 is
+    still compared with stage 0, because it can offload parameters.
 
     Args:
         topology: The axes.
@@ -376,7 +376,7 @@ def _last_stage(topology: Topology, job: TrainingJob, *, elsewhere: bool) -> int
 
 
 def _order(prediction: Prediction) -> tuple[float, float]:
-    """What predictions are sorted by: the faster first, and of equally fast ones that which takes less memory."""
+    """Return the sort key of predictions: step time, then memory."""
     return prediction.seconds, prediction.memory.total
 
 

@@ -1,4 +1,4 @@
-"""The time of a step on one rank: a plain model, for comparing configurations."""
+"""Step time on one rank, from a simple model for comparing configurations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ TERMS = ("compute", "recompute", "tensor", "sequence", "experts", "pipeline", "b
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedState:
-    """What of a rank lies elsewhere than on its device.
+    """Offloaded state of a rank.
 
     Args:
-        elements: Number of parameters of which the optimizer's state does.
-        disk: Bytes of that on the disk.
-        parameters: Number of parameters which do themselves, and are fetched for each gather.
-        parameters_disk: Bytes of these on the disk.
+        elements: Number of parameters whose optimizer state is offloaded.
+        disk: Bytes of this state on the disk.
+        parameters: Number of offloaded parameters, which are fetched for each gather.
+        parameters_disk: Bytes of these parameters on the disk.
     """
 
     elements: float = 0.0
@@ -37,10 +37,10 @@ class OffloadedState:
 
 @dataclass(frozen=True)
 class AxisLink:
-    """What connects the ranks of a group.
+    """Connection between the ranks of a group.
 
     Args:
-        rate: Bytes a second into one rank.
+        rate: Bytes per second into one rank.
         hops: Latencies that an operation takes: the logarithm to base 2 of the group's size; 1 between two stages.
     """
 
@@ -50,16 +50,16 @@ class AxisLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """A topology as the time of a step depends on it; the same for all of its ranks.
+    """Properties of a topology that determine step time, identical on all ranks.
 
     Args:
         world: Number of ranks.
-        data: Number of ranks that see other rows: those of the axes "data" and "expert".
-        split: The cut of the tensor mode.
-        sequence: The cut of a row's tokens.
-        links: What connects the ranks of the axes "data", which are all that average gradients, "pipeline", "tensor",
-            and of a sequence that is cut those of "outer", between which keys and values travel, and "inner"; where
-            experts are dealt out those of "expert_data", which have copies, and "expert_parallel".
+        data: Number of ranks with different rows, on the axes "data" and "expert".
+        split: Split of the tensor mode.
+        sequence: Split of a row's tokens.
+        links: Connections by axis: "data" (all ranks that average gradients), "pipeline", "tensor"; for a split
+            sequence "outer" (keys and values) and "inner" (tokens for heads); for experts "expert_data" (replicas) and
+            "expert_parallel".
     """
 
     world: int
@@ -70,7 +70,7 @@ class Interconnect:
 
 
 def interconnect(topology: Topology, split: TensorSplit, sequence: SequenceSplit, machine: Machine) -> Interconnect:
-    """A topology as the time of a step depends on it.
+    """Return the connections of a topology.
 
     Args:
         topology: Sizes and modes of the axes.
@@ -107,16 +107,16 @@ def seconds_within(
     transfers: Sequence[AxisTraffic],
     attentions: Mapping[RankAttention, int],
 ) -> dict[str, float]:
-    """Seconds of all microbatches of a step on one rank: what it computes and waits for, whatever the schedule.
+    """Return the seconds of all microbatches of a step on one rank, for any schedule.
 
     Args:
-        model: The model, as it computes again what the job says.
-        wiring: The topology, and what connects its ranks.
+        model: Model, with the job's recomputation.
+        wiring: Connections of the topology.
         job: The job.
         machine: What it runs on.
-        part: What the rank has of the model.
-        transfers: What it receives within microbatches.
-        attentions: Its attentions, and how many are alike.
+        part: Slice of the model on the rank.
+        transfers: Traffic that it receives within microbatches.
+        attentions: Its different attentions, with the number of each.
 
     Returns:
         By the names in `TERMS`, those from "compute" to "pipeline".
@@ -181,7 +181,7 @@ def seconds_of(
     shared: Sequence[AxisTraffic],
     away: OffloadedState | None = None,
 ) -> dict[str, float]:
-    """Seconds of a step on one rank, by the names in `TERMS`.
+    """Return the seconds of a step on one rank, by the names in `TERMS`.
 
     Args:
         within: Those of its microbatches, as `seconds_within` gives them.
@@ -189,8 +189,8 @@ def seconds_of(
         job: The job.
         machine: What it runs on.
         pipeline: The pipeline.
-        shared: What the rank receives of those that share its parameters.
-        away: What lies elsewhere; None: nothing does.
+        shared: Traffic between the ranks that shard its parameters.
+        away: Offloaded state; None means that nothing is offloaded.
     """
     compute = within["compute"]
     one_microbatch = compute / job.microbatches  # two thirds of it backward
@@ -214,19 +214,18 @@ def seconds_of(
 def _time_of(
     transfers: Sequence[AxisTraffic], axis: str, wiring: Interconnect, machine: Machine, what: str | None = None
 ) -> float:
-    """Seconds of what goes over an axis, one operation after the other."""
+    """Return the seconds of traffic over an axis, with one operation after another."""
     link = wiring.links[axis]
     chosen = [transfer for transfer in transfers if transfer.axis == axis and what in (None, transfer.what)]
     return sum(transfer.bytes / link.rate + transfer.operations * machine.latency * link.hops for transfer in chosen)
 
 
 def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, world: int, compute: float) -> float:
-    """Seconds that a step waits for what lies elsewhere, those of what takes longest: disk, host or link.
+    """Return the seconds that a step waits for offloaded state: the slowest of disk, host and link.
 
     A disk is read and written one after the other. Adam's step reads gradient, parameter and two moments, and writes
-    three of them. On a CPU the device steps what lies on the host, as it would, and parameters there move nowhere.
-    At stage 3 units are fetched for forward and for backward while others compute; and but on a CPU they wait for their
-    step when the next forward comes to them, so that this hides behind that forward, too.
+    three of them. On a CPU, host memory is device memory, so nothing moves. At stage 3, the fetch of units overlaps
+    with forward and backward. On a GPU, the optimizer step of a unit also overlaps with the next forward.
     """
     sharers, numbers = machine.ranks_per_host(world), job.numbers
     stepped = away.parameters_disk * (0 if numbers.copied else 1)  # else they are written alone
@@ -245,6 +244,6 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
 
 
 def _rate_of(topology: Topology, axes: str | tuple[str, ...], machine: Machine) -> float:
-    """Bytes a second: a group has the bandwidth of a node if every group of its axes lies within one."""
+    """Return the bytes per second of a group: a node's bandwidth if every group of its axes is within one node."""
     in_node = all(machine.devices_per_node % (block.size * block.stride) == 0 for block in topology.blocks(axes))
     return machine.bandwidth if in_node else machine.network

@@ -136,8 +136,8 @@ class Shape:
         """Floating-point operations for one token in forward and backward: of matrices, and of attention.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
-        Attention is causal, so that half of its products, 4 * context * width operations, are computed. Of experts
-        there are those that a token goes to.
+        Attention is causal, so that half of its products, 4 * context * width operations, are computed. It includes
+        only the experts that a token is routed to.
         """
         blocks = (part.blocks - part.mixtures) * self.block_matrices
         if self.mixture is not None:
@@ -155,13 +155,13 @@ def _check_sizes(sizes: Mapping[str, int | None], may_be_0: tuple[str, ...] = ()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSlice:
-    """What a rank of a pipeline has of a model.
+    """Slice of a model on a pipeline rank.
 
     Args:
         blocks: Number of its blocks.
         first: Whether it has the embeddings.
         last: Whether it has the last norm and the classifier.
-        runs: Of blocks that differ: for each of its stages, the kinds in it and how many blocks are of each.
+        runs: For each stage, the kinds of blocks with their numbers, if blocks differ.
         mixtures: Number of its blocks that have experts.
     """
 
@@ -174,14 +174,14 @@ class ModelSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Into how many parts a tensor mode cuts what a model consists of. The default is one device, which cuts nothing.
+    """Number of parts into which a tensor mode splits weights and activations. The default is one device.
 
-    Activations lie in two layouts: the residual layout, in which blocks add and norms work, and the inner layout,
-    between a column layer and the row layer that follows it, where attention and the MLP's activation work.
+    Activations have two layouts. Residual stream and norms use the residual layout. Attention and the MLP's activation
+    use the inner layout, between a column-parallel layer and the next row-parallel layer.
 
     Args:
         mode: "1d", "2d", "2.5d" or "3d"; None without a tensor mode.
-        sequence: Whether mode 1d cuts the tokens of a window in the residual layout (sequence parallelism).
+        sequence: Whether mode 1d splits the tokens in the residual layout (sequence parallelism).
         ranks: Number of ranks in a tensor group.
         tokens: Number of parts of the tokens in the residual layout.
         features: Number of parts of the features in the residual layout.
@@ -189,7 +189,7 @@ class TensorSplit:
         inner: Number of parts of the features in the inner layout.
         matrix: Number of parts of a linear layer's weight.
         axes: Names and sizes of the mode's axes.
-        experts: How experts lie on ranks.
+        experts: Placement of experts on ranks.
     """
 
     mode: str | None = None
@@ -205,7 +205,7 @@ class TensorSplit:
 
     @cached_property
     def dense(self) -> "TensorSplit":
-        """The same for layers without experts, which is alike wherever experts lie."""
+        """The same split for layers without experts, independent of the placement of experts."""
         return replace(self, experts=ALONE)
 
     @property
@@ -215,7 +215,7 @@ class TensorSplit:
 
     @property
     def label(self) -> str:
-        """The cut in a table's cell, such as "1d 8 sp" with sequence parallelism, "2.5d 2x4x4", or "-" without one."""
+        """Text for a table, such as "1d 8 sp" with sequence parallelism, "2.5d 2x4x4", or "-" without one."""
         if self.mode is None:
             return "-"
         sizes = self.ranks if self.mode == "1d" else "x".join(str(size) for _, size in self.axes)
@@ -223,17 +223,17 @@ class TensorSplit:
 
 
 def sequence_ranks(topology: Topology) -> int:
-    """Number of ranks that each sequence is cut over; 1 where a topology has no such axis."""
+    """Return the number of sequence ranks; 1 without such an axis."""
     return topology.size("sequence") if "sequence" in (*topology.axes, *topology.products) else 1
 
 
 def averaged_ranks(topology: Topology) -> int:
-    """Number of ranks that average gradients of dense layers: they see other rows, or other tokens of them."""
+    """Return the number of ranks that average gradients of dense layers."""
     return topology.size("data") * sequence_ranks(topology) * expert_axis_size(topology)
 
 
 def tensor_split(topology: Topology) -> TensorSplit:
-    """The cut of a topology's tensor mode, and how experts lie.
+    """Return the split of a topology's tensor mode, with the placement of experts.
 
     Raises:
         ValueError: There are no formulas for its mode.
@@ -245,7 +245,7 @@ def tensor_split(topology: Topology) -> TensorSplit:
 
 
 def split_of_mode(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bool = False) -> TensorSplit:
-    """The cut of a tensor mode.
+    """Return the split of a tensor mode.
 
     Args:
         mode: Name of the mode, or None.
@@ -272,12 +272,12 @@ def split_of_mode(mode: str | None, ranks: int, axes: dict[str, int], *, sequenc
 
 
 def why_not_sharded(shape: Shape, split: TensorSplit, rows: int = 0) -> str | None:
-    """Why a tensor mode cannot cut a model, in words; None if it can.
+    """Return why a tensor mode cannot split a model; None if it can.
 
     Args:
         shape: The model's sizes.
         split: The cut of the tensor mode.
-        rows: Number of rows in a microbatch; 0: they are not looked at.
+        rows: Number of rows in a microbatch; 0 skips their check.
     """
     columns = split.matrix // split.inner  # parts of a column weight's input features, and of a row weight's output
     rules = [
@@ -301,13 +301,13 @@ def why_not_sharded(shape: Shape, split: TensorSplit, rows: int = 0) -> str | No
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """How many parameters a rank has; all but `blocks` and `tensors` are numbers of elements.
+    """Number of parameters on a rank. All values except `blocks` and `tensors` are numbers of elements.
 
     Args:
         total: Elements of all parameters of the rank.
         block: Elements of one block, of the last if they differ.
         blocks: Number of blocks.
-        ends: Elements of the embeddings, the last norm and the classifier, as far as the rank has them.
+        ends: Elements of embeddings, last norm and classifier on the rank.
         table: Elements of the embedding's table, if the rank has it.
         largest: Elements of the largest tensor.
         tensors: Number of tensors.
@@ -323,12 +323,12 @@ class ParameterCount:
 
 
 def count(shape: Shape, split: TensorSplit, part: ModelSlice) -> ParameterCount:
-    """The number of parameters of one rank, with vocabularies padded where they are cut.
+    """Return the parameter count of one rank, with padded vocabularies if they are split.
 
     Args:
         shape: The model's sizes.
         split: The cut of the tensor mode.
-        part: What the rank's pipeline stages have of the model.
+        part: Slice of the model on the rank's pipeline stages.
     """
     h = shape.width
     table = padded(shape.vocabulary, split.matrix // split.features) * h // split.matrix
@@ -373,7 +373,7 @@ def _block(shape: Shape, split: TensorSplit) -> _BlockCount:
 
 @lru_cache(maxsize=4096)
 def _block_with_experts(shape: Shape, mixture: Mixture, split: TensorSplit) -> _BlockCount:
-    """A block with a mixture; experts that are dealt out are not among it."""
+    """Return the elements of a block with experts, without distributed experts."""
     h = shape.width
     matrices = [h * shape.attended // split.matrix, h**2 // split.matrix, mixture.router]
     if mixture.shared:
@@ -386,7 +386,7 @@ def _block_with_experts(shape: Shape, mixture: Mixture, split: TensorSplit) -> _
 
 
 def count_experts(mixture: Mixture, spread: ExpertPlacement, layers: int) -> ParameterCount:
-    """The number of parameters of one rank in experts that are dealt out.
+    """Return the parameter count of one rank in distributed experts.
 
     Args:
         mixture: A layer of experts.

@@ -1,4 +1,4 @@
-"""What a step keeps in memory, and what it computes again or leaves elsewhere.
+"""Decisions within a byte budget for device, host and disk: what is offloaded, and what is recomputed.
 
 `recompute` reads what can be said of activations: a policy of par-recompute, or a text for the command line. `spend`
 and `tiers` are pure: what a budget of bytes is spent on, and what leaves a device that is too small. `budget` is one

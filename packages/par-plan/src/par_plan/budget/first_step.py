@@ -1,7 +1,7 @@
-"""The rest of a budget, when the first step was measured: what layers keep, and what state comes back from a disk.
+"""The second decision within a budget, after the first step: saved activations, and state that returns from the disk.
 
-Both save seconds where they have room: a layer that keeps more runs less of itself again, and state that is in memory
-is not read and written in each step. `spend` takes what saves most.
+Both uses of free memory save seconds. A layer that saves more recomputes less, and state in memory is not read and
+written in each step. `spend` takes what saves most.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ from .tiers import TooSmallError
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """What the first step has shown on a rank.
+    """Measurements of the first step on a rank.
 
     Args:
-        models: What the layers of each model could keep.
+        models: Possible saved activations of the layers, for each model.
         held: Number of microbatches whose activations are kept at a time.
-        disk: What lies on the disk, and how fast that is.
+        disk: State on the disk, and the speed of the disk.
     """
 
     models: tuple[Choices, ...]
@@ -33,7 +33,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPlan:
-    """What the rest of a budget is spent on.
+    """Budgets of activations, and state to return from the disk, after the first step.
 
     Args:
         budgets: Bytes that the layers of each model may keep of a microbatch.
@@ -49,10 +49,10 @@ class MeasuredPlan:
 def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     """Spends what state leaves free on what saves most seconds. Pure.
 
-    A layer that does not keep everything runs again, as a whole or in parts; for that the largest one has room.
+    A layer that does not save everything is recomputed. The largest layer must fit during recomputation.
 
     Args:
-        spent: What was chosen before the first step.
+        spent: Decision before the first step.
         measured: What that has shown.
 
     Raises:
@@ -109,7 +109,7 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
 
 
 def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
-    """What keeping more and more of a layer takes and saves, in the order of seconds a byte."""
+    """Return bytes and saved seconds of each further activation of a layer, the best ratio first."""
     choices = sorted(frontier, key=lambda choice: choice.bytes)
     found: list[tuple[int, float]] = []
     current = choices[0]

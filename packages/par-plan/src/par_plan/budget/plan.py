@@ -1,12 +1,11 @@
-"""One number for each tier of memory, and what is chosen within them before anything is wired.
+"""Byte budgets for device, host and disk, and the decision within them before the model is sharded.
 
-step 1     device: what has to stay        host, then disk: all state that has room there
-           activations: inputs of layers
-measured   what each layer could keep, and how long it takes to run again; how fast the disk is
-step 2 on  device: what saves most seconds a byte, of what layers could keep and of state on the disk
+Step 1 offloads all optimizer state that fits on the host or the disk, and layers save their inputs only. This step
+measures the layers and the disk. From step 2 on, free device memory goes to the activations and the state that save
+most seconds per byte.
 
-State can come back from a disk, but not leave the device later: so at first as much as can lies elsewhere. What is
-measured is spent by `par_plan.budget.measured`.
+State can return from the disk, but cannot leave the device later. Therefore the first step offloads as much as
+possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +26,12 @@ class Budget:
     """Bytes of one rank in each tier.
 
     Args:
-        device: Of the device: parameters, gradients, state, and activations. On a CPU, of its memory.
-        host: Of the host, beside the device; 0: nothing lies there.
-        disk: Of a disk; 0: nothing lies there.
+        device: Bytes of device memory for parameters, gradients, state and activations; on a CPU, of main memory.
+        host: Bytes of host memory for offloaded state; 0 disables it.
+        disk: Bytes of disk for offloaded state; 0 disables it.
         path: A folder on that disk.
-        activations: Bytes of the device that must be left for activations when it is chosen what lies elsewhere; None:
-            none must, and a quarter of them is left where there is room elsewhere.
+        activations: Bytes of device memory to reserve for activations; None reserves a quarter if host and disk have
+            the capacity.
     """
 
     device: float
@@ -44,13 +43,12 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan:
-    """What was chosen within a budget; printed, with the reason of each choice.
+    """Decision within a budget. Its text explains each choice.
 
     Args:
         budget: The budget.
-        shares: Which part of what may leave the device lies where when it is wired.
-        kinds: Bytes of the device by what they are: what stays from step to step, and that in which gradients are
-            reduced and units gathered.
+        shares: Offloaded fraction of each kind of state, by tier.
+        kinds: Bytes of device memory by kind: persistent state, and buffers for reductions and gathers.
         reasons: A sentence for each choice.
         step: Bytes of the device beside `state` while the optimizer steps, when activations are free: gradients in its
             dtype.
@@ -123,14 +121,14 @@ def _size(name: str, value: object) -> float:
 def place_within(
     kinds: Mapping[str, float], sources: Sequence[Offloadable], budget: Budget, *, measures: bool, step: float = 0.0
 ) -> BudgetPlan:
-    """What lies where, in closed form.
+    """Return the fractions to offload, in closed form.
 
-    Where the first step will be measured, all of the optimizer's state leaves the device that has room elsewhere; else
-    as much of it as is missing. Other sources leave as far as is missing.
+    If the first step will be measured, all optimizer state that fits elsewhere is offloaded. Otherwise only the missing
+    bytes are offloaded, as with parameters.
 
     Args:
-        kinds: Bytes on the device by what they are, if nothing leaves it. What leaves it is of the kind of its name.
-        sources: What may leave it, first the optimizer's state.
+        kinds: Bytes on the device by kind, before offloading; a source reduces the kind of its name.
+        sources: State that can be offloaded, the optimizer's state first.
         budget: Bytes of each tier.
         measures: Whether the first step will be measured, so that state can come back.
         step: Bytes on the device beside `kinds` while the optimizer steps, when activations are free.
@@ -164,7 +162,7 @@ def _staying(
 ) -> dict[str, float]:
     """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state.
 
-    Of what lies in one tier as a whole there may be less, as far as a unit goes that lies across the border.
+    A unit that crosses the border between tiers stays in one tier, so the offloaded fraction may be smaller.
     """
     left = dict(kinds)
     for source in sources:
@@ -198,7 +196,7 @@ def _refusal(
 
 
 def least_in_words(tier: str, given: float, parts: Mapping[str, float]) -> str:
-    """What a tier has to have, such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
+    """Return the minimum of a tier as text, with its parts.
 
     Args:
         tier: The tier.

@@ -1,10 +1,10 @@
-"""What a budget of bytes is spent on: of things that save time where they have room, those that save most together.
+"""Selection of the items that save most time within a budget of bytes.
 
     items, best seconds a byte first     1 1 1 1 1 1 1 ? ? ? ? ? ? ? ? 0 0 0 0
                                          taken         tried exactly   left
 
-Taking the best first is right but for the last bytes. So what lies around the item that first has no room is tried
-exactly: every set of these that no other set beats in both bytes and seconds.
+Taking the best first is right but for the last bytes. Therefore the items around the first one that does not fit are
+compared exactly, in every set that is not worse in both bytes and seconds.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Saving:
     """One thing that may lie on a device.
 
     Args:
-        name: What it is, such as "blocks.3: activations".
+        name: Name, such as "blocks.3: activations".
         bytes: Bytes that it takes there.
         seconds: Seconds of a step that it saves.
 
@@ -77,7 +77,7 @@ def _rate(item: Saving) -> float:
 
 
 def _best(items: Sequence[Saving], numbers: Sequence[int], budget: float) -> list[int]:
-    """Of a few items those that save most seconds: of all sets those that none beats in both are kept."""
+    """Return the items that save most seconds, out of a few, by comparing all sets that are not worse in both."""
     sets: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
     for number in numbers:
         item = items[number]

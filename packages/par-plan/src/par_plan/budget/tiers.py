@@ -1,4 +1,4 @@
-"""What the device has no room for, and where it goes instead: parts in closed form, from what is missing.
+"""Fractions of state to offload, in closed form, from the bytes that are missing on the device.
 
 device     all of it, less what is missing
 host       takes what is missing, as far as it has room
@@ -20,15 +20,15 @@ _NOTHING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Offloadable:
-    """Something that may leave the device, whole or a part of it.
+    """State that can be offloaded, fully or in part.
 
     Args:
         name: What it is: "optimizer" or "parameters".
         frees: Bytes that the device has more of when all of it is away.
         takes: Bytes that all of it takes elsewhere, by tier.
-        beside: Bytes that it takes on the host when all of it is away, wherever that is, such as gradients that a
-            host steps by.
-        grain: Bytes of the device in the largest thing that lies in one tier; 0: all can be cut anywhere.
+        beside: Further bytes of host memory if all of it is offloaded to any tier, such as gradients for the host's
+            step.
+        grain: Bytes of the largest indivisible part; 0 means that any fraction is possible.
     """
 
     name: str
@@ -39,23 +39,23 @@ class Offloadable:
 
     @property
     def uneven(self) -> float:
-        """By how much less may be away than the part that is asked for, as a thing lies where its middle would."""
+        """Largest difference between requested and offloaded fraction, since a part goes where its middle belongs."""
         return self.grain / self.frees / 2 if self.frees else 0.0
 
     def surely(self, part: float) -> float:
-        """The part that is away at least, if that one is asked for."""
+        """Return the smallest offloaded fraction for a requested one."""
         return part if part >= 1 else max(0.0, part - self.uneven)
 
 
 def called(names: Iterable[str]) -> str:
-    """What errors call sources, by their names, such as "the optimizer's state and the parameters"."""
+    """Return names of sources for error messages, such as "the optimizer's state and the parameters"."""
     words = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
     return " and ".join(words[name] for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierFractions:
-    """Which part of each source lies away from the device.
+    """Offloaded fraction of each source, by tier.
 
     Args:
         parts: By name of a source, the part of it in each tier of `AWAY`.
@@ -70,7 +70,7 @@ class TierFractions:
         return sum(self.parts.get(name, {}).values())
 
     def describe(self) -> str:
-        """What is away, such as "opt 60% host, 40% disk, param 20% host"; "-" if nothing is."""
+        """Return the offloaded fractions as text, such as "opt 60% host, param 20% host", or "-"."""
         short = {"optimizer": "opt", "parameters": "param"}
         words = [
             f"{short.get(name, name)} " + ", ".join(f"{part:.0%} {tier}" for tier, part in parts.items() if part)
@@ -84,10 +84,10 @@ class TooSmallError(ValueError):
     """A tier is too small.
 
     Args:
-        tier: Which one: "device", or, if what is away has too little room, the last of the tiers that there are.
+        tier: Name of the tier: "device", or the last configured tier if offloaded state does not fit.
         missing: Bytes that it lacks.
         text: The message.
-        parts: Of what would have to lie there, bytes by name of a source.
+        parts: Bytes needed on that tier, by name of a source.
     """
 
     def __init__(self, tier: str, missing: float, text: str, parts: Mapping[str, float] | None = None) -> None:
@@ -100,11 +100,12 @@ def offload_missing(missing: float, sources: Sequence[Offloadable], rooms: Mappi
 
     Args:
         missing: Bytes that the device has too few of, with everything on it; 0 or less: it has room.
-        sources: What may leave it, in the order in which it does.
+        sources: State that can be offloaded, in this order.
         rooms: Bytes of the tiers in `AWAY` that may be taken.
 
     Raises:
-        TooSmallError: The device lacks room even if all of the sources are away; or what is to be away has no room.
+        TooSmallError: The state does not fit on the device with all sources offloaded, or offloaded state fits on no
+            tier.
     """
     beyond = missing - sum(source.frees for source in sources)
     if beyond > _NOTHING * abs(missing):
@@ -162,12 +163,12 @@ def _no_room(
 
 
 def most_away(sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> float:
-    """Bytes that the device has more of when as much of the sources is away as has room there, the first source first.
+    """Return the device bytes that are freed if host and disk are filled, the first source first.
 
-    Of a part p the host takes what lies beside, and both tiers together what p takes.
+    For a fraction p, the host stores `p * beside`, and both tiers together store `p * takes`.
 
     Args:
-        sources: What may leave the device, in the order in which it does.
+        sources: State that can be offloaded, in this order.
         rooms: Bytes of the tiers in `AWAY` that may be taken.
     """
     freed = 0.0

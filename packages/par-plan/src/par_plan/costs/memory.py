@@ -1,4 +1,4 @@
-"""Bytes on one rank: what stays from step to step, and what autograd keeps in between.
+"""Bytes on one rank: persistent state, and activations that autograd saves.
 
 torch is here for its dtypes alone, which `par_zero.memory` takes.
 """
@@ -23,22 +23,22 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one rank at its fullest.
+    """Peak memory of one rank, in bytes.
 
     Args:
         parameters: Parameters as the model uses them.
         gradients: Gradients between their reduction and the optimizer's step.
         optimizer: The optimizer's state, and its own copies of parameters.
-        buffers: What gradients are reduced in, and parameters that are gathered.
-        activations: What autograd keeps for backward, of all microbatches that wait; without `logits`.
+        buffers: Buffers for reductions, and gathered parameters.
+        activations: Activations that autograd saves, for all microbatches in flight; without `logits`.
         logits: Logits over a large vocabulary, what the loss keeps of them, and their gradient.
         attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
             one attention holds in backward; logits are gone by then.
         arriving: Gradients of one piece as autograd makes them, before they are taken to where they are reduced.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
-        host: What lies on the host: state of the optimizer, gradients that it steps by there, and parameters; not the
-            buffers through which passes what lies on a disk, of 200 MB at most.
-        disk: What lies on a disk.
+        host: Offloaded optimizer state, gradients and parameters in host memory. Staging buffers of the disk (200 MB at
+            most) are not included.
+        disk: Offloaded state on a disk.
     """
 
     parameters: float
@@ -122,7 +122,7 @@ def zero_sharding(
     accumulates: bool = False,
     gloo: bool = False,
 ) -> ZeroSharding:
-    """The replicas of a GPT's parameters, cut into pieces as par-zero does with its defaults; padding is left out.
+    """Return how data ranks shard the parameters of a GPT, in par-zero's default chunks without padding.
 
     Args:
         count: The parameters of a rank.
@@ -165,11 +165,11 @@ def zero_sharding(
 def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
     """Replicas of several parts of a model, such as of experts, as they are beside each other.
 
-    One after the other is reduced in the same buffers. Where gradients are shared all of them may be under way at a
-    time: nothing waits in backward for ranks that others do not have.
+    One after the other is reduced in the same buffers. With sharded gradients, all reductions may be in flight at once,
+    because backward does not wait for ranks outside its group.
 
     Args:
-        replicas: Those of each part, if it were alone.
+        replicas: Sharding of each part, computed separately.
     """
     if len(replicas) == 1:
         return tuple(replicas)
@@ -192,7 +192,7 @@ def added(memories: Sequence[MemoryUse]) -> MemoryUse:
 
 
 def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths, slots: int = 2) -> tuple[Offloadable, ...]:
-    """What of all parts of a model may leave the device, first the optimizer's state.
+    """Return the state of all parts of a model that can be offloaded, the optimizer's state first.
 
     Args:
         replicas: The replicas of each part.
@@ -253,7 +253,7 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
 
 
 def optimizer_offloaded(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> Offloadable:
-    """What may leave the device: the optimizer's state, and its own copies of parameters.
+    """Return the optimizer's state and master weights as a source for offloading.
 
     Off an accelerator its host steps what it has, by gradients that follow, and by copies of parameters in any case.
     On a CPU, where host and device are one memory, neither is needed. Arguments as those of `state_memory`.
@@ -272,7 +272,7 @@ def optimizer_offloaded(replicas: ZeroSharding, numbers: NumberWidths, slots: in
 
 
 def parameters_offloaded(replicas: ZeroSharding, numbers: NumberWidths) -> Offloadable | None:
-    """What may leave the device beside: parameters between their gathers, at stage 3.
+    """Return the parameters as a source for offloading between gathers, at stage 3.
 
     Two units stay, as buffers. Nothing is gained while parameters stay gathered, as for several microbatches.
 
@@ -289,7 +289,7 @@ def parameters_offloaded(replicas: ZeroSharding, numbers: NumberWidths) -> Offlo
 def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidths, job: TrainingJob) -> MemoryUse:
     """A rank's memory where parts of its optimizer and of its parameters lie elsewhere.
 
-    What an accelerator's host steps by copies needs none of parameters that lie there in the same dtype.
+    If parameters are in host memory in the master's dtype, the host's step needs no copies of them.
 
     Args:
         memory: Its memory with all of it on the device.
@@ -334,9 +334,9 @@ def saved_block(
 ) -> float:
     """Bytes that autograd keeps of one block for one microbatch.
 
-    In the residual layout these are the inputs of both norms and of both column layers, and what the norms know of each
-    token; in the inner layout queries, keys and values, what attention gives, and the MLP before and after its
-    activation.
+    In the residual layout, autograd saves the inputs of both norms and of both column layers, and the statistics of the
+    norms. In the inner layout, it saves queries, keys, values, the output of attention, and the MLP before and after
+    its activation.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for attention that does not keep its weights.
 
@@ -345,8 +345,8 @@ def saved_block(
         split: The cut of the tensor mode.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
-        cheap: Whether norms and the activation are computed again. What they make is kept nevertheless where a product
-            keeps a copy of another dtype, or where a norm sums over ranks.
+        cheap: Whether norms and the activation are computed again. Their outputs are still saved if a matmul saves a
+            copy in another dtype, or if a norm sums over ranks.
         mixture: Bytes of the mixture of experts that is in the place of the MLP, with its input; None: it is an MLP.
     """
     h, own = shape.width, tokens / split.tokens

@@ -1,8 +1,7 @@
-"""What a pipeline's schedule costs: idle time, activations that wait, messages.
+"""Cost of a pipeline schedule: idle time, activations in flight, messages.
 
-Pure arithmetic on what par-pipeline's simulator says. A long pipeline is not simulated: for a fixed number of
-microbatches a rank, idle time and kept activations grow along a straight line with the number of ranks, and two short
-pipelines give that line.
+Pure arithmetic on what par-pipeline's simulator says. A long pipeline is extrapolated from two short ones. For a fixed
+number of microbatches per rank, idle time and saved activations grow linearly with the number of ranks.
 """
 
 from collections.abc import Collection
@@ -79,13 +78,13 @@ class PipelineCost:
         return self.idle / (microbatches + self.idle)
 
     def part(self, place: PipelineRank, layers: int) -> ModelSlice:
-        """What a rank has of a model whose blocks are cut into stages as evenly as can be."""
+        """Return the slice of a model on a rank, with blocks split into stages of nearly equal size."""
         blocks = sum(stage_size(layers, self.stages, stage) for stage in place.stages)
         return ModelSlice(blocks=blocks, first=0 in place.stages, last=self.stages - 1 in place.stages)
 
 
 def stage_size(layers: int, stages: int, stage: int) -> int:
-    """Number of blocks in a stage, as `par_pipeline.partition` deals them out: the larger stages come last."""
+    """Return the number of blocks in a stage; the last stages are larger, as in `par_pipeline.partition`."""
     size, larger = divmod(layers, stages)
     return size + (stage >= stages - larger)
 
@@ -99,7 +98,7 @@ def stage_run(layers: int, stages: int, stage: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def pipeline_cost(name: str, ranks: int, microbatches: int) -> PipelineCost:
-    """What a schedule costs.
+    """Return the cost of a schedule.
 
     Args:
         name: The schedule's name in par-pipeline.
@@ -168,7 +167,7 @@ def _kept(made: Schedule, rank: int, stages: Collection[int]) -> int:
 
 
 def _layout(made: PipelineCost) -> str | None:
-    """How stages are dealt out: "loop", "v", or None for a way that says nothing about longer pipelines."""
+    """Return the order of stages on ranks: "loop", "v", or None if it does not extend to longer pipelines."""
     ranks = made.ranks
     stages = [place.stages for place in made.places]
     for layout in ("loop", "v"):

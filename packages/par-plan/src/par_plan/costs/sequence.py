@@ -1,4 +1,4 @@
-"""A sequence that is cut over ranks: what its attention moves, keeps and computes, by the counts of par-layers."""
+"""Context parallelism: traffic, memory and work of attention over a split sequence, by par-layers' formulas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ CAUSAL = Mask(causal=True)
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplit:
-    """How the tokens of a row lie on ranks, and how attention reaches those of other ranks. The default is one rank.
+    """Assignment of a row's tokens to ranks, and the mode of attention between ranks. The default is one rank.
 
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
@@ -30,7 +30,7 @@ class SequenceSplit:
         how: Which tokens a rank has, such as "zigzag"; "auto" for what attention is fastest with.
         parts: Most parts that heads are fetched in; None is as many as par-layers finds worth it.
         keep: Whether what was fetched is kept until backward.
-        multiple: What a rank's runs of tokens are a multiple of, for sequence parallelism, which cuts them further.
+        multiple: Divisor of a rank's runs of tokens, so that sequence parallelism can split them further.
     """
 
     mode: str = "gather"
@@ -49,7 +49,7 @@ class SequenceSplit:
 
     @property
     def label(self) -> str:
-        """The cut in a table's cell, such as "ring 4", "2d 2x4", or "-" where there is none."""
+        """Text for a table, such as "ring 4", "2d 2x4", or "-" on one rank."""
         if self.ranks == 1:
             return "-"
         sizes = f"{self.groups}x{self.inner}" if self.mode == "2d" else str(self.ranks)
@@ -106,7 +106,7 @@ class RankAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTraffic:
-    """What one attention takes to reach the tokens of other ranks, in elements for one row of a microbatch.
+    """Traffic and memory of one attention over sequence ranks, in elements per row of a microbatch.
 
     Forward and backward; the mean over ranks, unless it says the most.
 
@@ -116,9 +116,9 @@ class AttentionTraffic:
         key_messages: Number of exchanges, or of messages around a ring, for a microbatch.
         heads: Queries, keys, values and outputs that a rank receives in exchange of tokens for heads.
         head_messages: Number of these exchanges for a microbatch.
-        kept: What is kept until backward, beside what attention of a rank's own tokens keeps; the most.
-        held: What is held while backward computes this attention, beside what was kept; the most.
-        work: What the busiest rank computes, by an equal share of a row that is one document.
+        kept: Largest number of elements saved for backward, in addition to attention over a rank's own tokens.
+        held: Largest number of elements held during backward, in addition to `kept`.
+        work: Work of the busiest rank, relative to the mean for a row of one document.
     """
 
     keys: float = 0.0
@@ -217,7 +217,7 @@ def sequence_traffic(
     again: bool,
     loss: bool,
 ) -> list[AxisTraffic]:
-    """What comes over the sequence axis: keys and values of other ranks, tokens for heads, and the sums of losses.
+    """Return the traffic over the sequence axis: keys and values, tokens for heads, and sums of losses.
 
     Args:
         sequence: How the sequence is cut.
@@ -268,7 +268,7 @@ def _work(shape: AttentionShape, sequence: SequenceSplit) -> float:
 def _shape(
     sequence: SequenceSplit, attention: RankAttention, length: int, documents: tuple[int, ...] | None
 ) -> AttentionShape:
-    """An attention over one row, which is cut as jobs cut it: by a causal mask, whatever its layers see."""
+    """Return an attention over one row, split by a causal mask as in jobs, whatever mask the layers use."""
     return AttentionShape(
         tokens=length,
         width=attention.heads * attention.width,

@@ -33,7 +33,7 @@ class AxisTraffic:
     Args:
         axis: Name of the topology's axis; "data" are all ranks that average gradients, those of a sequence among them,
             and "expert_data" those that have copies of the same experts.
-        what: What is moved, such as "gradients".
+        what: Kind of data, such as "gradients".
         operations: Number of collectives, or of messages that are received.
         bytes: Bytes that a rank receives.
     """
@@ -45,7 +45,7 @@ class AxisTraffic:
 
 
 def over(transfer: AxisTraffic, topology: Topology) -> str:
-    """The axes that something goes over, in words: those of gradients are data x sequence where a sequence is cut."""
+    """Return the axes of traffic as text; gradients of a split sequence use "data x sequence"."""
     if transfer.axis == "expert_data":
         return "data x expert_data"
     if transfer.axis != "data":
@@ -59,12 +59,13 @@ def data_traffic(
 ) -> list[AxisTraffic]:
     """Gradients and parameters over the ranks that share them, and at the end of each reduction some flags.
 
-    They say that a rank had all gradients and that the order of reductions stands; at stage 3 also how the pass ends.
+    Flags report whether a rank computed all gradients and whether the order of reductions is unchanged; at stage 3 also
+    how the pass ended.
 
     Args:
         replicas: The replicas.
         numbers: Widths of numbers.
-        axis: What their ranks are called, as in `AxisTraffic`.
+        axis: Name of the axis, as in `AxisTraffic`.
         flags: Whether there are flags: copies of experts need no more than those of all ranks they are among.
     """
     zero, ranks, accumulates = replicas.zero, replicas.ranks, replicas.accumulates
@@ -105,7 +106,7 @@ def tensor_traffic(
         shape: The model's sizes.
         split: The cut of the tensor mode.
         numbers: Widths of numbers.
-        part: What this rank has of the model.
+        part: Slice of the model on this rank.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
         replicas: The data-parallel replicas; each sums its share of the partial gradients.
     """
@@ -139,11 +140,11 @@ def exchange_traffic(
     microbatches: Mapping[int, int],
     load: Load,
 ) -> list[AxisTraffic]:
-    """What comes over the ranks that experts are dealt out over: rows to their experts, outputs back, and counts.
+    """Return the traffic between expert ranks: dispatched tokens, combined outputs, and token counts.
 
     Args:
         mixture: A layer of experts; None: the model has none.
-        split: The cut of the tensor mode, and how experts lie.
+        split: Tensor split, and placement of experts.
         numbers: Widths of numbers.
         layers: Number of layers with experts that the rank has.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
@@ -168,7 +169,7 @@ def exchange_traffic(
 
 
 class Residual(Protocol):
-    """What adds up between the layers of a model, and is sent from stage to stage."""
+    """Residual stream of a model, which stages send to each other."""
 
     @property
     def width(self) -> int:
@@ -193,7 +194,7 @@ def pipeline_traffic(
         shape: The model's sizes.
         split: The cut of the tensor mode.
         place: The rank's place in the pipeline.
-        part: What this rank has of the model.
+        part: Slice of the model on this rank.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
         table: Bytes of the gradient of the embedding's table, which is sent if the first and the last rank share it.
     """
@@ -247,7 +248,7 @@ def _keeps_gathered_input(split: TensorSplit, numbers: NumberWidths) -> bool:
 def _partial_gradients(shape: Shape, split: TensorSplit, part: ModelSlice) -> float:
     """Elements that are received once a step to sum partial gradients.
 
-    Those of weights are summed over the depth, those of biases, norms and positions over the tokens.
+    Gradients of weights are summed over the depth axis, gradients of biases, norms and positions over the tokens.
     """
     h, linears = shape.width, _once_of_linears(shape, split.dense)
     column_biases = all_reduced(split.inner_tokens, (shape.attended + shape.mlp) / split.inner)
@@ -315,6 +316,6 @@ def _table_rows(shape: Shape, split: TensorSplit) -> int:
 
 
 def _cost(split: TensorSplit, shape: LinearShape | NormShape | EmbeddingShape) -> LayerCost:
-    """What par-layers says that a layer of these sizes costs."""
+    """Return par-layers' cost of a layer of these sizes."""
     sizes = {"tensor": split.ranks} if split.mode == "1d" else dict(split.axes)
     return layer_cost(split.mode, sizes, shape, sequence_parallel=split.sequence)

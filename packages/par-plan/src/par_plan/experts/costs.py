@@ -1,4 +1,4 @@
-"""What a rank has of layers of experts: what it keeps, computes and receives, by `par_layers.moe_cost`."""
+"""Memory, work and traffic of layers of experts on one rank, by `par_layers.moe_cost`."""
 
 import math
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ class ExpertWidths(Protocol):
 
     @property
     def residual(self) -> int:
-        """Of the stream that blocks add to."""
+        """Bytes per element of the residual stream."""
 
     @property
     def product(self) -> int:
-        """Of a factor of a matrix product."""
+        """Bytes per element of a matmul's operand."""
 
 
 BESIDE = 16
@@ -30,7 +30,7 @@ BESIDE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """What layers of experts take of the rank that has most of their rows.
+    """Cost of layers of experts on the rank that receives most tokens.
 
     Args:
         imbalance: Its rows, relative to the mean.
@@ -51,7 +51,7 @@ class ExpertWork:
 def layer_cost(
     mixture: Mixture, spread: ExpertPlacement, tokens: int, element: int, load: Load = 1.0, *, joins: bool = True
 ) -> MoECost:
-    """What one layer costs a rank for one microbatch.
+    """Return the cost of one layer on a rank for one microbatch.
 
     Args:
         mixture: The layer.
@@ -77,7 +77,7 @@ def layer_cost(
 
 
 def routed_tokens(spread: ExpertPlacement, tokens: int) -> int:
-    """Number of tokens that a rank routes: where experts are whole, its share of those of its tensor group."""
+    """Return the number of tokens that a rank routes; tensor ranks route equal parts if experts are unsharded."""
     return math.ceil(tokens / spread.group) if spread.tensor == 1 else tokens
 
 
@@ -140,7 +140,7 @@ class RoutedTraffic:
 def routed_traffic(
     mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int, load: Load
 ) -> RoutedTraffic:
-    """What the rank with most rows receives for one microbatch.
+    """Return the bytes that the busiest rank receives for one microbatch.
 
     Args:
         mixture: The layer.
@@ -167,7 +167,7 @@ def expert_work(
     microbatches: Mapping[int, int],
     load: Load,
 ) -> ExpertWork | None:
-    """What layers of experts take of the rank with most rows; None without any.
+    """Return the cost of layers of experts on the busiest rank; None without experts.
 
     Args:
         mixture: A layer of experts; None: the model has none.

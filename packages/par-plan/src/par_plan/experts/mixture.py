@@ -56,8 +56,7 @@ def imbalance_of(load: Load, ranks: int) -> float:
     """How many times the mean the busiest of some ranks has.
 
     Args:
-        load: As said, of which ranks have what all of them have at most; or of every expert, whose neighbours share a
-            rank.
+        load: Imbalance as given, or token counts of every expert; consecutive experts share a rank.
         ranks: Number of ranks that experts are dealt out over; they divide the experts.
     """
     if not isinstance(load, tuple):

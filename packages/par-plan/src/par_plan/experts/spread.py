@@ -15,16 +15,16 @@ VIEW = "experts"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """How experts lie on ranks. The default is one rank for all.
+    """Placement of experts on ranks. The default is all experts on one rank.
 
     Args:
-        parallel: Number of ranks that they are dealt out over.
-        tensor: Number of ranks that each of them is cut over: 1, or all of the tensor group.
+        parallel: Number of ranks that the experts are distributed over.
+        tensor: Number of ranks that shard each expert: 1, or all of the tensor group.
         own: Size of the axis "expert": of ranks that see other tokens, for experts' sake.
         copies: Number of ranks of a stage and replica that have the same experts.
         group: Number of tensor ranks.
         sequence: Whether these cut the sequence where layers add up.
-        is_dealt: Whether the topology says how they lie, so that they have replicas of their own.
+        is_dealt: Whether the topology distributes experts, so that they have their own replicas.
     """
 
     parallel: int = 1
@@ -42,7 +42,7 @@ class ExpertPlacement:
 
     @property
     def label(self) -> str:
-        """The spread in a table's cell, such as "8", "8x2" where two ranks cut each, or "-" where there is none."""
+        """Text for a table: "8", "8x2" if two ranks shard each expert, or "-"."""
         if not self.is_dealt:
             return "-"
         return f"{self.parallel}x{self.tensor}" if self.tensor > 1 else str(self.parallel)
@@ -75,7 +75,7 @@ def expert_axis_size(topology: Topology) -> int:
 
 
 def expert_config(topology: Topology) -> dict[str, Any]:
-    """What `parallel` has to say of experts for such a topology; nothing where they are not dealt out."""
+    """Return the entry for experts in a config's `parallel`; empty if experts are not distributed."""
     spread = expert_placement(topology)
     if not spread.is_dealt:
         return {}
@@ -85,9 +85,9 @@ def expert_config(topology: Topology) -> dict[str, Any]:
 
 
 def expert_configs(mixture: Mixture | None, tensor: int, sequence: int, ranks: int) -> Iterator[dict[str, Any]]:
-    """The ways to deal experts out that divide, as `parallel` has them; {} stands for none.
+    """Yield the placements of experts that divide, as entries of `parallel`; {} distributes nothing.
 
-    An expert that is cut over the tensor group and dealt out over no ranks lies as without any of them.
+    Experts sharded over the tensor group only have the same placement as without an entry.
 
     Args:
         mixture: The model's experts; None: it has none.

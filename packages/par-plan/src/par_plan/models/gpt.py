@@ -1,4 +1,4 @@
-"""A GPT of par-layers' own layers, in every tensor mode: its formulas, as the planner asks for them."""
+"""Formulas for a GPT of par-layers' own layers, in every tensor mode."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class GPTPlan:
 
     Args:
         shape: Its sizes.
-        recompute: What its blocks compute again in backward, as in `TrainingJob`.
+        recompute: Kind of recomputation, as in `TrainingJob`.
     """
 
     shape: Shape
@@ -72,7 +72,7 @@ class GPTPlan:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What the config calls the sizes that a remedy may name."""
+        """Config keys of the sizes that a remedy may name."""
         return {"heads": "model.heads", "layers": "model.layers", "context": "model.context"}
 
     def describe(self) -> str:
@@ -90,7 +90,7 @@ class GPTPlan:
         return {**asdict(self.shape), "parameters": self.shape.parameters}
 
     def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
-        """What a rank of a pipeline has."""
+        """Return the slice of the model on a pipeline rank."""
         runs = [stage_run(self.layers, pipeline.stages, stage) for stage in place.stages]
         return replace(pipeline.part(place, self.layers), mixtures=sum(self.shape.mixtures(*run) for run in runs))
 
@@ -124,11 +124,11 @@ class GPTPlan:
 
     @cached_property
     def mixture(self) -> Mixture | None:
-        """What takes the place of the MLP."""
+        """Mixture of experts in the place of the MLP."""
         return self.shape.mixture
 
     def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
-        """The parameters of a rank, without those of experts that are dealt out."""
+        """Return the parameter count of a rank, without distributed experts."""
         return count(self.shape, split, part)
 
     def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
@@ -193,7 +193,7 @@ class GPTPlan:
         microbatches: Mapping[int, int],
         replicas: ZeroSharding,
     ) -> list[AxisTraffic]:
-        """What comes over the tensor axis."""
+        """Return the traffic over the tensor axis."""
         return tensor_traffic(self.shape, split, numbers, part, microbatches, replicas)
 
     def flops(self, part: ModelSlice) -> tuple[float, float]:
@@ -203,9 +203,9 @@ class GPTPlan:
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token that backward does again.
 
-        A block runs again up to what its last product needs, so that this one is left out; but for that of experts,
-        whose outputs come back in an exchange. What norms and the activation read and write counts as the operations
-        that take as long.
+        A block is recomputed up to the input of its last matmul, so this matmul is not repeated. The last matmul of
+        experts is repeated, since its output is exchanged. Memory traffic of norms and activation functions counts as
+        operations of the same duration.
         """
         shape = self.shape
         if self.checkpointing:

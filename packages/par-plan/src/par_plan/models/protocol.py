@@ -1,4 +1,4 @@
-"""What the planner asks of a model, whatever it is: each question about what one rank has of it."""
+"""The interface between the planner and a model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -13,10 +13,10 @@ from ..shape import ModelSlice, ParameterCount, TensorSplit
 
 
 class PlannedModel(Protocol):
-    """A model as the planner sees it. `GPTPlan` is par-train's own, `PretrainedShape` one of transformers."""
+    """Interface of a model for the planner. `GPTPlan` is par-train's own, `PretrainedShape` one of transformers."""
 
     def __hash__(self) -> int:
-        """What depends on a model alone is computed once."""
+        """Return a hash, so that results per model are cached."""
 
     @property
     def layers(self) -> int:
@@ -40,10 +40,10 @@ class PlannedModel(Protocol):
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """What there are formulas for of `TrainingJob.recompute`; "" among them."""
+        """Supported values of `TrainingJob.recompute`, including ""."""
 
     def with_recompute(self, recompute: str) -> "PlannedModel":
-        """The model as it is when it computes something again in backward.
+        """Return the model with another kind of recomputation.
 
         Args:
             recompute: As in `TrainingJob`.
@@ -61,16 +61,16 @@ class PlannedModel(Protocol):
 
     @property
     def keys(self) -> Mapping[str, str]:
-        """What the config calls the sizes that a remedy may name: heads, layers, context."""
+        """Config keys of the sizes that a remedy may name: heads, layers, context."""
 
     def describe(self) -> str:
-        """The line of a report."""
+        """Return the model's line in a report."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The sizes as plain values."""
+        """Return the sizes as plain values."""
 
     def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
-        """What a rank of a pipeline has."""
+        """Return the slice of the model on a pipeline rank."""
 
     def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
         """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change; None if it can.
@@ -81,10 +81,10 @@ class PlannedModel(Protocol):
         """
 
     def why_no_stages(self) -> str | None:
-        """Why the model cannot be cut into pipeline stages, and what to do; None if it can."""
+        """Return why the model has no pipeline stages, and the fix; None if stages are possible."""
 
     def why_no_tensor_ranks(self) -> str | None:
-        """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
+        """Return why the model has no tensor parallelism, and the fix; None if some number of ranks works."""
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
         """The tensor modes for some ranks, as a config writes them; not all of them need to fit."""
@@ -94,10 +94,10 @@ class PlannedModel(Protocol):
         """The model's layers of experts, which are alike; None if it has none."""
 
     def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
-        """The parameters of a rank, without those of experts that are dealt out."""
+        """Return the parameter count of a rank, without distributed experts."""
 
     def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
-        """The parameters of a rank in experts that are dealt out; None if it has none."""
+        """Return the parameter count of a rank's distributed experts; None without them."""
 
     def activations(
         self,
@@ -120,19 +120,19 @@ class PlannedModel(Protocol):
         """
 
     def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> Mapping[RankAttention, int]:
-        """The attentions of a rank, and how many of them are alike.
+        """Return the different attentions of a rank, with the number of each.
 
         Args:
             split: The cut of the tensor mode.
             sequence: The cut of a row's tokens.
-            part: What the rank has of the model.
+            part: Slice of the model on the rank.
 
         Raises:
             ValueError: The model's sequence cannot be cut.
         """
 
     def why_no_sequence_ranks(self) -> str | None:
-        """Why the model's sequence cannot be cut over ranks, and what to do; None if it can."""
+        """Return why the sequence cannot be split, and the fix; None if it can."""
 
     def tensor_traffic(
         self,
@@ -142,7 +142,7 @@ class PlannedModel(Protocol):
         microbatches: Mapping[int, int],
         replicas: ZeroSharding,
     ) -> list[AxisTraffic]:
-        """What comes over the tensor axis; arguments as those of `par_plan.traffic.tensor_traffic`."""
+        """Return the traffic over the tensor axis; arguments as in `costs.traffic.tensor_traffic`."""
 
     def flops(self, part: ModelSlice) -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: all but attention's, and attention's.

@@ -1,7 +1,7 @@
 """Models of transformers, unchanged: their sizes from the model itself, which needs no memory and no weights.
 
-`structure` finds layers and ends of a model, `shares` what a tensor rank has of them and receives, `kept` what autograd
-keeps of the model's own forward, and how its layers attend; `shape` answers the planner's questions from these.
+`structure` finds the layers of a model, `shares` the parameters and traffic of a tensor rank, and `kept` the
+activations that autograd saves. `shape` implements the planner's interface with them.
 """
 
 from .shape import PretrainedShape

@@ -1,16 +1,16 @@
-"""What autograd keeps of an existing model for backward, seen on the meta device: shapes alone, no memory, no weights.
+"""Activations that autograd saves of an existing model, traced on the meta device without memory or weights.
 
-The model's own forward runs once, on two rows. What is kept is sorted by where it lies, which says what tensor ranks
-leave of it:
+The model's own forward runs once, on two rows. Saved tensors are sorted by layout, because tensor ranks split each
+layout differently:
 
-residual   between attentions and MLPs, where layers add up; sequence parallelism cuts it
-inner      between a column and the row that closes its region; tensor ranks cut it
-keys       keys and values, of which a rank has one head at least
-whole      everything else, which every rank has
+residual   the residual stream; sequence parallelism splits it
+inner      activations between a column-parallel and a row-parallel layer; tensor ranks split them
+keys       keys and values; a rank saves one head at least
+whole      all other tensors; every rank saves them
 
-Attention keeps queries, keys, values, its output and a number for each head and token, as fused kernels do. Where
-packed documents are told apart by a mask, every layer keeps one of numbers, and keys and values of as many heads as
-there are queries. Experts are taken to share tokens evenly.
+Attention saves queries, keys, values, its output and one number per head and token, as fused kernels do. With a mask
+for packed documents, every layer saves the mask, and keys and values for all query heads. Tokens are
+assumed to be routed evenly to experts.
 """
 
 import copy
@@ -42,19 +42,19 @@ ATTENTION = "par_plan"
 
 @dataclass
 class SavedActivations:
-    """Bytes that autograd keeps of one part of a model, for one row.
+    """Bytes that autograd saves of one part of a model, for one row.
 
     Args:
-        residual: Where layers add up.
-        inner: Between a column and a row.
+        residual: Residual stream.
+        inner: Activations between a column-parallel and a row-parallel layer.
         keys: Keys and values.
         heads: Number of heads of keys.
-        copies: How often each head is copied for the queries that share it; a single one on a rank never is.
-        whole: Whatever else.
-        fixed: What is the same for all rows, such as rotary tables; once, whatever the number of rows.
-        experts: What of all these experts keep, by where it lies.
-        whole_heads: The attentions whose heads every tensor rank has, as they were seen over ranks of a sequence.
-        cut_heads: Those whose heads tensor ranks share.
+        copies: Copies of each key head for the queries that share it; a single head on a rank is not copied.
+        whole: All other saved tensors.
+        fixed: Tensors that are independent of the rows, such as rotary tables.
+        experts: Part of these bytes that experts save, by layout.
+        whole_heads: Attentions with all heads on every tensor rank, as traced over sequence ranks.
+        cut_heads: Attentions with heads that tensor ranks split.
     """
 
     residual: float = 0.0
@@ -111,7 +111,7 @@ class TensorRoles:
         layers: The list of layers.
         columns: Linears that open a region; none for a model without a plan.
         rows: Linears that close one.
-        blocks: Modules inside which the sequence is whole: those with experts that are cut.
+        blocks: Modules with an unsplit sequence inside: sharded experts.
         experts: Modules with the packed weights of experts, cut or not.
         head: The linear that gives logits, or None.
     """
@@ -135,7 +135,7 @@ def trace_saved(
     masked: bool = False,
     over_ranks: bool = False,
 ) -> dict[int, SavedActivations]:
-    """What autograd keeps, by number of the layer; -1 is what comes before the layers, their number what comes after.
+    """Return the saved activations by layer; -1 is the part before the layers, `layers` the part after them.
 
     Logits, and what a loss keeps of them, are not among it.
 
@@ -146,7 +146,7 @@ def trace_saved(
         numbers: Widths of numbers.
         experts_per_token: Number of experts that a token goes to.
         packed: Whether rows hold several documents, and so have positions of their own.
-        masked: Whether attention is given a mask that tells these apart.
+        masked: Whether attention gets a mask that separates documents.
         over_ranks: Whether attention is a `par_layers.Context`'s, as it is over the ranks of a sequence.
 
     Raises:
@@ -247,7 +247,7 @@ class _ForwardTrace:
 
         Args:
             tensor: The tensor.
-            layout: Where it lies; None: where the forward is.
+            layout: Layout; None means the layout of the running module.
         """
         key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
         if key in self._seen:
@@ -313,7 +313,7 @@ class _ForwardTrace:
         return output
 
     def _note_constants(self, module: nn.Module, args: Any, output: Any) -> None:
-        """What modules outside of the layers give without a gradient, such as rotary tables, is no layer's own."""
+        """Outputs without a gradient from modules outside the layers, such as rotary tables, belong to no layer."""
         del module, args
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
@@ -385,13 +385,13 @@ class _RecordingContext(Context):
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """What attention gives, by its shape."""
+        """Return the output of attention, by its shape."""
         del tokens, scale, sinks
         return self._trace.attend_over_ranks(q, k, v, mask)
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """The shape of what attention gives, that of queries. What it keeps is counted apart; nobody goes back."""
+    """The shape of what attention gives, that of queries. Saved tensors count separately; backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class PretrainedShape:
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """Nothing or layers; what modules of foreign code make is not looked at one by one."""
+        """No recomputation, or full layers. Single modules of foreign code are not inspected."""
         return ("",) if self.checkpointing else ("", "layers")
 
     def with_recompute(self, recompute: str) -> "PretrainedShape":
@@ -109,7 +109,7 @@ class PretrainedShape:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What a remedy calls the sizes: they are the model's, but for the length of rows."""
+        """Names of sizes for remedies: names of the model's config, and the option for the row length."""
         return {"heads": "the model", "layers": "layers", "context": "data.context"}
 
     def describe(self) -> str:
@@ -129,7 +129,7 @@ class PretrainedShape:
     # What a topology leaves of it
 
     def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
-        """What a rank of a pipeline has; layers that differ are told apart by their kinds."""
+        """Return the slice of the model on a pipeline rank; different layers have different kinds."""
         runs = []
         for stage in place.stages:
             start, stop = stage_run(self.layers, pipeline.stages, stage)
@@ -259,7 +259,7 @@ class PretrainedShape:
     def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> Mapping[RankAttention, int]:
         """The attentions of a rank, and how many of them are alike.
 
-        Where no sequence is cut they are taken to be causal and of the sizes in the config, and nobody looks closer.
+        Without sequence ranks, they are assumed to be causal with the sizes of the config.
         """
         if sequence.ranks == 1:
             heads: int = self._structure.config.num_attention_heads
@@ -281,7 +281,7 @@ class PretrainedShape:
         return None
 
     def _kept_over_ranks(self) -> Mapping[int, SavedActivations]:
-        """What autograd keeps, and how layers attend, in any width of numbers."""
+        """Return saved activations and attentions, for any element width."""
         known = next((kept for (_, over_ranks), kept in self._kept.items() if over_ranks), None)
         return self._kept_in(NumberWidths(), over_ranks=True) if known is None else known
 
@@ -289,8 +289,7 @@ class PretrainedShape:
         """Bytes of logits at the beginning of backward.
 
         Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
-        logits in less. Of whole ones a log-softmax in fp32 is kept, and goes back through two gradients, its own and
-        theirs.
+        logits in less. Unsharded logits save a log-softmax in fp32, and backward holds two gradients.
         """
         copied = 0 if numbers.product == 4 else 4
         kept, gradient = (numbers.product, 4 + copied) if split.ranks > 1 else (4, 8)
@@ -304,7 +303,7 @@ class PretrainedShape:
         microbatches: Mapping[int, int],
         replicas: ZeroSharding,
     ) -> list[AxisTraffic]:
-        """What comes over the tensor axis: activations of every microbatch, and partial gradients once a step."""
+        """Return the traffic over the tensor axis: activations per microbatch, and partial gradients per step."""
         if split.ranks == 1:
             return []
         rank = self._known(split)
@@ -371,7 +370,7 @@ class PretrainedShape:
         return 2 * self.context * heads * head
 
     def _kept_in(self, numbers: NumberWidths, *, over_ranks: bool) -> Mapping[int, SavedActivations]:
-        """What autograd keeps, by number of the layer; over ranks attention is a context's, without masks of pairs."""
+        """Return saved activations by layer; over sequence ranks, attention saves no mask."""
         if (numbers, over_ranks) not in self._kept:
             self._kept[numbers, over_ranks] = trace_saved(
                 self.model,
@@ -392,7 +391,7 @@ class PretrainedShape:
         return found
 
     def _rank(self, split: TensorSplit) -> RankShard | str:
-        """What a rank has under a cut, or why it cannot be cut so."""
+        """Return the shard of a rank under a split, or why the split is impossible."""
         if split not in self._ranks:
             alike = replace(split, experts=replace(split.experts, parallel=1, own=1, copies=1))
             if alike not in self._ranks:

@@ -16,7 +16,7 @@ from .structure import Structure, alone
 
 @dataclass(frozen=True)
 class LayerShard:
-    """What one tensor rank has of some modules.
+    """Shard of some modules on one tensor rank.
 
     Args:
         elements: Number of elements in their parameters.
@@ -25,9 +25,9 @@ class LayerShard:
         tensors: Number of parameters.
         partial: Elements that are received once a step to sum partial gradients.
         axes: The sets of axes over which these are summed.
-        traffic: What linears receive for one token in forward and backward, in the width of products.
-        stream: What all else receives, such as embeddings and the entries of regions, in that of activations.
-        experts: Elements of each tensor of experts that are dealt out, as if one rank had all of them.
+        traffic: Traffic of linear layers per token in forward and backward, in the width of matmul operands.
+        stream: Traffic of the other modules, such as embeddings, in the width of activations.
+        experts: Elements of each tensor of distributed experts, as if one rank had all experts.
     """
 
     elements: int = 0
@@ -43,13 +43,13 @@ class LayerShard:
 
 @dataclass(frozen=True)
 class RankShard:
-    """What one tensor rank has of a model.
+    """Shard of a model on one tensor rank.
 
     Args:
-        kinds: By kind of layer: its share of one layer.
-        ends: By whether the first and the last stage are its own: its share of what lies outside of the layers.
+        kinds: Shard of one layer, by kind of layer.
+        ends: Shard of the modules outside the layers, by (has first stage, has last stage).
         table: Number of elements in its part of the embedding's table.
-        loss: What the loss over cut logits receives for one token, in fp32.
+        loss: Traffic of the loss over sharded logits per token, in fp32.
     """
 
     kinds: tuple[LayerShard, ...]
@@ -59,11 +59,11 @@ class RankShard:
 
 
 def look(structure: Structure, split: TensorSplit) -> RankShard | str:
-    """What a tensor rank has of a model under a cut, or why it cannot be cut so.
+    """Return the shard of a tensor rank under a split, or why the split is impossible.
 
     Args:
         structure: The model.
-        split: The cut of the tensor mode, and how experts lie.
+        split: Tensor split, and placement of experts.
     """
     dealt = structure.experts if split.experts.is_dealt else frozenset()
     records: Mapping[str, Sharding] = {}

@@ -1,4 +1,4 @@
-"""The layers of a model of transformers, what lies outside of them, and which of its modules a plan cuts."""
+"""Layers of a Hugging Face Transformers model, modules outside them, and modules that a plan shards."""
 
 import copy
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Structure:
         layers: The name of the list of layers.
         kinds: The kind of every layer.
         samples: For each kind the first layer of it.
-        sampled: The model with these layers alone, under their names: what is asked of it is the same, and sooner.
+        sampled: Model with only these layers under their names: it gives the same answers in less time.
         ends: The names of the parameters outside of the layers that the first, a middle and the last stage have; or why
             there are no stages.
 
@@ -78,7 +78,7 @@ class Structure:
     def mixture(self) -> Mixture | None:
         """The layers of experts, by the first of them; None if there are none.
 
-        Shared experts are layers like others here: nobody computes them while rows travel.
+        Shared experts count as dense layers, because they do not overlap with dispatch.
         """
         weights = [each for name, each in self.parameters.items() if each.dim() == 3]
         if not weights:
@@ -123,8 +123,8 @@ class Structure:
     def _kinds_of_layers(self) -> list[int]:
         """The kind of every layer: alike are those whose parameters have the same names and shapes, but for both ends.
 
-        What a layer's attention sees, as the config says it, makes kinds, too. The first and the last one are kinds of
-        their own: under sequence parallelism they cut and gather.
+        Layers with different attention masks in the config are different kinds, too. The first and the last one are
+        kinds of their own: under sequence parallelism they cut and gather.
         """
         count = len(self.model.get_submodule(self.layers))
         contents: list[list[tuple[str, torch.Size]]] = [[] for _ in range(count)]
@@ -156,7 +156,7 @@ class Structure:
 
     @cached_property
     def roles(self) -> TensorRoles:
-        """What the plan makes of the modules; nothing without a plan."""
+        """Roles of the modules under the plan; empty without a plan."""
         records: Mapping[str, Sharding] = {}
         for ranks in SMALL:
             try:
@@ -186,7 +186,7 @@ def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None 
     Args:
         tensor: Its mode.
         ranks: Number of its ranks.
-        spread: How experts lie, of which here all parts are on one rank; None: nothing deals them out.
+        spread: Placement of experts, with all experts on one rank; None means no placement.
     """
     dealt = spread is not None and spread.is_dealt
     expert = {"expert": {"size": 1, "tensor": spread.tensor}} if spread is not None and dealt else {}
