@@ -30,7 +30,7 @@ def made(kind, *, precision):
     world = dist.group.WORLD
     if kind.startswith("ZeRO"):
         dtype = torch.bfloat16 if precision else None
-        shard(module, optimizer, stage=int(kind[-1]), group=world, param_dtype=dtype)
+        shard(module, optimizer, stage=int(kind[-1]), group=world, precision={"param_dtype": dtype})
     return mixed(module, optimizer, "bf16", group=world, replicas=world) if precision else (module, optimizer)
 
 

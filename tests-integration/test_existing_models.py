@@ -126,7 +126,7 @@ def test_zero_over_cut_models_trains_as_one_device(stage, others):
     with ProcessGroups(Topology.from_config({"data": 2, "tensor": tensor}, 4)) as groups:
         model = parallelize(make(), groups)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        shard(model, optimizer, stage=stage, group=groups["data"], bucket=20_000)
+        shard(model, optimizer, stage=stage, group=groups["data"], overlap={"bucket": 20_000})
         partial = PartialGradientReducer(optimizer, groups)
         for step in range(3):
             optimizer.zero_grad()

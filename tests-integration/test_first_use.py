@@ -92,7 +92,7 @@ def test_shard_over_unused_groups_connects_them(stage, hybrid):
     for _ in range(2):  # the second module has communicators of its own
         module = Row()
         optimizer = torch.optim.AdamW(module.parameters())
-        shard(module, optimizer, stage=stage, group=group, replicas=replicas, bucket=300)
+        shard(module, optimizer, stage=stage, group=group, replicas=replicas, overlap={"bucket": 300})
         connected_step(module, optimizer)
 
 

@@ -99,7 +99,7 @@ def test_replicas_under_ddp_and_par_zero_agree_and_train_as_on_one_device(name):
         else:
             wrapped = modules
             for module, optimizer in zip(modules, optimizers, strict=True):
-                shard(module, optimizer, stage=kind, group=replicas, bucket=300)
+                shard(module, optimizer, stage=kind, group=replicas, overlap={"bucket": 300})
         train(wrapped, optimizers, schedule, group, which)
         for module in modules if kind != "ddp" else ():
             with summon(module):
@@ -163,7 +163,7 @@ def test_the_last_stage_is_reduced_before_the_first_one_runs_its_last_backward(n
     if kind == "ddp":
         stage = DistributedDataParallel(module, process_group=replicas)
     else:
-        stage, _ = shard(module, optimizer, stage=kind, group=replicas, bucket=300)
+        stage, _ = shard(module, optimizer, stage=kind, group=replicas, overlap={"bucket": 300})
     backwards, completed = [], []
 
     def wait_for_the_last_stage(*_):

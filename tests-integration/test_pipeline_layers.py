@@ -78,7 +78,7 @@ def test_tied_embeddings_under_par_zero_train_as_on_one_device_and_count_once(st
         tied = {"table.weight": module.table.weight} if first else {"head.weight": module.head.weight}
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         shared = Shared(tied, groups["pipeline"], replicas=groups["data"], optimizer=optimizer)
-        shard(module, optimizer, stage=stage, group=groups["data"], bucket=300)
+        shard(module, optimizer, stage=stage, group=groups["data"], overlap={"bucket": 300})
         run = Pipeline(
             module,
             zb_h1(2, MICROBATCHES),

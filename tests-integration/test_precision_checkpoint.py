@@ -33,7 +33,7 @@ def made(kind, precision, group, seed=0):
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     if kind.startswith("ZeRO"):
-        shard(module, optimizer, stage=int(kind[-1]), group=group, param_dtype=WEIGHTS[precision])
+        shard(module, optimizer, stage=int(kind[-1]), group=group, precision={"param_dtype": WEIGHTS[precision]})
     return mixed(module, optimizer, precision, group=group, replicas=group, scale=scale, clip_norm=0.5)
 
 

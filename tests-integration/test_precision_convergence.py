@@ -96,7 +96,7 @@ def test_stochastic_rounding_under_zero_is_that_of_one_device(stage):
 
     module = model(torch.bfloat16)
     optimizer = adam(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=5_000)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 5_000})
     module, optimizer = mixed(module, optimizer, "bf16-sr", group=dist.group.WORLD)
     trained(module, optimizer, steps=4)
     assert {tensor.dtype for group in optimizer.param_groups for tensor in group["params"]} == {torch.bfloat16}

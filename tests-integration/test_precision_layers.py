@@ -104,7 +104,14 @@ def test_cut_and_sharded_models_train_as_on_one_device(cases):
             expected, _ = once(alone, precision, tied=True)
             module = Loss(gpt(layer_set("auto", groups), tied=True))
             optimizer = adamw(module)
-            shard(module, optimizer, stage=stage, group=data_group, bucket=20_000, param_dtype=dtype)
+            shard(
+                module,
+                optimizer,
+                stage=stage,
+                group=data_group,
+                overlap={"bucket": 20_000},
+                precision={"param_dtype": dtype},
+            )
             module, optimizer = mixed(module, optimizer, precision, group=dist.group.WORLD, clip_norm=0.5)
             partial = PartialGradientReducer(optimizer, groups)
             norms, _ = train(module, optimizer, partial, ranks=2, rank=dist.get_rank(data_group))

@@ -36,7 +36,15 @@ def made(precision, stage, *, fused=True, offload=None, **options):
     module = model()
     optimizer = adamw(module, fused=fused)
     world = dist.group.WORLD
-    shard(module, optimizer, stage=stage, group=world, bucket=1000, param_dtype=WEIGHTS.get(precision), offload=offload)
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=world,
+        offload=offload,
+        overlap={"bucket": 1000},
+        precision={"param_dtype": WEIGHTS.get(precision)},
+    )
     return mixed(module, optimizer, precision, group=world, clip_norm=0.5, **options)
 
 
@@ -66,7 +74,7 @@ def test_training_under_zero_follows_one_device(stage, precision):
     its, _ = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=0.5), range(5))
     module, optimizer = made(precision, stage, fused=fused)
     if stage == 3 and precision.endswith("-amp"):  # the casts of all weights would be kept until backward
-        with pytest.raises(ValueError, match=r"pass param_dtype=torch.b?float16 to shard"):
+        with pytest.raises(ValueError, match=r"pass precision=MixedPrecision\(param_dtype=torch.b?float16\) to shard"):
             train(module, optimizer, range(1), ranks=2, rank=dist.get_rank())
         return
     norms, _ = train(module, optimizer, range(5), ranks=2, rank=dist.get_rank())
@@ -98,7 +106,7 @@ def test_the_norm_of_flat_slices_is_exact_and_one_all_reduce(stage):
     """Of three uneven shares with padding, against the same gradients in one piece."""
     module = model()
     optimizer = adamw(module)
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1000)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 1000})
     module(rows(0)).square().sum().backward()  # equal on all ranks, so the mean is exact up to its last digit
     whole = model()
     whole(rows(0)).square().sum().backward()
@@ -146,7 +154,7 @@ def test_rounded_weights_are_the_same_at_every_stage():
     for stage in STAGES:
         module = model().bfloat16()
         optimizer = adamw(module)
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1000)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 1000})
         module, optimizer = mixed(module, optimizer, "bf16-sr", group=dist.group.WORLD)
         train(module, optimizer, range(3), ranks=2, rank=dist.get_rank())
         with summon(module):
@@ -160,7 +168,7 @@ def test_mixing_before_sharding_says_what_to_do():
     module = model()
     optimizer = adamw(module)
     shard(module, optimizer, stage=2, group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"shard with param_dtype=torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"precision=MixedPrecision\(param_dtype=torch.bfloat16\)"):
         mixed(module, optimizer, "bf16", group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"cut over ranks, .*; pass the group"):
         mixed(module, optimizer, "fp32")

@@ -243,7 +243,7 @@ def test_par_zero_from_the_meta_device(stage, family, tmp_path):
         expected.save_pretrained(tmp_path)
     dist.barrier()
     model = on_meta(family)
-    shard(model, torch.optim.AdamW(model.parameters()), stage=stage, group=dist.group.WORLD, bucket=10_000)
+    shard(model, torch.optim.AdamW(model.parameters()), stage=stage, group=dist.group.WORLD, overlap={"bucket": 10_000})
     with pytest.raises(RuntimeError, match="has no values yet"):
         logits(model)
     par_checkpoint.load(tmp_path, model=model)

@@ -30,7 +30,7 @@ def adamw(module):
 def sharded(stage, group, *, seed=0):
     module = model(seed)
     optimizer = adamw(module)
-    shard(module, optimizer, stage=stage, group=group, bucket=1000)
+    shard(module, optimizer, stage=stage, group=group, overlap={"bucket": 1000})
     return module, optimizer
 
 
@@ -113,7 +113,7 @@ def test_a_model_on_meta_gets_its_values_from_a_checkpoint(tmp_path):
         return module, adamw(module)
 
     module, optimizer = with_buffer("cpu")
-    shard(module, optimizer, stage=1, group=world, bucket=1000)
+    shard(module, optimizer, stage=1, group=world, overlap={"bucket": 1000})
     steps(module, optimizer, world, 0)
     par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, step=2).wait()
     saved = whole(module)
@@ -122,7 +122,7 @@ def test_a_model_on_meta_gets_its_values_from_a_checkpoint(tmp_path):
     for stage in STAGES:
         module, optimizer = with_buffer("meta")
         parameters = list(module.parameters())
-        shard(module, optimizer, stage=stage, group=world, bucket=1000)
+        shard(module, optimizer, stage=stage, group=world, overlap={"bucket": 1000})
         with pytest.raises(RuntimeError, match=r"'0\.weight' has no values yet.*par_checkpoint\.load"):
             module(torch.ones(2, 37))
         par_checkpoint.load(tmp_path / "c", model=module, optimizer=optimizer)
@@ -165,7 +165,7 @@ def parted(stage, group, make, **options):
     module = Parted().double()
     optimizer = make(module.parameters())
     if stage is not None:
-        shard(module, optimizer, stage=stage, group=group, bucket=2000, units=lambda _: False, **options)
+        shard(module, optimizer, stage=stage, group=group, units=lambda _: False, overlap={"bucket": 2000}, **options)
     return module, optimizer
 
 
@@ -212,7 +212,7 @@ def test_torch_goes_on_from_the_optimizer_file_of_state_on_a_disk(tmp_path):
     scratch = tmp_path / str(dist.get_rank())
     scratch.mkdir()
     offload = Offload(optimizer="disk", path=scratch, piece=1024)
-    shard(module, optimizer, stage=1, group=dist.group.WORLD, bucket=1000, offload=offload)
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, offload=offload, overlap={"bucket": 1000})
     steps(module, optimizer, dist.group.WORLD, 0)
     par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, format=par_checkpoint.Format(style="torch"))
     steps(module, optimizer, dist.group.WORLD, 2)

@@ -14,7 +14,7 @@ from par_groups import ProcessGroups, Topology, settle_
 from par_layers import LayerSet, PartialGradientReducer, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
-from par_zero import Offload, Share, shard
+from par_zero import DataParallelGroup, Offload, shard
 
 DENSE = ("data", "sequence", "expert")
 ROWS = (2, 0, 1, 3)
@@ -118,8 +118,16 @@ def running(parallel, stage, offload=None):
         model = Stack(layers)
         optimizer = adamw(model)
         experts = [each for block in model.blocks[1::2] for each in block.experts.parameters()]
-        others = [Share(groups["data", "expert_data"], parameters=experts)]
-        shard(model, optimizer, stage=stage, group=groups[DENSE], others=others, bucket=500, offload=offload)
+        others = [DataParallelGroup(groups["data", "expert_data"], parameters=experts)]
+        shard(
+            model,
+            optimizer,
+            stage=stage,
+            group=groups[DENSE],
+            expert_groups=others,
+            offload=offload,
+            overlap={"bucket": 500},
+        )
         yield Run(groups, layers, model, optimizer)
 
 

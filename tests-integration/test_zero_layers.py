@@ -57,7 +57,7 @@ def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
         tied = (stage + list(MODES).index(mode)) % 2 == 1  # each of both at every stage and in every mode
         model = gpt(layer_set("auto", groups), tied=tied)
         optimizer = sgd(model)
-        shard(model, optimizer, stage=stage, group=group, bucket=20_000)
+        shard(model, optimizer, stage=stage, group=group, overlap={"bucket": 20_000})
         partial = PartialGradientReducer(optimizer, groups)
         for step in range(3):
             optimizer.zero_grad()
@@ -84,11 +84,11 @@ def test_a_gpt_that_is_initialized_unit_by_unit_is_that_of_the_whole(cases):
 def assert_filled_as_the_whole(stage, tied):
     """Of one ZeRO stage, with the logits' table tied to the embedding's or of its own, after two steps."""
     with ProcessGroups(Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
-        options = {"stage": stage, "group": groups["data"], "bucket": 20_000}
+        options = {"stage": stage, "group": groups["data"], "overlap": {"bucket": 20_000}}
         model = GPT(layer_set("auto", groups), 29, 32, 4, 3, 12, tied=tied)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, fused=True)
-        shard(model, optimizer, fill=lambda unit, prefix: initialize(unit, 0, prefix), **options)
+        shard(model, optimizer, init={"init_fn": lambda unit, prefix: initialize(unit, 0, prefix)}, **options)
         assert all(mine is one for mine, one in zip(model.parameters(), parameters, strict=True))
         reference = GPT(layer_set("auto", groups), 29, 32, 4, 3, 12, tied=tied)
         initialize(reference, seed=0)
@@ -127,8 +127,8 @@ def test_a_gpt_of_24_blocks_is_sharded_in_a_fifth_more_than_its_parameters_take(
     try:
         if not filled:
             initialize(model, seed=0)
-        options = {"fill": lambda unit, prefix: initialize(unit, 0, prefix)} if filled else {}
-        shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=2**20, **options)
+        options = {"init": {"init_fn": lambda unit, prefix: initialize(unit, 0, prefix)}} if filled else {}
+        shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 2**20}, **options)
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             torch.empty(size // 4)
         with torch.no_grad():

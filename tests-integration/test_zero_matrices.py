@@ -123,8 +123,8 @@ def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads
         with ProcessGroups(topology) as groups:
             model = gpt(layer_set("auto", groups), key_heads, tied=tied)
             optimizer = MatricesAndRest(model)
-            given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
-            shard(model, optimizer, **WHICH, **given)
+            update = {**WHICH, "tensor_group": groups["tensor"]}
+            shard(model, optimizer, stage=stage, group=groups["data"], overlap={"bucket": 40_000}, update=update)
             partial = PartialGradientReducer(optimizer, groups)
             rank, ranks = groups.rank("data"), groups.size("data")
             for step in range(2):  # the second has momentum
@@ -176,7 +176,7 @@ def two_steps(strategy, model):
 def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_device(stage):
     reference = stack_alone()
     parallel = {"data": 2, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
-    zero = {"stage": stage, **WHICH, "bucket": 40_000}
+    zero = {"stage": stage, "update": WHICH, "overlap": {"bucket": 40_000}}
     with Strategy(parallel=parallel, zero=zero, clip_norm=0.5, pipeline={"microbatches": 4}) as strategy:
         model = two_steps(strategy, stack(strategy.layers))
         assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
@@ -215,7 +215,7 @@ def test_a_strategy_takes_muon_and_adamw_and_goes_on_with_both_under_any_topolog
     reference, layers = stack(layer_set(None)), layer_set(None)
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     both = JointOptimizer(*muon_and_adamw(reference))
-    shard(reference, both, stage=0, group=alone, atomic=lambda group: "matrices" in group)
+    shard(reference, both, stage=0, group=alone, update={"atomic": lambda group: "matrices" in group})
     for step in range(steps):
         both.zero_grad()
         rows = data(step)
@@ -223,7 +223,8 @@ def test_a_strategy_takes_muon_and_adamw_and_goes_on_with_both_under_any_topolog
         clip_grad_norm_(both, 0.3, alone)
         both.step()
     for step, (stage, parallel) in enumerate(STRATEGIES):
-        zero = {"stage": stage, "atomic": lambda group: "matrices" in group, "bucket": 40_000}
+        update = {"atomic": lambda group: "matrices" in group}
+        zero = {"stage": stage, "update": update, "overlap": {"bucket": 40_000}}
         pipeline = {"microbatches": 2} if "pipeline" in parallel else {}
         with Strategy(parallel=parallel, zero=zero, clip_norm=0.3, pipeline=pipeline) as strategy:
             model = stack(strategy.layers)
@@ -259,8 +260,8 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
         with ProcessGroups(Topology.from_config(parallel, 4)) as groups:
             model = gpt(layer_set("auto", groups), 4)
             optimizer = MatricesAndRest(model)
-            given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
-            shard(model, optimizer, **WHICH, **given)
+            update = {**WHICH, "tensor_group": groups["tensor"]}
+            shard(model, optimizer, stage=stage, group=groups["data"], overlap={"bucket": 40_000}, update=update)
             partial = PartialGradientReducer(optimizer, groups)
             if number:
                 load(tmp_path / str(number), model=model, optimizer=optimizer)
@@ -282,7 +283,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
 def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
     """Cut over tensor ranks it is refused, for each stage would deal out its matrices by itself."""
     reference = stack_alone(tied=True)
-    zero = {"stage": stage, **WHICH, "bucket": 40_000}
+    zero = {"stage": stage, "update": WHICH, "overlap": {"bucket": 40_000}}
     options = {"zero": zero, "clip_norm": 0.5, "pipeline": {"microbatches": 4}}
     with Strategy(parallel={"data": 2, "pipeline": 2}, **options) as strategy:
         model = two_steps(strategy, stack(strategy.layers, tied=True))

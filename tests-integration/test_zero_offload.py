@@ -19,7 +19,7 @@ def sharded(stage, group, offload, *, seed=0, abstract=False):
     with torch.device("meta" if abstract else "cpu"):
         module = nn.Sequential(nn.Linear(37, 13), nn.Tanh(), nn.Linear(13, 37), nn.LayerNorm(37))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
-    shard(module, optimizer, stage=stage, group=group, bucket=1000, offload=offload)
+    shard(module, optimizer, stage=stage, group=group, offload=offload, overlap={"bucket": 1000})
     return module, optimizer
 
 

@@ -84,7 +84,7 @@ def made(case, path, parts, **others):
     np.random.seed(0)
     make, optimizer, options = case
     options = {**options, **others}
-    zero = {"stage": options.pop("zero"), "bucket": 20_000}
+    zero = {"stage": options.pop("zero"), "overlap": {"bucket": 20_000}}
     if parts is not None:
         late = zero["stage"] == 3 or "auto"
         units = {"parameters": {"disk": 0.7}, "gradients": {"host": 0.3, "disk": 0.5}} if zero["stage"] == 3 else {}

@@ -66,9 +66,9 @@ class Training:
         self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, fused=True)
         offload = Offload(optimizer="disk", path=folder, piece="1MiB", ahead=3) if offloaded else None
-        options = {"stage": 0, "bucket": 4 * WIDTH * WIDTH, "param_dtype": dtype, "offload": offload}
+        policies = {"precision": {"param_dtype": dtype}, "overlap": {"bucket": 4 * WIDTH * WIDTH}, "offload": offload}
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        shard(self.module, self.optimizer, group=group, **options)
+        shard(self.module, self.optimizer, stage=0, group=group, **policies)
         self.dtype, self.group, self.losses = dtype, group, {}
         self.most = sys.maxsize  # bytes of private memory that may be there
 

@@ -58,7 +58,7 @@ def check_a_stage(stage, groups, whole, expected):
     group = groups["data", "sequence"]
     model = gpt(layer_set("auto", groups))
     optimizer = sgd(model)
-    shard(model, optimizer, stage=stage, group=group, bucket=20_000)
+    shard(model, optimizer, stage=stage, group=group, overlap={"bucket": 20_000})
     replica = groups.rank("data")
     norms = trained(model, optimizer, slice(2 * replica, 2 * replica + 2), DOCUMENTS, group)
     # fp64 sums in another order, over two steps

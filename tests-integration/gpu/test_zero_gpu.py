@@ -74,7 +74,13 @@ def test_a_model_that_is_filled_on_the_cpu_comes_to_the_gpu_unit_by_unit(stage):
             if start == "cpu":
                 module.load_state_dict(whole)
             optimizer = adamw(module)
-            shard(module, optimizer, stage=stage, group=dist.group.WORLD, fill=fill, device=torch.device("cuda", 0))
+            shard(
+                module,
+                optimizer,
+                stage=stage,
+                group=dist.group.WORLD,
+                init={"init_fn": fill, "device": torch.device("cuda", 0)},
+            )
             assert {each.device.type for group in optimizer.param_groups for each in group["params"]} == {"cuda"}
             trained(module, optimizer, slice(None))
             with summon(module):

@@ -101,7 +101,7 @@ def case(
             **({"expert": EXPERT[expert]} if expert else {}),
             **({"tensor": mode} if tensor else {}),
         },
-        "zero": {"stage": zero, "bucket": BUCKET, **(declared if muon else {})},
+        "zero": {"stage": zero, "overlap": {"bucket": BUCKET}, "update": declared if muon else {}},
         "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
         "recompute": recompute,
         "memory": BUDGET if memory else None,

@@ -14,7 +14,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import PartialGradientReducer, layer_set
 from par_layers.examples import GPT
 from par_testing import Times, strict_time, virtual_streams
-from par_zero import shard
+from par_zero import DataParallelGroup, MixedPrecision, Overlap, shard
 
 BUCKET = 100_000_000  # bytes of parameters that par-zero reduces as one
 STEPS = 4  # of which the last is read; orders are learned in the first two
@@ -25,7 +25,14 @@ def sharded(size: Size, stage: int) -> Times:
     model = size.decoder()
     optimizer = AdamW(model.parameters(), fused=True)
     bucket = size.bucket(BUCKET)
-    shard(model, optimizer, stage=stage, group=world(), bucket=bucket, param_dtype=torch.bfloat16)
+    shard(
+        model,
+        optimizer,
+        stage=stage,
+        group=world(),
+        overlap=Overlap(bucket=bucket),
+        precision=MixedPrecision(param_dtype=torch.bfloat16),
+    )
     return last_step(size, model, optimizer)
 
 
@@ -48,8 +55,8 @@ def tensor_parallel(size: Size, ranks: int) -> Times:
         optimizer = AdamW(model.parameters(), fused=True)
         if topology.size("data") == 1:
             return last_step(size, model, optimizer, PartialGradientReducer(model, groups))
-        place = partial(topology.index, "data")
-        shard(model, optimizer, stage=1, group=groups["data"], bucket=size.bucket(BUCKET), share_of=place)
+        group = DataParallelGroup(groups["data"], index_of=partial(topology.index, "data"))
+        shard(model, optimizer, stage=1, group=group, overlap=Overlap(bucket=size.bucket(BUCKET)))
         return last_step(size, model, optimizer, PartialGradientReducer(optimizer, groups))
 
 

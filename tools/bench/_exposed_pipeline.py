@@ -20,7 +20,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import LayerSet, PartialGradientReducer, layer_set
 from par_pipeline import Lanes, Pipeline, interleaved, make_lanes, one_f_one_b, partition, zb_h1
 from par_testing import Times, strict_time
-from par_zero import shard
+from par_zero import DataParallelGroup, Overlap, shard
 
 MICROBATCHES = 16
 BUCKET = 25_000_000  # bytes that DDP reduces as one, its default; par-zero takes as many
@@ -61,8 +61,8 @@ def pipelined(size: Size, name: str, stages: int, beside: Beside = "nothing") ->
         if place.data is not None:
             ranks = dist.get_world_size(place.data)
             for stage, optimizer in zip(mine, optimizers, strict=True):
-                bucket = size.bucket(BUCKET)
-                shard(stage, optimizer, stage=1, group=place.data, bucket=bucket, share_of=lambda rank: rank % ranks)
+                group = DataParallelGroup(place.data, index_of=lambda rank: rank % ranks)
+                shard(stage, optimizer, stage=1, group=group, overlap=Overlap(bucket=size.bucket(BUCKET)))
         pipeline = Pipeline([*mine], schedule, place.pipeline, loss_fn=loss_of(size, layers), lanes=strict_lanes)
         ids, targets = size.batch(MICROBATCHES)
         return last_step(lambda: pipeline.step(ids, target=targets), optimizers, mine, place)

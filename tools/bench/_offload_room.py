@@ -102,7 +102,7 @@ def _train(where: str, folder: str, first: int, last: int) -> None:
         limit = True
     group = dist.group.WORLD
     assert group is not None
-    shard(model, optimizer, stage=0, group=group, bucket=4 * WIDTH * WIDTH, offload=offload)
+    shard(model, optimizer, stage=0, group=group, offload=offload, overlap={"bucket": 4 * WIDTH * WIDTH})
     if limit:
         lines = Path("/proc/self/status").read_text().splitlines()
         [private] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")]

@@ -141,7 +141,7 @@ def timed(layouts: tuple[tuple[int, int], ...]) -> dict[Any, Measured]:
         module = Matrices(groups.rank("tensor"), tensor, tuple(topology.group("data", dist.get_rank())))
         optimizer = NewtonSchulz(module.parameters())
         cut = groups["tensor"] if tensor > 1 else None
-        shard(module, optimizer, stage=1, group=groups["data"], atomic=True, tensor=cut)
+        shard(module, optimizer, stage=1, group=groups["data"], update={"atomic": True, "tensor_group": cut})
         made[data, tensor] = module, optimizer
     orders = [shuffled(list(made), turn) for turn in range(TURNS + 1)]
     turns = [{name: taken(*made[name], plain=name == PLAIN) for name in order} for order in orders]

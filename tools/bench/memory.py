@@ -24,7 +24,7 @@ from par_recompute import saved
 from par_train import Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-from par_zero import on_disk
+from par_zero import disk_usage
 
 SIZES = ModelOptions(layers=6, width=192, heads=4, context=128)
 ROWS = 12
@@ -105,7 +105,7 @@ def row(device: float, run: Run, times: list[float], fastest: float) -> dict[str
     """A line of the table."""
     spent = run.strategy.spent
     assert spent is not None
-    there = sum(on_disk(run.model).pieces)
+    there = sum(disk_usage(run.model).pieces)
     state = sum(value.nbytes for one in run.optimizer.state.values() for value in one.values() if value.numel() > 1)
     report = saved(run.model)
     whole = sum("" in line.dropped for line in report.lines)

@@ -243,7 +243,9 @@ def fully_sharded(bench: Bench, model: nn.Module) -> tuple[nn.Module, Optimizer]
 def ours_at(stage: int, model: nn.Module) -> tuple[nn.Module, Optimizer]:
     """par-zero with its defaults; at stage 3, which takes no weights that autocast casts, they are gathered in bf16."""
     optimizer = adam(model)
-    shard(model, optimizer, stage=stage, group=world(), param_dtype=torch.bfloat16 if stage == 3 else None)
+    shard(
+        model, optimizer, stage=stage, group=world(), precision={"param_dtype": torch.bfloat16 if stage == 3 else None}
+    )
     return model, optimizer
 
 

@@ -139,7 +139,7 @@ def trained(loop: Loop, policy: str | None) -> tuple[dict[str, Any], list[list[f
     if policy is not None:
         budget = 3 * parameters // dist.get_world_size() + ROOM * UNIT  # shares, gradients, momentum; and units
         offload = Offload(budget=budget, policy=policy, other=lambda: module.active)
-    shard(module, optimizer, stage=3, group=world(), bucket=1, offload=offload)
+    shard(module, optimizer, stage=3, group=world(), offload=offload, overlap={"bucket": 1})
     losses = []
     for step in range(STEPS):
         with count_collectives() as counted:

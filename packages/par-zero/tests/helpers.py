@@ -66,9 +66,30 @@ OPTIMIZERS = {
 }
 
 
+POLICY_OF = {
+    **dict.fromkeys(("bucket", "inflight", "gather_group"), "overlap"),
+    **dict.fromkeys(("param_dtype", "reduce_dtype", "reduce_op"), "precision"),
+    **dict.fromkeys(("elementwise", "atomic", "tensor_group"), "update"),
+    **dict.fromkeys(("init_fn", "device"), "init"),
+}
+
+
+def policies(**options):
+    """Keywords of `shard`, from fields of its policies, which tests vary one by one."""
+    keywords = {}
+    for name, value in options.items():
+        if name in POLICY_OF:
+            keywords.setdefault(POLICY_OF[name], {})[name] = value
+        else:
+            keywords[name] = value
+    return keywords
+
+
 def sharded(module, stage, make=adamw, **options):
     """A sharded module and its optimizer, over the world; small buckets, so that there are several chunks."""
-    return shard(module, make(module.parameters()), stage=stage, group=dist.group.WORLD, **{"bucket": 300, **options})
+    return shard(
+        module, make(module.parameters()), stage=stage, group=dist.group.WORLD, **policies(**{"bucket": 300, **options})
+    )
 
 
 def batch(step, rank=None, width=123, rows=4, micro=0):

@@ -28,7 +28,7 @@ def stepped(stage):
 def after_a_step(stage):
     module = mlp()
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     loss_of(module, batch(0, width=8)).backward()
     optimizer.step()
     return module, optimizer
@@ -88,7 +88,7 @@ def test_a_reader_between_step_and_forward_reads_what_was_made(stage, reader):
 def test_who_holds_parameters_from_before_reads_them_right(stage):
     module = mlp()
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     held = list(module.parameters())
     loss_of(module, batch(0, width=8)).backward()
     optimizer.step()
@@ -151,7 +151,7 @@ def test_several_steps_equal_those_of_stage_0(make, evaluates, looks):
     for each in (0, *LATE):
         module = make()
         optimizer = adamw(module.parameters())
-        shard(module, optimizer, stage=each, group=dist.group.WORLD, bucket=300)
+        shard(module, optimizer, stage=each, group=dist.group.WORLD, overlap={"bucket": 300})
         for step in range(3):
             train(module, optimizer, [[batch(step, width=8), batch(step, width=8, micro=1)]], deferred=deferred(module))
             if evaluates:
@@ -173,7 +173,7 @@ def test_an_optimizer_waits_for_its_own_parameters_alone(stage):
         matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
         vectors = [parameter for parameter in module.parameters() if parameter.ndim == 1]
         optimizers = [sgd(matrices), adamw(vectors)]
-        shard(module, optimizers, stage=each, group=dist.group.WORLD, bucket=300)
+        shard(module, optimizers, stage=each, group=dist.group.WORLD, overlap={"bucket": 300})
         for step in range(3):
             loss_of(module, batch(step, width=8)).backward()
             for number, optimizer in enumerate(optimizers):
@@ -218,7 +218,7 @@ def test_where_anything_is_compiled_a_step_waits(stage_when):
     for each in (0, stage):
         module = Within()
         optimizer = adamw(module.parameters())
-        shard(module, optimizer, stage=each, group=dist.group.WORLD, bucket=300)
+        shard(module, optimizer, stage=each, group=dist.group.WORLD, overlap={"bucket": 300})
         if when == "after a step":
             train(module, optimizer, [[batch(0, width=8)]])
         run = torch.compile(module, backend="eager", fullgraph=True) if each else module

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from par_zero import Offload, bucket_bytes, memory, traffic, transfers
+from par_zero import MixedPrecision, Offload, bucket_bytes, memory, traffic, transfers
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -19,7 +19,7 @@ ROWS = [  # bytes per parameter that every rank has, and that are divided by the
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_the_zero_papers_figure_comes_out(stage, gigabytes):
-    total = memory(stage, 7_500_000_000, 64, **BF16).total / 1e9
+    total = memory(stage, 7_500_000_000, 64, precision=MixedPrecision(**BF16)).total / 1e9
     assert total == pytest.approx(gigabytes, rel=3e-3)  # the paper gives three digits
 
 
@@ -27,13 +27,15 @@ def test_the_zero_papers_figure_comes_out(stage, gigabytes):
 @pytest.mark.parametrize(("dtypes", "row"), ROWS)
 def test_bytes_per_parameter_are_those_of_the_table(dtypes, row, ranks):
     for stage, (whole, shared) in enumerate(row):
-        assert memory(stage, 1024, ranks, **dtypes).total == 1024 * (whole + Fraction(shared, ranks))
+        assert memory(stage, 1024, ranks, precision=MixedPrecision(**dtypes)).total == 1024 * (
+            whole + Fraction(shared, ranks)
+        )
 
 
 def test_momentum_needs_one_slot_and_plain_sgd_none():
     assert memory(1, 100, 4, slots=1).optimizer == 100
     assert memory(1, 100, 4, slots=0).optimizer == 0
-    assert memory(1, 100, 4, slots=0, **BF16).optimizer == 100  # the fp32 parameters
+    assert memory(1, 100, 4, slots=0, precision=MixedPrecision(**BF16)).optimizer == 100  # the fp32 parameters
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -59,7 +61,7 @@ def test_an_automatic_bucket_keeps_hops_below_a_fifth_of_a_collective():
 
 @pytest.mark.parametrize("wrong", [{"ranks": 0}, {"ranks": 2, "latency": -1.0}, {"ranks": 2, "bandwidth": -1.0}])
 def test_a_ring_of_nothing_is_refused(wrong):
-    with pytest.raises(ValueError, match="make no ring; give 1 rank or more, and no negative numbers"):
+    with pytest.raises(ValueError, match="they describe no ring; pass 1 rank or more, and no negative numbers"):
         bucket_bytes(**wrong)
 
 
@@ -98,7 +100,10 @@ def test_what_is_put_together_over_tensor_ranks_moves_three_times_and_has_memory
         assert added == pytest.approx((k + 2) * 4800 / share * 7 / 8)
         more = memory(stage, 6400, ranks, slots=1, assembled=4800).total - memory(stage, 6400, ranks, slots=1).total
         assert more == pytest.approx(4800 / share * (4 + 4))  # a gradient and a parameter
-        half = [memory(stage, 6400, ranks, slots=1, assembled=each, **BF16).total for each in (0, 4800)]
+        half = [
+            memory(stage, 6400, ranks, slots=1, assembled=each, precision=MixedPrecision(**BF16)).total
+            for each in (0, 4800)
+        ]
         assert half[1] - half[0] == pytest.approx(
             4800 / share * 4
         )  # the parameter is the fp32 copy that there is anyway
@@ -108,15 +113,17 @@ def test_what_is_put_together_over_tensor_ranks_moves_three_times_and_has_memory
 def test_state_that_is_elsewhere_is_counted_there_and_nowhere_else(stage):
     offload = Offload(optimizer={"host": 0.25, "disk": 0.5}, path="/scratch", piece=4096, ahead=3)
     for dtypes in ({}, BF16):
-        here, host, disk = (memory(stage, 2**20, 4, offload=offload, tier=tier, **dtypes) for tier in TIERS)
-        without = memory(stage, 2**20, 4, **dtypes)
+        here, host, disk = (
+            memory(stage, 2**20, 4, offload=offload, tier=tier, precision=MixedPrecision(**dtypes)) for tier in TIERS
+        )
+        without = memory(stage, 2**20, 4, precision=MixedPrecision(**dtypes))
         slots = 3 if dtypes else 2  # with the copies of parameters
         state = slots * 4 * 2**20 / (4 if stage else 1)
         assert without.optimizer - here.optimizer == 0.75 * state
         assert (host.optimizer, disk.optimizer) == (0.25 * state, 0.5 * state)
         assert (host.buffers, disk.buffers, here.buffers) == (slots * 3 * 4096, 0, without.buffers)
         assert (here.parameters, here.gradients) == (without.parameters, without.gradients)
-        moved = transfers(stage, 2**20, 4, offload=offload, **dtypes)
+        moved = transfers(stage, 2**20, 4, offload=offload, precision=MixedPrecision(**dtypes))
         assert moved.read == moved.written == disk.optimizer
 
 

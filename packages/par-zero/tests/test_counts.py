@@ -14,9 +14,9 @@ from torch import nn
 
 from par_groups import set_sharding, whole
 from par_testing import count_collectives, for_each, storm
-from par_zero import Share, no_sync, shard, traffic
+from par_zero import DataParallelGroup, no_sync, shard, traffic
 
-from .helpers import for_each_stage
+from .helpers import for_each_stage, policies
 from .routed import subgroup
 
 WIDTH, BLOCKS = 64, 4
@@ -28,7 +28,7 @@ def sharded(stage, group, **options):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
-    shard(model, optimizer, stage=stage, group=group, bucket=4 * BLOCK, **options)
+    shard(model, optimizer, stage=stage, group=group, **policies(bucket=4 * BLOCK, **options))
     return model, optimizer
 
 
@@ -81,7 +81,7 @@ def test_a_step_moves_what_traffic_says(stage, passes):
 def test_automatic_buckets_are_of_25_megabytes_or_more():
     for bucket, chunks in ((10_000_000, 4), ("auto", 2)):
         linears = nn.Sequential(*(nn.Linear(1600, 1600, bias=False) for _ in range(4)))  # 10.24e6 bytes each
-        module, _ = shard(linears, stage=1, group=dist.group.WORLD, bucket=bucket)
+        module, _ = shard(linears, stage=1, group=dist.group.WORLD, overlap={"bucket": bucket})
         with count_collectives() as counted:
             module(torch.ones(1, 1600)).sum().backward()
         assert len([event for event in counted.events if event.dtype == torch.float32]) == chunks
@@ -119,7 +119,14 @@ def test_what_few_ranks_share_moves_among_them_alone(stage):
     for parameter in [each for linear in model[1::2] for each in linear.parameters()]:
         set_sharding(parameter, whole(tuple(parameter.shape), tuple(dist.get_process_group_ranks(pair))))
     optimizer = torch.optim.AdamW(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(pair)], bucket=4 * BLOCK)
+    shard(
+        model,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(pair)],
+        overlap={"bucket": 4 * BLOCK},
+    )
     expected = traffic(stage, PARAMETERS // 2, 4) + traffic(stage, PARAMETERS // 2, 2)
     if stage == 3:  # the last unit stays gathered from forward to backward
         expected -= BLOCK / 2

@@ -131,7 +131,7 @@ def test_param_groups_keep_their_own_settings():
         module = uneven()
         optimizer = adamw(by_kind(module))
         dicts = list(optimizer.param_groups)
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=100_000)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 100_000})
         assert all(one is other for one, other in zip(dicts, optimizer.param_groups, strict=True))
         train(module, optimizer, data())
         results.append(whole(module))
@@ -312,7 +312,7 @@ def stages_of_hybrid(group, replicas):
     for stage in STAGES:
         module = uneven()
         optimizer = sgd(module.parameters())
-        shard(module, optimizer, stage=stage, group=group, replicas=replicas, bucket=100_000)
+        shard(module, optimizer, stage=stage, group=group, replicas=replicas, overlap={"bucket": 100_000})
         train(module, optimizer, data())
         results.append(whole(module))
     return results

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from par_groups import gradients
 from par_groups.live import backends
 from par_testing import count_collectives, for_each
-from par_zero import ShardOptions, no_sync, reset, shard, summon
+from par_zero import Overlap, no_sync, reset, shard, summon
 
 from .helpers import (
     STAGES,
@@ -30,6 +30,7 @@ from .helpers import (
     joint,
     loss_of,
     mlp,
+    policies,
     sgd,
     sharded,
     train,
@@ -40,7 +41,7 @@ from .helpers import (
 def refused(expected, *words, module=None, optimizer=None, stage=2, **options):
     """That `shard` raises this, with words in its message, having exchanged nothing but objects."""
     with count_collectives() as counted, pytest.raises(expected) as raised:
-        shard(module or mlp(), optimizer, stage=stage, group=dist.group.WORLD, **options)
+        shard(module or mlp(), optimizer, stage=stage, group=dist.group.WORLD, **policies(**options))
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert {each.op for each in counted.events} <= {"all_gather"}
@@ -181,7 +182,7 @@ MISTAKES = {
     "an optimizer that lacks a parameter": (lacks_one, ["'2.2.bias'", "AdamW", "requires_grad_(False)"]),
     "an optimizer that has stepped": (stepped, ["AdamW", "stepped already"]),
     "parameters of another module": (foreign, ["param_groups[0].params[0]", "AdamW"]),
-    "a device without memory": (lambda: {"device": torch.device("meta")}, ["device is 'meta'"]),
+    "a device without memory": (lambda: {"device": torch.device("meta")}, ["device='meta'"]),
     "a setting that is NaN": (nan_setting, ["param_groups[0]['weight_decay']", "NaN"]),
     "whole numbers": (whole_number_parameter, ["'counts'", "int64"]),
     "nothing in it": (lambda: {"module": nn.ReLU()}, ["no parameters"]),
@@ -190,10 +191,10 @@ MISTAKES = {
     "sharded twice": (twice, ["sharded already"]),
     "a part that is sharded": (part_twice, ["sharded already", "parts of it that have no parameter in common"]),
     "a part of what is sharded": (whole_twice, ["'0.weight' is sharded already", "another module"]),
-    "no bucket": (lambda: {"bucket": 0}, ["bucket is 0"]),
-    "no reduction in flight": (lambda: {"inflight": 0}, ["inflight is 0 chunks", "None"]),
-    "a reduction that is none": (lambda: {"reduce": "max"}, ["'max'"]),
-    "a dtype for whole numbers": (lambda: {"param_dtype": torch.int8}, ["param_dtype is torch.int8"]),
+    "no bucket": (lambda: {"bucket": 0}, ["bucket=0"]),
+    "no reduction in flight": (lambda: {"inflight": 0}, ["inflight=0", "None"]),
+    "a reduction that is none": (lambda: {"reduce_op": "max"}, ["'max'"]),
+    "a dtype for whole numbers": (lambda: {"param_dtype": torch.int8}, ["param_dtype=torch.int8"]),
     "a word for units": (lambda: {"units": "all", "stage": 3}, ["units is 'all'"]),
     "units of others": (lambda: {"units": [nn.Linear(1, 1)], "stage": 3}, ["Linear", "not in the module"]),
     "Adafactor by element": (
@@ -268,17 +269,21 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
         assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], before, strict=True))
         train(module, optimizer, [[batch(0, width=8)]])
     module = mlp()
-    words = ["param_groups[0] of the AdamW are atomic", "leave offload out, or atomic"]
+    words = ["param_groups[0] of the AdamW: their optimizer needs full tensors", "remove offload, or remove atomic"]
     refused(ValueError, *words, module=module, optimizer=adamw(module.parameters()), atomic=True, offload=ON_DISK)
     words = ["such as one norm of all gradients, and state on a disk is stepped piece by piece"]
     refused(ValueError, *words, **by_the_norm(known=True))
-    words = ["optimizer=ByTheNorm", "state on a disk is stepped piece by piece", "pass elementwise=True"]
+    words = ["optimizer=ByTheNorm", "state on a disk is stepped piece by piece", "pass update=dict(elementwise=True)"]
     refused(ValueError, *words, **by_the_norm(known=False))
-    words = ["elementwise=True for param_groups[0] of the ByTheNorm", "what is in other tensors", "pass atomic=True"]
+    words = [
+        "elementwise=True for param_groups[0] of the ByTheNorm",
+        "what is in other tensors",
+        "pass update=dict(atomic=True)",
+    ]
     refused(ValueError, *words, **by_the_norm(known=False), elementwise=True)
     refused(ValueError, "there is no optimizer", "leave offload out", offload={"optimizer": 0.5})
-    refused(TypeError, "offload has 'nvme'; it can have optimizer, parameters, gradients", offload={"nvme": "host"})
-    refused(TypeError, "offload is 'disk'; give an Offload", offload="disk")
+    refused(TypeError, "offload['nvme']: Offload has no such argument; use one of optimizer", offload={"nvme": "host"})
+    refused(TypeError, "offload='disk': pass a par_zero.Offload", offload="disk")
 
 
 @pytest.mark.ranks(2)
@@ -443,8 +448,8 @@ def test_a_mistake_in_one_group_is_told_to_its_replicas():
 
 
 def test_options_are_checked_where_they_are_made():
-    with pytest.raises(ValueError, match="bucket is -1"):
-        ShardOptions(bucket=-1)
+    with pytest.raises(ValueError, match="bucket=-1"):
+        Overlap(bucket=-1)
 
 
 @pytest.mark.parametrize("call", [no_sync, summon, reset])

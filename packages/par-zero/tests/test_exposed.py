@@ -57,7 +57,7 @@ def steps(stage, count, order=range(BLOCKS), *, frozen=(), microbatches=1, then=
     for number in frozen:
         model.blocks[number].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=BLOCK)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": BLOCK})
     inputs = torch.ones(ROWS, WIDTH)
     for done in range(count):
         model.order = then if done and then is not None else order
@@ -183,7 +183,7 @@ def test_backward_waits_only_for_more_reductions_than_may_be_in_flight():
     exposed = {}
     for inflight in (1, 2, None):
         module = Repeated((1, 16, 1, 16))
-        shard(module, stage=2, group=dist.group.WORLD, bucket=1, inflight=inflight)
+        shard(module, stage=2, group=dist.group.WORLD, overlap={"bucket": 1, "inflight": inflight})
         inputs = torch.ones(ROWS, WIDTH, requires_grad=True)
         for _ in range(3):
             loss = module(inputs).square().mean()
@@ -212,7 +212,7 @@ def test_in_a_step_the_host_looks_at_flags_alone(stage):
     """It waits for nothing that is computed or communicated on a device."""
     model = mlp()
     optimizer = sgd(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     for number in range(4):
         train(model, optimizer, [[batch(number, width=8)]])
     inputs = batch(4, width=8)

@@ -249,7 +249,9 @@ def test_a_compiled_module_is_known_as_sharded():
         optimizer = sgd(module.parameters())
         torch.compiler.reset()
         compiled = torch.compile(module, backend="aot_eager")
-        shard(compiled if compiled_first else module, optimizer, stage=3, group=dist.group.WORLD, bucket=300)
+        shard(
+            compiled if compiled_first else module, optimizer, stage=3, group=dist.group.WORLD, overlap={"bucket": 300}
+        )
         loss_of(compiled, batch(0, width=8)).backward()
         optimizer.step()
         with summon(compiled):

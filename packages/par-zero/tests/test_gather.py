@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from par_groups import Channels, ProcessGroups, Topology, check_owned, part_of, sharding_of, written_
 from par_testing import StrictError, for_each
-from par_zero import ShardOptions, chunk_sizes, no_sync, residency, shard, summon
+from par_zero import Overlap, ShardOptions, chunk_sizes, no_sync, residency, shard, summon
 
 from .helpers import (
     STAGES,
@@ -135,9 +135,9 @@ def test_bytes_of_whole_parameters_are_those_of_two_neighbours_and_the_root(dept
     """At the fullest moment, while one unit takes the place of another too; in later steps the next one comes early."""
     module = Towers(depth, again)
     optimizer = adamw(module.parameters())
-    chunks = chunk_sizes(module, optimizer, stage=3, ranks=2, options=ShardOptions(bucket=1))
+    chunks = chunk_sizes(module, optimizer, stage=3, ranks=2, options=ShardOptions(overlap=Overlap(bucket=1)))
     root, *units = [4 * chunk.elements for chunk in sorted(chunks, key=lambda chunk: chunk.unit)]
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1)
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, overlap={"bucket": 1})
     neighbours = max(sum(pair) for pair in zip(units, [*units[1:], 0], strict=True))
     for step in range(4):
         train(module, optimizer, [[batch(step, width=8)]])
@@ -241,7 +241,7 @@ def test_summon_after_a_state_dict_shows_and_keeps_what_is_gathered():
 @pytest.mark.ranks(2)
 def test_a_frozen_module_is_freed_after_a_forward_with_gradients_on():
     module = mlp().requires_grad_(False)
-    shard(module, stage=3, group=dist.group.WORLD, bucket=300)
+    shard(module, stage=3, group=dist.group.WORLD, overlap={"bucket": 300})
     memory = buffers(module)
     for _ in range(2):
         assert torch.equal(module(batch(0, width=8)), mlp()(batch(0, width=8)))
@@ -315,7 +315,7 @@ def test_units_are_chosen_in_every_way(units):
         "first": ([module[0]], 2),
     }[units]
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, units=how, bucket=300)
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, units=how, overlap={"bucket": 300})
     assert len(buffers(module)) == count
     other, its = sharded(reference, 2)
     for model, each in ((module, optimizer), (other, its)):
@@ -444,17 +444,17 @@ def test_units_are_gathered_over_the_communicator_that_is_given():
     topology = Topology({"data": 2})
     with ProcessGroups(topology, declare=[Channels("data", 1)]) as groups:
         module, other = mlp(), mlp()
-        words = r"gathers are the ranks \[[01]\], and group the ranks \[0, 1\]; give a comm"
+        words = r"gather_group=\[[01]\]: group has the ranks \[0, 1\]; pass a comm"
         with pytest.raises(ValueError, match=words):
-            shard(module, None, stage=3, group=groups["data"], gathers=groups[()])
+            shard(module, None, stage=3, group=groups["data"], overlap={"gather_group": groups[()]})
         gathers = groups[()] if dist.get_rank() == 1 else None
-        words = "gathers are" if dist.get_rank() == 1 else "rank 1: ValueError: gathers are"
+        words = "gather_group=" if dist.get_rank() == 1 else "rank 1: ValueError: gather_group="
         with pytest.raises(ValueError, match=words):
-            shard(module, None, stage=3, group=groups["data"], gathers=gathers)
+            shard(module, None, stage=3, group=groups["data"], overlap={"gather_group": gathers})
         (channel,) = groups.channels("data", 1)
         made = number_of_groups()
         optimizer, its = adamw(module.parameters()), adamw(other.parameters())
-        shard(module, optimizer, stage=3, group=groups["data"], gathers=channel, bucket=300)
+        shard(module, optimizer, stage=3, group=groups["data"], overlap={"gather_group": channel, "bucket": 300})
         assert number_of_groups() == made
         shard(other, its, stage=1, group=groups["data"])
         for model, each in ((module, optimizer), (other, its)):
@@ -467,7 +467,7 @@ def test_under_autocast_parameters_of_another_dtype_are_refused_on_all_ranks():
     module, optimizer = sharded(mlp(), 3)
     other, its = sharded(mlp(), 1)
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"pass param_dtype=torch.bfloat16 to shard.* or stage=2"):
+        with pytest.raises(ValueError, match=r"precision=MixedPrecision\(param_dtype=torch.bfloat16\).* or stage=2"):
             module(batch(0, width=8))
         with torch.no_grad():  # nothing is kept for a backward
             assert module(batch(0, width=8)).dtype == other(batch(0, width=8)).dtype == torch.bfloat16
@@ -494,7 +494,7 @@ class CastsInside(nn.Module):
 @pytest.mark.ranks(2)
 def test_autocast_within_a_unit_is_refused_too():
     module, _ = sharded(nn.Sequential(CastsInside(), CastsInside()), 3)
-    with pytest.raises(ValueError, match=r"pass param_dtype=torch.bfloat16 to shard.* or stage=2"):
+    with pytest.raises(ValueError, match=r"precision=MixedPrecision\(param_dtype=torch.bfloat16\).* or stage=2"):
         module(batch(0, width=8))
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from par_groups import set_sharding, whole
 from par_testing import live_bytes, peak_bytes, storm
-from par_zero import Share, memory, shard
+from par_zero import DataParallelGroup, MixedPrecision, memory, shard
 
+from .helpers import policies
 from .routed import subgroup
 
 WIDTH, BLOCKS = 128, 4
@@ -33,7 +34,7 @@ def assert_grown(expected, stage, options, *, buffers):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, **options)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=4 * WIDTH * WIDTH, **options))
     dtype = options.get("param_dtype", torch.float32)
     for _ in range(2):
         optimizer.zero_grad()
@@ -48,7 +49,7 @@ def assert_grown(expected, stage, options, *, buffers):
 
 
 def check_formula(stage, options):
-    expected = memory(stage, PARAMETERS, dist.get_world_size(), chunk=CHUNK, **options)
+    expected = memory(stage, PARAMETERS, dist.get_world_size(), chunk=CHUNK, precision=MixedPrecision(**options))
     assert_grown(expected.total, stage, options, buffers=expected.buffers)
 
 
@@ -68,7 +69,7 @@ def test_a_step_in_bf16_with_fp32_sums_leaves_as_many_bytes_as_the_formula_says(
 @pytest.mark.parametrize("stage", [0, storm(1), storm(2), 3])
 def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage):
     ranks = dist.get_world_size()
-    expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, **BF16)
+    expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, precision=MixedPrecision(**BF16))
     cast = PARAMETERS * 4 / (ranks if stage else 1)
     assert_grown(expected.total + cast, stage, BF16, buffers=expected.buffers)
 
@@ -83,12 +84,19 @@ def test_what_few_ranks_share_counts_by_their_number(stage):
     for parameter in [each for linear in model[1::2] for each in linear.parameters()]:
         set_sharding(parameter, whole(tuple(parameter.shape), pairs[dist.get_rank() % 2]))
     optimizer = torch.optim.AdamW(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(group)], bucket=4 * WIDTH * WIDTH)
+    shard(
+        model,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(group)],
+        overlap={"bucket": 4 * WIDTH * WIDTH},
+    )
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
-    expected = memory(stage, PARAMETERS // 2, 4, others=[(PARAMETERS // 2, 2)], chunk=CHUNK)
+    expected = memory(stage, PARAMETERS // 2, 4, experts=[(PARAMETERS // 2, 2)], chunk=CHUNK)
 
     def is_expected(total):
         return -SLACK - expected.buffers < total - before - expected.total < SLACK
@@ -119,7 +127,7 @@ def test_gradients_in_flight_take_no_more_memory_than_they_may(inflight):
     """Rank 1 is late, so that nothing of rank 0's is reduced: without a bound all its chunks are under way."""
     before, token = live_bytes(), torch.zeros(1)
     module = Signalled(lambda: dist.send(token, 1) if inflight is None and dist.get_rank() == 0 else None)
-    shard(module, stage=2, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, inflight=inflight)
+    shard(module, stage=2, group=dist.group.WORLD, overlap={"bucket": 4 * WIDTH * WIDTH, "inflight": inflight})
     loss = module(torch.ones(2, WIDTH)).square().mean()
     if dist.get_rank() == 1:
         if inflight is None:
@@ -169,7 +177,7 @@ def test_shard_has_what_is_packed_and_what_is_not_and_one_chunk(stage, options):
     padding = 4 * len(SIZES) * 2 * 16 * dist.get_world_size()
 
     def run():
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=SIZES[2], **options)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=SIZES[2], **options))
 
     peak = peak_bytes(run, before + max(moments) + padding) - before
     assert max(moments) - padding < peak < max(moments) + padding, (peak, max(moments), sum(SIZES))
@@ -186,7 +194,7 @@ def test_state_that_a_constructor_has_made_is_cut_chunk_by_chunk_too(stage):
     limit = 2 * sum(SIZES) + max(SIZES) + SLACK  # as they were, and a chunk
 
     def run():
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=SIZES[2])
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": SIZES[2]})
 
     assert peak_bytes(run, before + limit) - before < limit
     kept = 2 * sum(SIZES) if stage == 0 else sum(SIZES) * (4 / 3 if stage < 3 else 2 / 3)

@@ -16,7 +16,7 @@ from par_groups import segments_of, sharding_of, written_
 from par_testing import for_each, live_bytes, peak_bytes, storm
 from par_zero import shard, summon
 
-from .helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, for_each_stage, sgd, train, whole
+from .helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, for_each_stage, policies, sgd, train, whole
 
 
 class Block(nn.Module):
@@ -121,8 +121,8 @@ def assert_filled_as_the_whole(stage, units):
     model, reference = on_meta(), filled()
     before = dict(model.named_parameters(remove_duplicate=False))
     optimizer, its = sgd(trained(model)), sgd(trained(reference))
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, fill=fill, **UNITS[units])
-    shard(reference, its, stage=stage, group=dist.group.WORLD, **UNITS[units])
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, **policies(init_fn=fill, **UNITS[units]))
+    shard(reference, its, stage=stage, group=dist.group.WORLD, **policies(**UNITS[units]))
     assert_same(whole(model), whole(reference))
     assert_same(buffers(model), buffers(reference))
     assert all(parameter is before[name] for name, parameter in model.named_parameters(remove_duplicate=False))
@@ -150,8 +150,8 @@ def segments(optimizer):
 def test_any_optimizer_may_be_made_of_a_model_on_meta(stage, make):
     model, reference = on_meta(), filled()
     optimizer, its = OPTIMIZERS[make](trained(model)), OPTIMIZERS[make](trained(reference))
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, fill=fill)
-    shard(reference, its, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300}, init={"init_fn": fill})
+    shard(reference, its, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     train(model, optimizer, data())
     train(reference, its, data())
     assert_same(whole(model), whole(reference))
@@ -170,8 +170,8 @@ def test_several_optimizers_may_be_made_of_a_model_on_meta(stage):
     model, reference = on_meta(), filled()
     options = {"stage": stage, "group": dist.group.WORLD, "bucket": 300, "atomic": lambda group: "ns_steps" in group}
     own, its = several(model), several(reference)
-    shard(model, own, fill=fill, **options)
-    shard(reference, its, **options)
+    shard(model, own, **policies(init_fn=fill, **options))
+    shard(reference, its, **policies(**options))
     for microbatches in data():
         for module, optimizers in ((model, own), (reference, its)):
             module(microbatches[0]).square().mean().backward()
@@ -190,8 +190,8 @@ def test_units_are_filled_under_hybrid_sharding():
         model, reference = on_meta(), filled()
         optimizer, its = sgd(trained(model)), sgd(trained(reference))
         options = {"stage": stage, "group": shards, "replicas": replicas, "bucket": 300}
-        shard(model, optimizer, fill=fill, device=torch.device("cpu"), **options)
-        shard(reference, its, **options)
+        shard(model, optimizer, **policies(init_fn=fill, device=torch.device("cpu"), **options))
+        shard(reference, its, **policies(**options))
         train(model, optimizer, data())
         train(reference, its, data())
         assert_same(whole(model), whole(reference))
@@ -217,7 +217,14 @@ def test_drawn_values_are_alike_on_all_ranks_and_tied_parameters_stay_tied(stage
     torch.manual_seed(dist.get_rank())
     model = on_meta()
     model.head.weight.role = "table"
-    shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300, fill=reset)
+    shard(
+        model,
+        adamw(trained(model)),
+        stage=stage,
+        group=dist.group.WORLD,
+        overlap={"bucket": 300},
+        init={"init_fn": reset},
+    )
     assert model.head.weight.role == "table"
     assert model.head.weight is model.table.weight
     assert model.blocks[2].last.weight is model.blocks[0].last.weight
@@ -235,8 +242,8 @@ def test_param_dtype_keeps_copies_of_what_was_filled(stage):
     model, reference = on_meta(), filled()
     optimizer, its = adamw(trained(model)), adamw(trained(reference))
     options = {"stage": stage, "group": dist.group.WORLD, "bucket": 300, "param_dtype": torch.bfloat16}
-    shard(model, optimizer, fill=fill, **options)
-    shard(reference, its, **options)
+    shard(model, optimizer, **policies(init_fn=fill, **options))
+    shard(reference, its, **policies(**options))
     for one, other in zip(optimizer.param_groups[0]["params"], its.param_groups[0]["params"], strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
@@ -261,7 +268,7 @@ def test_every_tensor_is_filled_once_under_its_first_name(stage, units):
     """But what blocks have beside tied parameters, five tensors each, which are filled once more, in vain."""
     model, counted = on_meta(), Counted()
     expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    shard(model, stage=stage, group=dist.group.WORLD, fill=counted, **UNITS[units])
+    shard(model, stage=stage, group=dist.group.WORLD, **policies(init_fn=counted, **UNITS[units]))
     assert set(counted.names) - {"blocks.2.last.weight"} == expected
     assert len(counted.names) <= len(expected) + 2 * 5
 
@@ -289,7 +296,14 @@ def test_a_model_on_meta_is_never_there_as_a_whole(stage):
     expected = kept * (BLOCKS - 1) / BLOCKS + 2 * UNIT
 
     def run():
-        shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, fill=zeros)
+        shard(
+            model,
+            optimizer,
+            stage=stage,
+            group=dist.group.WORLD,
+            overlap={"bucket": 4 * WIDTH * WIDTH},
+            init={"init_fn": zeros},
+        )
 
     peak = peak_bytes(run, before + expected + 2048) - before
     assert expected - 2048 < peak < expected + 2048, (peak, expected)
@@ -329,7 +343,14 @@ def test_a_model_that_a_rank_has_no_room_for_is_sharded_and_runs():
         gc.collect()
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        shard(model, optimizer, stage=3, group=dist.group.WORLD, bucket=width * width, fill=zeros)
+        shard(
+            model,
+            optimizer,
+            stage=3,
+            group=dist.group.WORLD,
+            overlap={"bucket": width * width},
+            init={"init_fn": zeros},
+        )
         with torch.no_grad():
             assert not model(torch.ones(1, width)).any()
     finally:
@@ -341,7 +362,7 @@ def test_a_model_that_a_rank_has_no_room_for_is_sharded_and_runs():
 def test_without_fill_a_forward_names_the_first_that_has_no_values(stage):
     model = on_meta()
     optimizer = sgd(trained(model))
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     abstract = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
     assert abstract == [f"blocks.{number}.fixed" for number in range(3)], "which a load makes, not fills"
 
@@ -360,7 +381,7 @@ def test_without_fill_a_forward_names_the_first_that_has_no_values(stage):
     for block, other in zip(model.blocks, reference.blocks, strict=True):
         block.fixed = other.fixed.clone()
     its = sgd(trained(reference))
-    shard(reference, its, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(reference, its, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     train(model, optimizer, data())
     train(reference, its, data())
     assert_same(whole(model), whole(reference))
@@ -371,7 +392,7 @@ def test_without_fill_a_forward_names_the_first_that_has_no_values(stage):
 @pytest.mark.ranks(2)
 def test_what_a_state_dict_leaves_out_has_no_values(stage):
     model, reference = without_hidden_buffers(), filled()
-    shard(model, sgd(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(model, sgd(trained(model)), stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     given = {name: each for name, each in reference.state_dict().items() if name not in ("norm.bias", "blocks.1.shift")}
     with summon(model):
         nn.ModuleDict({"outer": model}).load_state_dict({f"outer.{name}": each for name, each in given.items()}, False)
@@ -393,7 +414,7 @@ def test_a_model_of_which_a_part_is_real_keeps_that(stage):
     model = without_hidden_buffers()
     model.norm = nn.LayerNorm(11)
     nn.init.constant_(model.norm.weight, 7.0)
-    shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     assert whole(model)["norm.weight"].eq(7).all()
     assert not whole(model)["place"].any()
 
@@ -402,7 +423,7 @@ def refused(error, match, model=None, optimizer=None, **options):
     model = on_meta() if model is None else model
     before = [(each, each.is_meta, each.shape) for each in model.parameters()]
     with pytest.raises(error, match=match):
-        shard(model, optimizer, stage=3, group=dist.group.WORLD, **options)
+        shard(model, optimizer, stage=3, group=dist.group.WORLD, **policies(**options))
     for (one, is_meta, shape), other in zip(before, model.parameters(), strict=True):
         assert one is other
         assert (other.is_meta, other.shape) == (is_meta, shape)
@@ -411,12 +432,12 @@ def refused(error, match, model=None, optimizer=None, **options):
 
 @pytest.mark.ranks(2)
 def test_what_cannot_become_real_is_refused_on_all_ranks():
-    refused(TypeError, "fill is 'zeros'; give a function", fill="zeros")
-    refused(TypeError, r"device is 'cpu'; give a torch\.device", device="cpu", fill=fill)
-    refused(ValueError, "device is 'meta'", device=torch.device("meta"), fill=fill)
+    refused(TypeError, "init_fn='zeros': it is a function", init_fn="zeros")
+    refused(TypeError, r"device='cpu': it must be a torch\.device", device="cpu", init_fn=fill)
+    refused(ValueError, "device='meta'", device=torch.device("meta"), init_fn=fill)
     model = on_meta()
     made = torch.optim.Adagrad(trained(model))
-    refused(ValueError, r"Adagrad has made the state 'sum' of 'place' on the meta device", model, made, fill=fill)
+    refused(ValueError, r"Adagrad has made the state 'sum' of 'place' on the meta device", model, made, init_fn=fill)
     model = without_hidden_buffers()
     if dist.get_rank() == 0:
         model.norm = nn.LayerNorm(11)
@@ -441,8 +462,8 @@ def on_one_rank(unit, prefix):
 
 
 BROKEN = {
-    "left": (left, RuntimeError, r"fill\(\) has left 'blocks\.1\.shift' on the meta device"),
-    "in half": (in_half, RuntimeError, r"fill\(\) has made 'blocks\.0\.\S+' torch\.float16 .* it was torch\.float"),
+    "left": (left, RuntimeError, r"init_fn has left 'blocks\.1\.shift' on the meta device"),
+    "in half": (in_half, RuntimeError, r"init_fn has made 'blocks\.0\.\S+' torch\.float16 .* it was torch\.float"),
     "on one rank": (on_one_rank, (KeyError, ValueError), "mine"),
 }
 
@@ -453,8 +474,8 @@ def test_a_fill_that_fails_is_an_error_on_all_ranks(how):
     broken, error, match = BROKEN[how]
     model = on_meta()
     with pytest.raises(error, match=match) as raised:
-        shard(model, stage=3, group=dist.group.WORLD, bucket=300, fill=broken)
+        shard(model, stage=3, group=dist.group.WORLD, overlap={"bucket": 300}, init={"init_fn": broken})
     assert "half-way" in raised.value.__notes__[0]
     with pytest.raises(ValueError, match="sharded already"):
-        shard(model, stage=3, group=dist.group.WORLD, bucket=300, fill=fill)
+        shard(model, stage=3, group=dist.group.WORLD, overlap={"bucket": 300}, init={"init_fn": fill})
     dist.barrier()

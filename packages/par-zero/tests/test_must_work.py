@@ -86,7 +86,7 @@ def test_under_no_sync_the_stages_are_bit_equal():
 def test_several_backwards_add_up(reduce):
     results = []
     for stage in STAGES:
-        module, optimizer = sharded(mlp(), stage, sgd, reduce=reduce)
+        module, optimizer = sharded(mlp(), stage, sgd, reduce_op=reduce)
         train(module, optimizer, micro(2))
         results.append(whole(module))
     for result in results[1:]:
@@ -373,8 +373,15 @@ def test_parts_of_a_module_have_stages_groups_and_dtypes_of_their_own(stages):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first, second = mlp(seed=1), mlp(seed=2 + pair)
     optimizers = [adamw(first.parameters()), adamw(second.parameters())]
-    shard(first, optimizers[0], stage=stages[0], group=dist.group.WORLD, bucket=300)
-    shard(second, optimizers[1], stage=stages[1], group=pairs[pair], bucket=300, reduce_dtype=torch.float64)
+    shard(first, optimizers[0], stage=stages[0], group=dist.group.WORLD, overlap={"bucket": 300})
+    shard(
+        second,
+        optimizers[1],
+        stage=stages[1],
+        group=pairs[pair],
+        overlap={"bucket": 300},
+        precision={"reduce_dtype": torch.float64},
+    )
     references = [mlp(seed=seed) for seed in (1, 2, 3)]
     its = [adamw(reference.parameters()) for reference in references]
     for step in range(2):

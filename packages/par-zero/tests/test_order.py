@@ -278,7 +278,7 @@ def test_unit_needed_in_backward_amid_other_reductions_is_named():
         recall(module, optimizer, step)
     half = (1,) if dist.get_rank() == 1 else ()
     with pytest.raises(
-        RuntimeError, match=r"backward comes to 'branches\.3'.*different numbers of reductions; pass infl"
+        RuntimeError, match=r"backward comes to 'branches\.3'.*different numbers of reductions; pass Overlap\(inflight"
     ):
         recall(module, optimizer, 2, half=half, recalls=True)
     reset(module)

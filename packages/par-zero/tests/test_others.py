@@ -7,10 +7,10 @@ from torch import nn
 
 from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
 from par_testing import Strict, count_collectives, for_each, once, storm
-from par_zero import Share, shard, summon
+from par_zero import DataParallelGroup, shard, summon
 from par_zero._collectives import same_ranks
 
-from .helpers import adamw, for_each_stage
+from .helpers import adamw, for_each_stage, policies
 from .routed import Routed, accumulate, holding, loss_of, norm_of, part_of, subgroup
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -36,7 +36,7 @@ def together(parallel, stage, left_out, *, microbatches=1, bucket=300, steps=3, 
     """The same over ranks that have some of the experts each."""
     module = Routed(parallel)
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=stage, bucket=bucket, **groups)
+    shard(module, optimizer, stage=stage, **policies(bucket=bucket, **groups))
     rank, ranks, norms = dist.get_rank(), dist.get_world_size(), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -99,13 +99,13 @@ def check(parallel, stage, left_out, *, microbatches=1, steps=3, **options):
 @pytest.mark.parametrize("parallel", [2, 4])
 @pytest.mark.ranks(4)
 def test_experts_train_as_on_one_device(stage, left_out, parallel):
-    check(parallel, stage, left_out, group=dist.group.WORLD, others=[Share(holding(parallel))])
+    check(parallel, stage, left_out, group=dist.group.WORLD, expert_groups=[DataParallelGroup(holding(parallel))])
 
 
 @for_each(stage=(1, 3), deferred=(False, True), bucket=(1, 10_000))
 @pytest.mark.ranks(2)
 def test_experts_train_by_several_backwards_in_chunks_of_any_size(stage, deferred, bucket):
-    options = {"group": dist.group.WORLD, "others": [Share(holding(2))]}
+    options = {"group": dist.group.WORLD, "expert_groups": [DataParallelGroup(holding(2))]}
     check(2, stage, above_and_below, microbatches=2, deferred=deferred, bucket=bucket, **options)
 
 
@@ -114,8 +114,8 @@ def test_experts_train_by_several_backwards_in_chunks_of_any_size(stage, deferre
 def test_experts_train_under_hybrid_sharding(stage):
     """Neighbours share, and the ranks two further keep the same: of experts either all of one, or a part each."""
     near, far, alone_ = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
-    for others in ([Share(alone_, replicas=far)], [Share(far)]):
-        check(2, stage, above_and_below, group=near, replicas=far, others=others)
+    for others in ([DataParallelGroup(alone_, replicas=far)], [DataParallelGroup(far)]):
+        check(2, stage, above_and_below, group=near, replicas=far, expert_groups=others)
 
 
 def anywhere(step, rank):
@@ -136,19 +136,26 @@ ONE_AT_A_TIME = {"backend": "strict", "strict": Strict(slots=1)}
 @for_each(stage=(0, 1, storm(2)), left_out=(anywhere, storm(anywhere_at_once)))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_below_stage_3_reductions_and_exchanges_have_one_order_on_all_ranks(stage, left_out):
-    check(2, stage, left_out, steps=6, group=dist.group.WORLD, others=[Share(holding(2))])
+    check(2, stage, left_out, steps=6, group=dist.group.WORLD, expert_groups=[DataParallelGroup(holding(2))])
 
 
 @for_each(stage=(storm(0), 1, storm(2)), parallel=(2, storm(4)))
 @pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_each_of_four_ranks_may_leave_out_something_else(stage, parallel):
-    check(parallel, stage, anywhere, steps=4, group=dist.group.WORLD, others=[Share(holding(parallel))])
+    check(
+        parallel, stage, anywhere, steps=4, group=dist.group.WORLD, expert_groups=[DataParallelGroup(holding(parallel))]
+    )
 
 
 @for_each(stage=(storm(0), 1, storm(2)), deferred=(storm(False), True), bucket=(300, storm(10_000)))
 @pytest.mark.ranks(2, **ONE_AT_A_TIME)
 def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, deferred, bucket):
-    options = {"group": dist.group.WORLD, "others": [Share(holding(2))], "deferred": deferred, "bucket": bucket}
+    options = {
+        "group": dist.group.WORLD,
+        "expert_groups": [DataParallelGroup(holding(2))],
+        "deferred": deferred,
+        "bucket": bucket,
+    }
     check(2, stage, anywhere, microbatches=2, steps=4, **options)
 
 
@@ -157,8 +164,8 @@ def test_several_backwards_have_one_order_whether_or_not_each_is_reduced(stage, 
 @pytest.mark.ranks(4, **ONE_AT_A_TIME)
 def test_below_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks(stage):
     near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
-    for others in ([Share(single, replicas=far)], [Share(far)]):
-        check(2, stage, anywhere, steps=4, group=near, replicas=far, others=others)
+    for others in ([DataParallelGroup(single, replicas=far)], [DataParallelGroup(far)]):
+        check(2, stage, anywhere, steps=4, group=near, replicas=far, expert_groups=others)
 
 
 def run(module, optimizer, steps, losses_at):
@@ -188,7 +195,14 @@ def compare_with_one_device(change, losses_of, *, stage, steps, parallel=2):
     for module in modules:
         change(module)
     optimizers = [descending(module) for module in modules]
-    shard(modules[1], optimizers[1], stage=stage, group=dist.group.WORLD, others=[Share(holding(parallel))], bucket=300)
+    shard(
+        modules[1],
+        optimizers[1],
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(holding(parallel))],
+        overlap={"bucket": 300},
+    )
     alone_, together_ = zip(modules, optimizers, strict=True)
     expected = run(*alone_, steps, lambda step: [losses_of(alone_[0], step, rank) / ranks for rank in range(ranks)])
     result = run(*together_, steps, lambda step: [losses_of(together_[0], step, dist.get_rank())])
@@ -241,7 +255,13 @@ def test_a_weight_may_be_read_outside_of_its_module_when_backward_has_left_that_
 def test_reductions_that_are_bounded_are_not_held_back(stage, bound):
     """Below as many as there are chunks, as else more gradients would wait than the bound allows for."""
     module = Routed(2)
-    shard(module, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=1, inflight=bound)
+    shard(
+        module,
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(holding(2))],
+        overlap={"bucket": 1, "inflight": bound},
+    )
     with count_collectives() as counted:
         begun = []
         module.blocks[0].register_full_backward_pre_hook(lambda *_: begun.append(len(counted.events)))
@@ -258,7 +278,14 @@ def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_
     """Two passes agree, for which nothing more is exchanged where all ranks call the modules in their order."""
     module = Routed(2)
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=1)
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(holding(2))],
+        overlap={"bucket": 1},
+    )
     begun, exchanged = [], []
     for step in range(4):
         with count_collectives() as counted:
@@ -281,15 +308,15 @@ def test_below_stage_3_reductions_begin_while_backward_goes_on_once_their_order_
 @pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
 def test_at_stage_3_reductions_gatherings_and_exchanges_have_one_order_on_all_ranks():
     """One communicator goes on at a time: what falls in another order on another rank would stop both for good."""
-    check(2, 3, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
+    check(2, 3, above_and_below, group=dist.group.WORLD, expert_groups=[DataParallelGroup(holding(2))])
 
 
 @pytest.mark.storm
 @pytest.mark.ranks(4, backend="strict", strict=Strict(slots=1))
 def test_at_stage_3_hybrid_sharding_of_experts_has_one_order_on_all_ranks():
     near, far, single = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
-    for others in ([Share(single, replicas=far)], [Share(far)]):
-        check(2, 3, above_and_below, group=near, replicas=far, others=others)
+    for others in ([DataParallelGroup(single, replicas=far)], [DataParallelGroup(far)]):
+        check(2, 3, above_and_below, group=near, replicas=far, expert_groups=others)
 
 
 @for_each(stage=(storm(0), 1, storm(2), 3))
@@ -315,8 +342,8 @@ def test_sums_are_divided_as_the_share_says_and_those_beyond_the_first_group_tak
         for parameter in linear.parameters():
             set_sharding(parameter, whole(tuple(parameter.shape), tuple(holders)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    share = Share(dist.group.WORLD, divisor=3, parameters=list(module.linears[1].parameters()))
-    shard(module, optimizer, stage=stage, group=pair, others=[share], bucket=1)
+    share = DataParallelGroup(dist.group.WORLD, divisor=3, parameters=list(module.linears[1].parameters()))
+    shard(module, optimizer, stage=stage, group=pair, expert_groups=[share], overlap={"bucket": 1})
     copy = Three()
     with summon(module):
         copy.load_state_dict(module.state_dict())
@@ -342,7 +369,14 @@ def test_sums_are_divided_as_the_share_says_and_those_beyond_the_first_group_tak
 def test_every_element_is_owned_once_whoever_shares_it(stage):
     module = Routed(2)
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=300)
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(holding(2))],
+        overlap={"bucket": 300},
+    )
     check_owned(owned(optimizer))
     check_owned((name, sharding_of(each)) for name, each in module.named_parameters())
 
@@ -351,39 +385,54 @@ def test_every_element_is_owned_once_whoever_shares_it(stage):
 def test_a_unit_that_one_rank_skips_in_the_first_pass_is_named_before_the_others_wait_for_it_in_backward():
     module = Routed(2)
     optimizer = adamw(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, others=[Share(holding(2))], bucket=300)
+    shard(
+        module,
+        optimizer,
+        stage=3,
+        group=dist.group.WORLD,
+        expert_groups=[DataParallelGroup(holding(2))],
+        overlap={"bucket": 300},
+    )
     left_out = 5 if dist.get_rank() else None
     with pytest.raises(RuntimeError, match=r"rank 1 begins backward where rank 0 runs 'blocks\.5'"):
         loss_of(module, 0, dist.get_rank(), 2, left_out).backward()
 
 
 REFUSED = {
-    "no others": ({}, ValueError, r"'blocks\.1\.experts\.up' is held by the ranks \[.\], .* pass others="),
-    "of all ranks": ({"others": lambda: [Share(dist.group.WORLD)]}, ValueError, r"of the ranks \[0, 1\] or \[0, 1\]"),
-    "no list": ({"others": lambda: Share(dist.group.WORLD)}, TypeError, r"give a list of shares"),
-    "no share": ({"others": lambda: [dist.group.WORLD]}, TypeError, r"give a list of shares"),
-    "divisor": (
-        {"others": lambda: [Share(holding(2), divisor=0)]},
+    "no others": ({}, ValueError, r"'blocks\.1\.experts\.up' is held by the ranks \[.\], .* pass expert_groups="),
+    "of all ranks": (
+        {"expert_groups": lambda: [DataParallelGroup(dist.group.WORLD)]},
         ValueError,
-        r"others\[0\] has the divisor 0; give 1",
+        r"of the ranks \[0, 1\] or \[0, 1\]",
+    ),
+    "no list": (
+        {"expert_groups": lambda: DataParallelGroup(dist.group.WORLD)},
+        TypeError,
+        r"expert_groups=.* it must be a list",
+    ),
+    "no share": ({"expert_groups": lambda: [dist.group.WORLD]}, TypeError, r"expert_groups=.* it must be a list"),
+    "divisor": (
+        {"expert_groups": lambda: [DataParallelGroup(holding(2), divisor=0)]},
+        ValueError,
+        r"expert_groups\[0\]\.divisor=0",
     ),
     "sum": (
-        {"others": lambda: [Share(holding(2), divisor=2)], "reduce": "sum"},
+        {"expert_groups": lambda: [DataParallelGroup(holding(2), divisor=2)], "reduce_op": "sum"},
         ValueError,
-        r"reduce='sum' divides by nothing; leave one out",
+        r"reduce_op='sum' divides by nothing; remove one",
     ),
     "replicas": (
-        {"others": lambda: [Share(dist.group.WORLD, replicas=dist.group.WORLD)]},
+        {"expert_groups": lambda: [DataParallelGroup(dist.group.WORLD, replicas=dist.group.WORLD)]},
         ValueError,
-        r"others\[0\]\.replicas are the ranks \[0, 1\]",
+        r"expert_groups\[0\]\.replicas are the ranks \[0, 1\]",
     ),
     "parameters of others": (
-        {"others": lambda: [Share(holding(2), parameters=[nn.Parameter(torch.ones(1))])]},
+        {"expert_groups": lambda: [DataParallelGroup(holding(2), parameters=[nn.Parameter(torch.ones(1))])]},
         ValueError,
-        r"others\[0\] names a parameter that the module does not have",
+        r"expert_groups\[0\]\.parameters: the module does not have one",
     ),
     "one rank has none": (
-        {"others": lambda: [Share(holding(2))] if dist.get_rank() else []},
+        {"expert_groups": lambda: [DataParallelGroup(holding(2))] if dist.get_rank() else []},
         ValueError,
         r"rank 0: ValueError: 'blocks|'blocks\.1\.experts\.up' is held",
     ),
@@ -399,9 +448,9 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks_before_anything_is_change
     holding(2)
     options = {name: value() if callable(value) else value for name, value in given.items()}
     with pytest.raises(kind, match=words):
-        shard(module, optimizer, **{"stage": 1, "group": dist.group.WORLD, **options})
-    others = [Share(holding(2))]
-    shard(module, optimizer, stage=1, group=dist.group.WORLD, others=others)
+        shard(module, optimizer, **policies(**{"stage": 1, "group": dist.group.WORLD, **options}))
+    others = [DataParallelGroup(holding(2))]
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, expert_groups=others)
 
 
 @pytest.mark.ranks(2)
@@ -410,11 +459,11 @@ def test_a_share_of_more_ranks_than_the_first_must_name_its_parameters():
     module = nn.Linear(4, 4)
     single = subgroup((0,), (1,))
     for given, words in (
-        (None, r"others\[0\] has the ranks \[0, 1\], which are those of group, \[.\], and more"),
-        (list(module.parameters()), r"others\[0\] names 'weight', which has no record of the ranks that hold it"),
+        (None, r"expert_groups\[0\] has the ranks \[0, 1\]: they include all ranks of group, \[.\]"),
+        (list(module.parameters()), r"expert_groups\[0\]\.parameters: 'weight' has no sharding metadata"),
     ):
         with pytest.raises(ValueError, match=words):
-            shard(module, stage=1, group=single, others=[Share(dist.group.WORLD, parameters=given)])
+            shard(module, stage=1, group=single, expert_groups=[DataParallelGroup(dist.group.WORLD, parameters=given)])
 
 
 @pytest.mark.ranks(2)
@@ -423,7 +472,13 @@ def test_ranks_with_other_parameters_are_named():
     if dist.get_rank():
         module.blocks[4].experts.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"rank 1 has other parameters, shapes, .* than rank 0"):
-        shard(module, adamw(module.parameters()), stage=3, group=dist.group.WORLD, others=[Share(holding(2))])
+        shard(
+            module,
+            adamw(module.parameters()),
+            stage=3,
+            group=dist.group.WORLD,
+            expert_groups=[DataParallelGroup(holding(2))],
+        )
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ def sharded(stage):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     optimizer = torch.optim.SGD(model.parameters())
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 4 * WIDTH * WIDTH})
     return model, optimizer
 
 

@@ -13,7 +13,7 @@ from par_zero import reset, shard
 from par_zero._reduce import Reductions
 from par_zero.layout.sharers import Groups, Sharers
 
-from .helpers import assert_near, assert_same, batch, copies, sgd, sharded, whole
+from .helpers import assert_near, assert_same, batch, copies, policies, sgd, sharded, whole
 
 
 class Noted:
@@ -163,7 +163,7 @@ def trained_in_a_row(stage, *, forwards, backwards, by_hand):
     optimizers = [sgd(module.parameters()) for module in modules]
     if not by_hand:
         for module, optimizer in zip(modules, optimizers, strict=True):
-            shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+            shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     parameters = [each for module in modules for each in module.parameters()]
     for step in range(3):
         left_out = 6 if dist.get_rank() == 1 and step else -1
@@ -332,7 +332,7 @@ def test_a_mean_of_16_bits_does_not_overflow_where_the_sum_would(stage, hybrid):
     module = nn.Linear(4, 4, bias=False).half()
     optimizer = torch.optim.SGD(module.parameters(), lr=2**-15)
     groups = {"group": near, "replicas": far} if hybrid else {"group": dist.group.WORLD}
-    shard(module, optimizer, stage=stage, **groups)
+    shard(module, optimizer, stage=stage, **policies(**groups))
     before = whole(module)["weight"]
     module(torch.full((1, 4), 2.0**15, dtype=torch.float16)).sum().backward()
     optimizer.step()

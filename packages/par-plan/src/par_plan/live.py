@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import Topology, format_bytes
 from par_pipeline import Schedule, simulate
-from par_zero import ChunkSize, ShardOptions, chunk_sizes, elements_lent
+from par_zero import ChunkSize, ShardOptions, buffer_elements, chunk_sizes
 
 from .budget.plan import Budget, BudgetPlan, place_within
 from .costs.memory import MemoryUse, ZeroSharding, added, sources_of, state_memory
@@ -138,7 +138,7 @@ def model_sizes(
     """
     options = options or ShardOptions()
     shares = [experts] if experts[0] else []
-    every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, others=shares)
+    every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, expert_groups=shares)
     sizes = _sizes([chunk for chunk in every if not chunk.share], stage, options)
     if shares:
         apart, whole = _sizes([chunk for chunk in every if chunk.share], stage, options), _sizes(every, stage, options)
@@ -146,7 +146,7 @@ def model_sizes(
             sizes,
             root=whole.root,
             units=whole.units,
-            inflight=options.inflight or len(whole.trained),
+            inflight=options.overlap.inflight or len(whole.trained),
             experts=replace(apart, root=0, units=()),
             chunks=tuple(sorted(every, key=lambda chunk: stage == 3 and chunk.unit == 0)),
         )
@@ -171,8 +171,8 @@ def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Mo
         frozen=frozen,
         root=units.pop(0),
         units=tuple(units.values()),
-        inflight=options.inflight or 2,
-        kept=options.inflight or 2,
+        inflight=options.overlap.inflight or 2,
+        kept=options.overlap.inflight or 2,
         waiting=max(Counter(chunk.unit for chunk in chunks if chunk.trained).values(), default=1) - 1
         if stage == 3
         else 0,
@@ -192,7 +192,7 @@ def sharding_of_sizes(
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    reduced = elements_lent(sizes.trained, sizes.inflight)
+    reduced = buffer_elements(sizes.trained, sizes.inflight)
     return ZeroSharding(
         zero=job.zero,
         ranks=ranks,
@@ -204,7 +204,7 @@ def sharding_of_sizes(
         gathered=sizes.root + sizes.at_once,
         stays=0,
         reduced=reduced,
-        waiting=elements_lent(sizes.trained, sizes.inflight + sizes.waiting) - reduced,
+        waiting=buffer_elements(sizes.trained, sizes.inflight + sizes.waiting) - reduced,
     )
 
 
@@ -308,7 +308,7 @@ def _reduced_in_turn(sizes: ModelSizes, replicas: Sequence[ZeroSharding]) -> lis
     if zero == 3:
         of_units = Counter(chunk.unit for chunk in trained)
         waiting = of_units.pop(0, 0) + max(of_units.values(), default=1) - 1
-    lent = partial(elements_lent, kept=sizes.kept)
+    lent = partial(buffer_elements, kept=sizes.kept)
     received = lent([chunk.elements for chunk in trained if replicas[chunk.share].received], sizes.inflight)
     whole = lent([chunk.elements for chunk in trained], sizes.inflight + waiting)
     lends = max(replicas, key=lambda one: one.received)  # has the least to share with

@@ -8,7 +8,7 @@ from par_plan.budget.first_step import MeasuredStep, plan_measured
 from par_plan.budget.plan import Budget, BudgetPlan
 from par_plan.budget.tiers import TierFractions, TooSmallError
 from par_recompute import Choice, Choices, knapsack
-from par_zero import OnDisk
+from par_zero import DiskUsage
 
 FRONTIERS = (
     (Choice(frozenset(), 15, 0.0), Choice(frozenset({"a"}), 9, 1.0), Choice(frozenset({""}), 2, 8.0)),
@@ -31,7 +31,7 @@ def rest(room, *, rate=2.0, calls=1, held=1.0, pieces=PIECES, step=0.0):
     )
     model = Choices(layers=("0", "1", "2"), frontiers=FRONTIERS, forwards=calls)
     return plan_measured(
-        spent, MeasuredStep(models=(model,), held=held, disk=OnDisk(pieces=pieces, read=rate, write=rate))
+        spent, MeasuredStep(models=(model,), held=held, disk=DiskUsage(pieces=pieces, read=rate, write=rate))
     )
 
 

@@ -105,7 +105,7 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
     wanted = chosen.weights if chosen.rounded else torch.float32
     remedy = "cast the module before it is sharded"
     if not chosen.rounded:
-        remedy = f"shard an fp32 module with param_dtype={chosen.weights}"
+        remedy = f"shard an fp32 module with precision=MixedPrecision(param_dtype={chosen.weights})"
     for tensor in tensors_in(optimizer):
         if tensor.dtype != wanted:
             raise ValueError(
@@ -116,7 +116,7 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
         if parameter.is_floating_point() and parameter.dtype != chosen.weights:
             raise ValueError(
                 f"{name!r} has dtype {parameter.dtype}, and its optimizer holds other tensors, so {precision!r} cannot "
-                f"cast it; shard with param_dtype={chosen.weights}"
+                f"cast it; shard with precision=MixedPrecision(param_dtype={chosen.weights})"
             )
     if accumulates:
         raise ValueError(

@@ -24,7 +24,7 @@ from par_testing import count_collectives, live_bytes, live_storages
 from par_train import Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-from par_zero import Share, no_sync, shard
+from par_zero import DataParallelGroup, no_sync, shard
 
 from .measured_runs import SavedPeak
 
@@ -105,8 +105,8 @@ def assert_as_predicted(parallel, zero, choices=EVENLY):
         optimizer = torch.optim.AdamW(model.parameters())
         experts = [each for name, each in model.named_parameters() if ".experts." in name]
         dense, replicas = groups["data", "sequence", "expert"], groups.size(("data", "sequence", "expert"))
-        others = [Share(groups["data", "expert_data"], divisor=replicas, parameters=experts)]
-        shard(model, optimizer, stage=zero, group=dense, others=others)
+        others = [DataParallelGroup(groups["data", "expert_data"], divisor=replicas, parameters=experts)]
+        shard(model, optimizer, stage=zero, group=dense, expert_groups=others)
         handler = PartialGradientReducer(optimizer, groups)
         rows = torch.zeros(BATCH // replicas // 2, SHAPE.context, dtype=torch.int64)
         for _ in range(2):

@@ -80,7 +80,9 @@ def test_optimizer_of_whole_tensors_is_refused_for_a_module_that_a_plan_cuts():
         with pytest.raises(ValueError, match=r"optimizer=Normed: par-zero does not know .* pass zero=dict"):
             strategy.initialize(model, Normed(model.parameters(), lr=0.1), plans={model: PLAN})
     with Strategy(
-        parallel={"tensor": {"size": 2, "mode": "1d"}}, gradient_handlers=handlers, zero={"stage": 0, "atomic": True}
+        parallel={"tensor": {"size": 2, "mode": "1d"}},
+        gradient_handlers=handlers,
+        zero={"stage": 0, "update": {"atomic": True}},
     ) as strategy:
         model = Mlp()
         with pytest.raises(ValueError, match=r"would step a part of 'up\.weight' as if it were the whole"):

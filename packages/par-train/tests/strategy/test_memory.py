@@ -12,7 +12,7 @@ from par_recompute import saved
 from par_testing import for_each, storm
 from par_train import Strategy
 from par_train.strategy import plugins
-from par_zero import on_disk, residency
+from par_zero import disk_usage, residency
 
 ROWS, WIDTH = 6, 16
 
@@ -143,7 +143,7 @@ def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tm
     def make():
         return Uneven(units)
 
-    zero = {"stage": stage, "bucket": 3000}
+    zero = {"stage": stage, "overlap": {"bucket": 3000}}
     expected, spent, held = at_the_fullest(make, {"device": 2**30}, zero)
     # What is predicted is what is counted, but for what is left of padding, and for the units that are neighbours.
     there, kinds = held[-1][0].fullest["device"], spent.kinds
@@ -168,7 +168,7 @@ def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tm
 
 @pytest.mark.ranks(2)
 def test_at_stage_3_parameters_leave_when_state_does_not_do(tmp_path):
-    zero = {"stage": 3, "bucket": 1000}
+    zero = {"stage": 3, "overlap": {"bucket": 1000}}
     expected, *_ = trained(None, zero)
     _, whole, kept = trained({"device": 2**30}, zero)
     shares = whole.kinds["parameters"]
@@ -201,7 +201,8 @@ def test_state_comes_back_from_a_disk_or_layers_keep_more_whichever_saves_more(m
     device = spent.state - 4 * ELEMENTS + kept[0] + LAYER + 30_000
     found = {}
     for name, rate in (("slow", 1e3), ("quick", 1e15)):
-        monkeypatch.setattr(plugins, "on_disk", lambda model, rate=rate: replace(on_disk(model), read=rate, write=rate))
+        look = lambda model, rate=rate: replace(disk_usage(model), read=rate, write=rate)  # noqa: E731
+        monkeypatch.setattr(plugins, "disk_usage", look)
         found[name] = trained({"device": device, "disk": "1MB", "path": str(tmp_path)}, 1)
     assert all(map(torch.equal, found["slow"][0], found["quick"][0]))
     (_, slow, few), (_, quick, many) = found["slow"], found["quick"]
@@ -333,7 +334,7 @@ def matrices_and_the_rest(model):
 def test_a_budget_beside_tensor_ranks_and_with_several_optimizers(zero, several, tmp_path):
     def run(memory):
         parallel = {"tensor": {"size": 2, "mode": "1d"}}
-        with Strategy(parallel=parallel, memory=memory, zero={"stage": zero, "bucket": 1000}) as strategy:
+        with Strategy(parallel=parallel, memory=memory, zero={"stage": zero, "overlap": {"bucket": 1000}}) as strategy:
             model = cut_model(strategy)
             initialize(model, 5)
             given = matrices_and_the_rest(model) if several else adamw(model)

@@ -105,7 +105,7 @@ def check_everything_on_the_device(found, stage):
 
 
 def check_budgets(parallel, stage, folder, make=uneven, precision="fp32", *, every=True):
-    one = partial(run, make, parallel, {"stage": stage, "bucket": 1000}, precision=precision)
+    one = partial(run, make, parallel, {"stage": stage, "overlap": {"bucket": 1000}}, precision=precision)
     expected = one(None).parameters
     found = one({"device": 2**30})
     assert all(map(torch.equal, found.parameters, expected))

@@ -574,7 +574,7 @@ UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 )
 @pytest.mark.ranks(2, backend="gloo")
 def test_at_stage_3_a_model_on_meta_is_never_there_as_a_whole(precision):
-    with Strategy(zero={"stage": 3, "bucket": UNIT}, precision=precision, seed=5) as strategy:
+    with Strategy(zero={"stage": 3, "overlap": {"bucket": UNIT}}, precision=precision, seed=5) as strategy:
         before = live_bytes()
         model = nn.Sequential(*(strategy.layers.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
         parameters = list(model.parameters())

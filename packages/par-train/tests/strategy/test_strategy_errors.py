@@ -32,6 +32,8 @@ def sgd(model):
 def test_options_that_make_no_sense():
     raises("precision is 'fp12'; it can be 'fp32'", Strategy, precision="fp12")
     raises("zero=4: it must be 0, 1, 2 or 3", Strategy, zero=4)
+    raises(r"zero\['bucket'\]: .* overlap=dict\(bucket=\.\.\.\)", Strategy, zero={"stage": 1, "bucket": 300})
+    raises(r"zero\['depth'\]: .* use one of stage, units", Strategy, zero={"stage": 1, "depth": 2})
     raises("zero=3 with precision='bf16-amp': .* use precision='bf16'", Strategy, zero=3, precision="bf16-amp")
     raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
@@ -291,7 +293,7 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     part = r"the {} would step a part of 'weight' as if it were the whole: this rank has 32 of 64 elements"
     tensor = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     for zero in (0, 1):
-        strategy = Strategy(**tensor, zero={"stage": zero, "elementwise": True})
+        strategy = Strategy(**tensor, zero={"stage": zero, "update": {"elementwise": True}})
         model = strategy.layers.ColumnLinear(8, 8, bias=False)
         words = r"elementwise=True for param_groups\[0\] of the Muon: this class does not .*remove elementwise"
         raises(words, strategy.initialize, model, torch.optim.Muon(model.parameters()))
@@ -313,10 +315,10 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
         for option, kind, words in (
             ("atomic", JointlyScaled, "atomic=True for .* of the JointlyScaled: a trial shows .* in other tensors"),
             ("elementwise", JointlyScaled, "elementwise=True for .* of the JointlyScaled: a trial shows"),
-            ("", JointlyScaled, f"optimizer=JointlyScaled: par-zero does not know .* {ranks} has .* elementwise=True"),
+            ("", JointlyScaled, f"optimizer=JointlyScaled: par-zero does not know .* {ranks} .*dict.elementwise=True"),
             ("", Listed, f"Prodigy steps a parameter by what it sees of all .* {ranks} sees a part"),
         ):
-            strategy = Strategy(parallel=parallel, zero={"stage": 0, **({option: True} if option else {})})
+            strategy = Strategy(parallel=parallel, zero={"stage": 0, "update": {option: True} if option else {}})
             layers = strategy.layers
             model = nn.Sequential(layers.ColumnLinear(8, 8), layers.RowLinear(8, 8))
             raises(words, strategy.initialize, model, kind(model.parameters(), lr=0.1))

@@ -1,16 +1,16 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
-from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
-from ._options import ShardOptions
-from ._shard import make_alike_, no_sync, on_disk, recall, reset, residency, shard, summon, trace
+from ._cost import Memory, Transfers, memory, traffic, transfers
+from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
+from ._shard import disk_usage, no_sync, reload_state, reset, residency, shard, summon, sync_module_states_, trace
 from ._tiers import Offload
-from .known.classes import Scope
-from .known.scope import scope_of
-from .layout.buffers import elements_lent
-from .layout.sharers import Share
+from .known.classes import UpdateScope
+from .known.scope import update_scope_of
+from .layout.buffers import buffer_elements
+from .layout.sharers import DataParallelGroup
 from .layout.sizes import ChunkSize, chunk_sizes
-from .offload.stream import OnDisk
-from .optimizer.probe import contradiction, count_bytes_of_steps, slots_of_steps
+from .offload.stream import DiskUsage
+from .optimizer.probe import find_scope_violation, state_counter_bytes, state_slots
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
@@ -21,38 +21,42 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ChunkSize",
+    "DataParallelGroup",
+    "DiskUsage",
     "Ledger",
     "Memory",
+    "MixedPrecision",
     "Moment",
     "Offload",
-    "OnDisk",
+    "OptimizerUpdate",
+    "Overlap",
+    "ParameterInit",
     "Placement",
     "Residency",
-    "Scope",
     "ShardOptions",
-    "Share",
     "Trace",
     "Transfers",
+    "UpdateScope",
     "bucket_bytes",
+    "buffer_elements",
     "chunk_sizes",
-    "contradiction",
-    "count_bytes_of_steps",
-    "elements_lent",
-    "make_alike_",
+    "disk_usage",
+    "find_scope_violation",
     "memory",
     "no_sync",
-    "on_disk",
     "place",
-    "recall",
     "register_policy",
+    "reload_state",
     "reset",
     "residency",
-    "scope_of",
     "shard",
     "simulate",
-    "slots_of_steps",
+    "state_counter_bytes",
+    "state_slots",
     "summon",
+    "sync_module_states_",
     "trace",
     "traffic",
     "transfers",
+    "update_scope_of",
 ]

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from par_groups import Collective, agree, backend_of, check_alike, check_collectives, has_stepped
 
-from ._options import ShardOptions
 from ._param_groups import ParamGroup
+from ._policies import ParameterInit, ShardOptions
 from ._stage import STAGES
 from ._tiers import Offload
-from .known.classes import Scope
+from .known.classes import UpdateScope
 from .layout.build import Plan
 from .layout.chunk import Member
 from .layout.fill import device_of
-from .layout.sharers import Share
+from .layout.sharers import DataParallelGroup
 from .layout.units import Place, tensors_of
 from .offload.disk import check_room
 from .optimizer.check import check_way_of_working
@@ -162,10 +162,13 @@ def check_offload(
         )
     for group in groups:
         if group.atomic and (offload.uses_disk or "optimizer" in (*offload.away, *offload.auto)):
-            fix = {Scope.ELEMENT: ", or atomic", Scope.UNKNOWN: ", or pass elementwise=True if that is true of it"}
+            fix = {
+                UpdateScope.ELEMENT: ", or remove atomic",
+                UpdateScope.UNKNOWN: ", or pass update=dict(elementwise=True) if it updates each element separately",
+            }
             raise ValueError(
-                f"{group.place} are atomic, so their tensors stay whole, and offload would cut them into pieces; leave "
-                f"offload out{fix.get(group.scope, '')}"
+                f"{group.place}: their optimizer needs full tensors, and offload would split them into pieces; remove "
+                f"offload{fix.get(group.scope, '')}"
             )
 
 
@@ -185,27 +188,19 @@ def check_backends(groups: Sequence[dist.ProcessGroup], device: torch.device, st
         check_collectives(group, device, needed, f"shard(stage={stage})")
 
 
-def check_abstract(module: nn.Module, fill: object, device: object, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Checks how what is on the meta device shall become real, and where what is sharded shall lie.
+def check_abstract(module: nn.Module, init: ParameterInit, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Checks where tensors on the meta device would get memory.
 
     Raises:
-        ValueError, TypeError: What cannot be.
+        ValueError: A group cannot send tensors of that device.
     """
-    if fill is not None and not callable(fill):
-        raise TypeError(f"fill is {fill!r}; give a function of a module and what comes before its names, or None")
-    if device is not None and not isinstance(device, torch.device):
-        raise TypeError(f"device is {device!r}; give a torch.device, such as torch.device('cuda', 0), or None")
-    if device is not None and device.type == "meta":
-        raise ValueError(
-            f"device is {str(device)!r}, where nothing has memory; give the device on which the module computes"
-        )
-    place = device_of(module, device) if fill is None or device is not None else None
+    place = device_of(module, init.device) if init.init_fn is None or init.device is not None else None
     for ranks in groups:
         abstract = any(tensor.is_meta for _, tensor in tensors_of(module))
         if place is not None and abstract and backend_of(ranks, place.type) is None:
             raise ValueError(
-                f"parameters on the meta device would come to lie on {str(place)!r}, of which the group with the "
-                f"backend {dist.get_backend(ranks)!r} sends nothing; pass device="
+                f"device={str(place)!r}: parameters on the meta device would get memory there, and the group with the "
+                f"backend {dist.get_backend(ranks)!r} sends no tensors of it; pass init=ParameterInit(device=...)"
             )
 
 
@@ -260,7 +255,7 @@ def check_groups(
     Args:
         group: The ranks that share.
         replicas: The ranks that keep the same share, or None.
-        gathers: Another communicator of the ranks that share, or None.
+        gathers: Second communicator of the ranks that share, on which stage 3 gathers, or None.
         tensor: The ranks that have other parts of what must be seen whole, or None.
         place: What errors say before the names of the groups, such as "others[0].".
 
@@ -270,16 +265,16 @@ def check_groups(
     ranks = dist.get_process_group_ranks(group)
     if gathers is not None and dist.get_process_group_ranks(gathers) != ranks:
         raise ValueError(
-            f"gathers are the ranks {dist.get_process_group_ranks(gathers)}, and group the ranks {ranks}; give a "
-            "communicator of the same ranks in the same order, or leave gathers out"
+            f"gather_group={dist.get_process_group_ranks(gathers)}: group has the ranks {ranks}; pass a communicator "
+            "of the same ranks in the same order, or None"
         )
     if tensor is not None:
         near = sorted({rank for one in (group, replicas) if one for rank in dist.get_process_group_ranks(one)})
         parts = sorted(dist.get_process_group_ranks(tensor))
         if set(near) & set(parts) != {dist.get_rank()}:
             raise ValueError(
-                f"tensor has the ranks {parts}, and those that share or are replicas are {near}; ranks that have other "
-                "parts of a parameter are in other groups, but for this one"
+                f"tensor_group={parts}: the data-parallel ranks and their replicas are {near}, and tensor-parallel "
+                "ranks have only this rank in common with them; pass the group of this rank's tensor axis"
             )
     if replicas is not None:
         near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
@@ -290,36 +285,38 @@ def check_groups(
             )
 
 
-def check_others(others: object, first: Share, module: nn.Module, options: ShardOptions) -> None:
-    """Checks the shares beside the first one.
+def check_expert_groups(groups: object, first: DataParallelGroup, module: nn.Module, options: ShardOptions) -> None:
+    """Check the data-parallel groups of parameters that only some ranks hold.
 
     Raises:
-        TypeError: What is no list of shares.
-        ValueError: What cannot be.
+        TypeError: `groups` is not a list of them.
+        ValueError: A group is not possible, or two groups name one parameter.
     """
-    if not isinstance(others, Sequence) or not all(isinstance(share, Share) for share in others):
-        raise TypeError(f"others is {others!r}; give a list of shares, such as [par_zero.Share(group)]")
+    if not isinstance(groups, Sequence) or not all(isinstance(each, DataParallelGroup) for each in groups):
+        raise TypeError(
+            f"expert_groups={groups!r}: it must be a list; pass one, such as [par_zero.DataParallelGroup(group)]"
+        )
     own = {id(parameter) for parameter in module.parameters()}
     named: set[int] = set()
-    for number, share in enumerate(others):
-        place = f"others[{number}]"
-        if share.divisor is not None and (type(share.divisor) is not int or share.divisor < 1):
-            raise ValueError(f"{place} has the divisor {share.divisor!r}; give 1 or more, or None")
-        if share.divisor is not None and options.reduce == "sum":
+    for number, each in enumerate(groups):
+        place = f"expert_groups[{number}]"
+        if each.divisor is not None and (type(each.divisor) is not int or each.divisor < 1):
+            raise ValueError(f"{place}.divisor={each.divisor!r}: a divisor is 1 or more; pass such an int, or None")
+        if each.divisor is not None and options.precision.reduce_op == "sum":
             raise ValueError(
-                f"{place} has the divisor {share.divisor}, and reduce='sum' divides by nothing; leave one out"
+                f"{place}.divisor={each.divisor}: reduce_op='sum' divides by nothing; remove one of the two"
             )
-        check_groups(share.group, share.replicas, None, None, place=f"{place}.")
-        if share.parameters is None and set(first.near) < set(share.near):
+        check_groups(each.group, each.replicas, None, None, place=f"{place}.")
+        if each.parameters is None and set(first.near) < set(each.near):
             raise ValueError(
-                f"{place} has the ranks {share.near}, which are those of group, {first.near}, and more, so records do "
-                "not tell which parameters it shares; name them: par_zero.Share(group, parameters=[...])"
+                f"{place} has the ranks {each.near}: they include all ranks of group, {first.near}, so sharding "
+                "metadata cannot decide which parameters belong to it; pass DataParallelGroup(group, parameters=[...])"
             )
-        names = {id(parameter) for parameter in share.parameters or ()}
+        names = {id(parameter) for parameter in each.parameters or ()}
         if names & named:
-            raise ValueError(f"{place} names a parameter that another share names too; give each to one share")
+            raise ValueError(f"{place}.parameters: another group names one of them, too; name each in one group")
         if not names <= own:
-            raise ValueError(f"{place} names a parameter that the module does not have; name its own ones alone")
+            raise ValueError(f"{place}.parameters: the module does not have one of them; name its own parameters")
         named |= names
 
 
@@ -350,7 +347,7 @@ def described(
         for member in members
         if share in (0, member.share)
     ]
-    fields = (stage, options.bucket, options.inflight, options.param_dtype, options.reduce_dtype, options.reduce)
+    fields = (stage, options.overlap.bucket, options.overlap.inflight, options.precision)
     return repr((fields, parts))
 
 
@@ -366,7 +363,9 @@ class Agreed(NamedTuple):
     used: tuple[bool, ...]
 
 
-def agreed(problem: Exception | None, texts: Sequence[str], shares: Sequence[Share], used: Sequence[bool]) -> Agreed:
+def agreed(
+    problem: Exception | None, texts: Sequence[str], shares: Sequence[DataParallelGroup], used: Sequence[bool]
+) -> Agreed:
     """Agrees with the other ranks on whether to go on. Objects are gathered over each of the groups.
 
     Args:
@@ -411,7 +410,7 @@ class Dealt(NamedTuple):
     reach: tuple[bool, ...]
 
 
-def agreed_chunks(plans: Sequence[Plan], shares: Sequence[Share]) -> Dealt:
+def agreed_chunks(plans: Sequence[Plan], shares: Sequence[DataParallelGroup]) -> Dealt:
     """Agrees on the order of all chunks, and on which shares have ranks that the first group of some rank has not.
 
     Objects are gathered over each of the groups, unless there is one share alone.

@@ -20,7 +20,7 @@ from par_groups import backend_of, group_among
 
 from ._torch_private import timeout_of
 from .layout.buffers import Buffers
-from .layout.sharers import Groups, Share
+from .layout.sharers import DataParallelGroup, Groups
 
 _TAG = 7_213_000
 """Tag of the messages that are sent here, so that nobody else between the same ranks takes them for his."""
@@ -53,7 +53,7 @@ def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
 
 
 def communicators(
-    share: Share, *, gathers: dist.ProcessGroup | None, divisor: int | None, gathers_apart: bool, anew: bool
+    share: DataParallelGroup, *, gathers: dist.ProcessGroup | None, divisor: int | None, gathers_apart: bool, anew: bool
 ) -> Groups:
     """The communicators of those who share chunks. Collective over the groups where any is made.
 

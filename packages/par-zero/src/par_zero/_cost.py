@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from ._policies import MixedPrecision
 from ._stage import STAGES
 from ._tiers import TIERS, Offload
 
@@ -45,10 +46,9 @@ def memory(
     parameters: int,
     ranks: int,
     *,
-    others: Sequence[tuple[int, int]] = (),
+    experts: Sequence[tuple[int, int]] = (),
     dtype: torch.dtype = torch.float32,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    precision: MixedPrecision | None = None,
     slots: int = 2,
     chunk: int = 0,
     assembled: int = 0,
@@ -56,43 +56,40 @@ def memory(
     offload: Offload | None = None,
     tier: Literal["device", "host", "disk"] = "device",
 ) -> Memory:
-    """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
+    """Return the bytes of one rank after a step on gloo. During the step, stage 3 adds the parameters of two units.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
-        parameters: Number of elements of all parameters, without those of `others`.
-        ranks: Number of ranks that share.
-        others: Of each of the `others` of `shard`, such as experts, the number of elements that a rank has of what it
-            shares, and the number of its ranks.
+        parameters: Number of elements of all parameters, without those of `experts`.
+        ranks: Number of ranks that shard the parameters.
+        experts: For each of the `expert_groups` of `shard`, the number of elements that a rank holds of its parameters,
+            and the number of its ranks.
         dtype: Dtype of the parameters that the optimizer updates.
-        param_dtype: Dtype of the parameters in use. None: `dtype`.
-        reduce_dtype: Dtype of the gradients that are kept. None: `param_dtype`.
+        precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
-        chunk: Elements of a chunk, of which there are two or more; 0 leaves out the buffers, which do not grow with
-            the model. Other backends than gloo bring their own to receive into.
-        assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
-            see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
-        inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
-            are kept between steps where `shard` was given no number; in backward it is then all that are under way: at
-            most all chunks, at stages 2 and 3 with `others` on every device, as nothing there waits in backward.
-        offload: What of the optimizer's state, with its copies of parameters, of parameters and of gradients lies
-            elsewhere, as given to `shard`.
-        tier: Which bytes: on the "device"; on its "host", which has the buffers through which passes what lies on a
-            disk; or on the "disk", where each slot of each piece, and each unit's share, is rounded up to 4096, and
-            gradients have the optimizer's dtype.
+        chunk: Number of elements of a chunk, of which there are two or more. 0: the buffers of reductions are not
+            counted. They do not grow with the model. Backends other than gloo bring receive buffers of their own.
+        assembled: Number of those of `parameters` that are assembled over tensor-parallel ranks, for an optimizer that
+            needs full tensors. A rank steps about as many elements as its shards have, in tensors of their own.
+        inflight: Number of chunks whose reductions are in flight at a time, as `Overlap` has it. Two are kept between
+            steps if `shard` got no number. During backward the default is then too low: up to all chunks are in flight
+            on a CPU, and at stages 2 and 3 with `expert_groups` on every device.
+        offload: Tiers of optimizer state, parameters and gradients, as for `shard`.
+        tier: Tier whose bytes are returned: "device"; "host", with the buffers through which data of a disk passes; or
+            "disk", where each slot of each piece and each unit's shard is rounded up to 4096 bytes, and gradients have
+            the optimizer's dtype.
 
     Raises:
-        ValueError: Another tier.
+        ValueError: `tier` is another text.
     """
-    if others:
-        of_each = [
+    if experts:
+        each_group = [
             memory(
                 stage,
                 elements,
                 sharing,
                 dtype=dtype,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
+                precision=precision,
                 slots=slots,
                 chunk=0 if number else chunk,
                 assembled=0 if number else assembled,
@@ -100,18 +97,20 @@ def memory(
                 offload=offload,
                 tier=tier,
             )
-            for number, (elements, sharing) in enumerate([(parameters, ranks), *others])
+            for number, (elements, sharing) in enumerate([(parameters, ranks), *experts])
         ]
         return Memory(
-            parameters=sum(each.parameters for each in of_each),
-            gradients=sum(each.gradients for each in of_each),
-            optimizer=sum(each.optimizer for each in of_each),
-            buffers=of_each[0].buffers,
+            parameters=sum(each.parameters for each in each_group),
+            gradients=sum(each.gradients for each in each_group),
+            optimizer=sum(each.optimizer for each in each_group),
+            buffers=each_group[0].buffers,  # lent to one chunk after the other, whoever shares it
         )
     if tier not in TIERS:
         raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
     cuts = STAGES[stage]
-    used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
+    dtypes = precision or MixedPrecision()
+    used = dtypes.param_dtype or dtype
+    reduced = dtypes.reduce_dtype or used
     copies = slots + (used != dtype)
     # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
@@ -186,7 +185,7 @@ def transfers(
     *,
     offload: Offload,
     dtype: torch.dtype = torch.float32,
-    param_dtype: torch.dtype | None = None,
+    precision: MixedPrecision | None = None,
     slots: int = 2,
     fetches: float = 2,
     reductions: int = 1,
@@ -202,7 +201,7 @@ def transfers(
         ranks: Number of ranks that share.
         offload: What lies elsewhere, as given to `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
-        param_dtype: Dtype of the parameters in use. None: `dtype`.
+        precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
         fetches: How often a unit is gathered in a step: 2 for a forward and a backward of which none stays gathered; 1
             where all do; or as `simulate` counts.
@@ -210,35 +209,15 @@ def transfers(
             there to add to it.
     """
     on_disk = memory(
-        stage, parameters, ranks, dtype=dtype, param_dtype=param_dtype, slots=slots, offload=offload, tier="disk"
+        stage, parameters, ranks, dtype=dtype, precision=precision, slots=slots, offload=offload, tier="disk"
     )
-    stepped = on_disk.parameters if param_dtype in (None, dtype) else 0  # else they are rounded copies, written alone
+    param_dtype = None if precision is None else precision.param_dtype
+    # A step reads parameters that it updates in place. It only writes those that are rounded from master weights.
+    stepped = on_disk.parameters if param_dtype in (None, dtype) else 0
     return Transfers(
         read=on_disk.optimizer + on_disk.parameters * fetches + stepped + on_disk.gradients * reductions,
         written=on_disk.optimizer + on_disk.parameters + on_disk.gradients * reductions,
     )
-
-
-def bucket_bytes(ranks: int, *, latency: float = 8e-6, bandwidth: float = 45e9) -> int:
-    """Bytes of parameters that are worth a collective of their own: what `shard(bucket="auto")` takes.
-
-    A ring of n ranks takes (n - 1) l for its hops and (n - 1) / n B / w for B bytes. Of max(25 MB, 10 (n - 1) l w)
-    bytes the hops take no more than a tenth to a fifth of the time that the bytes take, however many ranks there are.
-
-    Args:
-        ranks: Number of ranks n that share.
-        latency: Seconds l of a hop. The default is an assumption for hosts with a fast network between them.
-        bandwidth: Bytes w that a rank sends in a second. The default is an assumption for the same hosts.
-
-    Raises:
-        ValueError: No ranks, or a negative latency or bandwidth.
-    """
-    if ranks < 1 or latency < 0 or bandwidth < 0:
-        raise ValueError(
-            f"{ranks} ranks, a latency of {latency} s and a bandwidth of {bandwidth} bytes/s make no ring; give 1 rank "
-            "or more, and no negative numbers"
-        )
-    return max(25_000_000, round(10 * (ranks - 1) * latency * bandwidth))
 
 
 def traffic(

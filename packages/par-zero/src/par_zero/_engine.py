@@ -33,7 +33,7 @@ from .layout.packed import Packed
 from .layout.sharers import Sharers
 from .layout.units import called
 from .offload.away import Away
-from .offload.stream import OnDisk, Stream
+from .offload.stream import DiskUsage, Stream
 from .optimizer.apart import Apart
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
@@ -276,12 +276,12 @@ class Engine:
         buffers = self._reducer.buffers
         return count(self._module, self._optimizers, self._chunks, buffers, self._stream, self._meter)
 
-    def on_disk(self) -> OnDisk:
-        """See `par_zero.on_disk`."""
-        return OnDisk() if self._stream is None else self._stream.look()
+    def disk_usage(self) -> DiskUsage:
+        """See `par_zero.disk_usage`."""
+        return DiskUsage() if self._stream is None else self._stream.look()
 
-    def recall(self, size: int) -> int:
-        """See `par_zero.recall`."""
+    def reload_state(self, size: int) -> int:
+        """See `par_zero.reload_state`."""
         return 0 if self._stream is None else self._stream.recall(size, self._optimizers)
 
     @property

@@ -278,8 +278,9 @@ class Gatherer:
             if dtype not in (wanted, torch.float64):  # autocast leaves float64 alone
                 raise ValueError(
                     f"a forward under autocast to {wanted} with parameters of {dtype} would keep a cast copy of all of "
-                    f"them until backward, which stage 3 is there to save; pass param_dtype={wanted} to shard(), which "
-                    "gathers them in that dtype, or stage=2"
+                    "them until backward, which stage 3 is there to save; "
+                    f"pass precision=MixedPrecision(param_dtype={wanted}) to shard(), which gathers in that dtype, "
+                    "or stage=2"
                 )
 
     def _enter(self, unit: Unit, *_: Any) -> None:

@@ -286,8 +286,8 @@ class Order:
             self.forget()
             raise RuntimeError(
                 f"backward comes to {self._units[number].name}, which no backward before needed there, when the ranks "
-                "have begun different numbers of reductions; pass inflight= the number of all chunks, which bounds "
-                "none, or stage=2"
+                "have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
+                "of all chunks, which bounds none, or stage=2"
             )
         self._reducer.rejoin()
 

@@ -1,6 +1,6 @@
 """The param groups of a module's optimizers, in one row: those of the first, then those of the second."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +8,9 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer
 
-from .known.classes import Scope
-from .known.scope import scope_of
-
-Atomic = bool | Callable[[Mapping[str, Any]], bool]
-"""Which param groups have tensors that their optimizer must see whole: all, none, or what a function says of each."""
-
-Elementwise = bool | Callable[[Mapping[str, Any]], bool]
-"""Which param groups have an optimizer that treats each element by itself: all, none, or as a function returns."""
+from ._policies import OptimizerUpdate
+from .known.classes import UpdateScope
+from .known.scope import update_scope_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,7 +32,7 @@ class ParamGroup:
     number: int
     settings: dict[str, Any]
     atomic: bool
-    scope: Scope
+    scope: UpdateScope
     declared: bool
 
     @property
@@ -84,10 +79,10 @@ def _wrapped_by(optimizer: Optimizer) -> Optimizer | None:
     return None
 
 
-def param_groups(optimizers: Sequence[Optimizer], atomic: Atomic, elementwise: Elementwise) -> list[ParamGroup]:
-    """The param groups of all optimizers.
+def param_groups(optimizers: Sequence[Optimizer], update: OptimizerUpdate) -> list[ParamGroup]:
+    """Return the param groups of all optimizers.
 
-    An optimizer gets whole tensors if its class needs them, if nothing is known of it, or if `atomic` says so.
+    An optimizer gets full tensors if its class needs them, if its class is unknown, or if `update` declares it atomic.
 
     Raises:
         TypeError: A function that gives something else than True or False.
@@ -96,15 +91,15 @@ def param_groups(optimizers: Sequence[Optimizer], atomic: Atomic, elementwise: E
     groups = []
     for owner, optimizer in enumerate(optimizers):
         for number, settings in enumerate(optimizer.param_groups):
-            whole = atomic(settings) if callable(atomic) else atomic
-            by_element = elementwise(settings) if callable(elementwise) else elementwise
-            scope = scope_of(optimizer, settings)
+            whole = update.atomic(settings) if callable(update.atomic) else update.atomic
+            by_element = update.elementwise(settings) if callable(update.elementwise) else update.elementwise
+            scope = update_scope_of(optimizer, settings)
             group = ParamGroup(
                 optimizer=optimizer,
                 owner=owner,
                 number=number,
                 settings=settings,
-                atomic=whole or (scope is not Scope.ELEMENT and not by_element),
+                atomic=whole or (scope is not UpdateScope.ELEMENT and not by_element),
                 scope=scope,
                 declared=whole or by_element,
             )
@@ -116,7 +111,7 @@ def param_groups(optimizers: Sequence[Optimizer], atomic: Atomic, elementwise: E
                     f"atomic=True and elementwise=True for {group.place}: tensors of an optimizer that treats each "
                     "element by itself need not stay whole; set one of them"
                 )
-            if by_element and scope in {Scope.TENSOR, Scope.MODEL}:
+            if by_element and scope in {UpdateScope.TENSOR, UpdateScope.MODEL}:
                 raise ValueError(
                     f"elementwise=True for {group.place}: this class does not treat each element by itself; remove "
                     "elementwise, or pass a function that returns False for this param group"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,17 @@ from ._check import (
     check,
     check_abstract,
     check_backends,
+    check_expert_groups,
     check_groups,
     check_offload,
-    check_others,
     described,
 )
 from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
-from ._options import Fill, ShardOptions, Units
-from ._param_groups import Atomic, Elementwise, ParamGroup, in_a_row, param_groups
+from ._param_groups import ParamGroup, in_a_row, param_groups
+from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, Units, policy_of
 from ._stage import STAGES
-from ._tiers import Offload, offload_of
+from ._tiers import Offload
 from ._torch_private import unsaved_buffers
 from ._unit import Unit
 from .layout.alike import make_rest_alike_
@@ -38,12 +38,12 @@ from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
-from .layout.sharers import Groups, Share, Sharers
+from .layout.sharers import DataParallelGroup, Groups, Sharers
 from .layout.units import Place, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.away import Away, bring_away_, plan_away, plan_room
 from .offload.budget import within_budgets
-from .offload.stream import OnDisk
+from .offload.stream import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
@@ -55,155 +55,112 @@ def shard(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     stage: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | DataParallelGroup,
     replicas: dist.ProcessGroup | None = None,
-    others: Sequence[Share] = (),
+    expert_groups: Sequence[DataParallelGroup] = (),
     units: Units = "auto",
-    bucket: int | Literal["auto"] = 10_000_000,
-    inflight: int | None = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reduce: str = "mean",
-    atomic: Atomic = False,
-    elementwise: Elementwise = False,
-    share_of: Callable[[int], int] | None = None,
-    gathers: dist.ProcessGroup | None = None,
-    tensor: dist.ProcessGroup | None = None,
-    fill: Fill | None = None,
-    device: torch.device | None = None,
-    offload: Offload | Mapping[str, object] | None = None,
+    precision: MixedPrecision | Mapping[str, Any] | None = None,
+    overlap: Overlap | Mapping[str, Any] | None = None,
+    offload: Offload | Mapping[str, Any] | None = None,
+    update: OptimizerUpdate | Mapping[str, Any] | None = None,
+    init: ParameterInit | Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
-    """Makes a module and its optimizer data-parallel over a group, in place. Collective.
+    """Make a module and its optimizer data parallel over a group, in place. Collective.
 
-    They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. The first rank's
-    parameters and buffers become those of all ranks, frozen ones too; from then on, buffers are each rank's own. The
-    optimizer comes to hold flat slices; the dicts of its param groups stay the objects that they were. Parameters are
-    packed one chunk after the other, and what is packed gives its memory back: there is never more than what is packed,
-    what is not yet, and one chunk.
+    Both stay what they are, an nn.Module and a torch.optim.Optimizer: `loss.backward(); optimizer.step()`. All ranks
+    receive the first rank's parameters and buffers, frozen parameters too. Later changes of buffers stay on their rank.
+
+    The optimizer then holds flat shards. The dicts of its param groups stay the same objects, with other `params`.
+    `shard` packs one chunk of parameters after the other and frees what it has packed, so it needs at most one more
+    chunk of memory than the module.
 
     Args:
-        module: The module, on its device or on the meta device. Of a ModuleList or ModuleDict the items are called, in
-            any order, such as an actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item
-            are those of all.
-        optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped; or a
-            list of several that have each of them once, such as Muon for matrices and AdamW for the rest, or a
-            `par_groups.JointOptimizer` of these. None if the module is only run.
-        stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
-            2 gradients too, 3 parameters too.
-        group: The ranks with different data that share the work.
-        replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
-        others: Who shares parameters that not all of these ranks have, such as experts, of which each rank has some:
-            [Share(groups["data", "expert_data"])]. A parameter that none of them names belongs to the first of `group`
-            and these whose ranks, with its replicas, all have copies of it by its record (`par_groups.Sharding`), and
-            is refused if there is none. Stage, units and options are those of the call, and all chunks are reduced in
-            one order.
-        units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
-            and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
-            of the modules.
-        bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
-            of the ranks that share: 25 MB or more, and more the more ranks there are.
-        inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest: so
-            much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number;
-            with `others` any number. Where backward itself exchanges with other ranks, and data decides which
-            parameters get gradients on a rank, let it be None on a CPU, and on a GPU as many as there are chunks: a
-            rank that waits inside of backward may wait for one that waits for it. With fewer and `others`, stages 0 to
-            2 reduce a chunk when it is complete, and not when backward has left it behind on all ranks.
-        param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
-            original dtype. None: the original dtype.
-        reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
-        reduce: "mean" or "sum" of the gradients over the ranks. The mean divides by the number of ranks of `group` and
-            `replicas`, and so it does for what `others` share, of whom each may name another divisor.
-        atomic: Whether each parameter stays whole on one rank. True: all; or a function that says so of a param group,
-            which it gets as the dict that it is, such as `lambda group: "matrices" in group`. Optimizers of known
-            classes that need whole tensors, such as Muon and Adafactor, have them without it.
-        elementwise: Whether an optimizer treats each element by itself, as Adam does, so that it can step flat slices.
-            It is for classes that par-zero does not know, such as your own; a trial checks it. True: all; or a function
-            that says so of a param group. Without it, an unknown optimizer steps whole tensors, each on one rank.
-        share_of: The number of the share that a rank of the world keeps: its position in its own `group`, such as
-            `lambda rank: topology.index("data", rank)`. For parameters that ranks outside of `group` and `replicas`
-            have copies of, such as a bias of a tensor group; None: the ranks ask each other, which takes longer.
-        gathers: Another communicator of the ranks of `group`, in the same order, over which stage 3 gathers alone, such
-            as `groups.channels("data", 1)[0]`, which ends with its owner. None: one is made, which ends with
-            torch.distributed.
-        fill: Makes a module real that is on the meta device, just before it is packed, so that the whole model is never
-            there: it is called with a unit and what comes before its names, such as "blocks.0.", and at last with the
-            module, which has then what is in no unit alone. `par_layers.initialize` with a seed is such a function.
-            Parameters stay the objects that they are, and keep shape and dtype; buffers are to be filled too. None:
-            what is on the meta device gets memory but no values, and has to be loaded before the module runs; buffers
-            that no state dict has stay there, for the load to make them.
-        device: Where parameters and buffers come to lie. None: where they are, or where `fill` puts them; without
-            `fill`, what is on the meta device comes to the device of the rest, or else torch's default device.
-        tensor: The ranks that have the other parts of parameters that are cut, such as a tensor group. What is atomic
-            and cut is put together over them, for one of them to step; of parameters with a record of several boxes,
-            such as q, k and v in one weight, each is a tensor by itself. A gradient whose record says that it is a
-            partial sum is summed over all of these ranks that have a copy. None: such parameters are refused.
-        offload: Which part of the optimizer's state, and at stage 3 of parameters and gradients, lies elsewhere, such
-            as Offload(optimizer="disk", path="/scratch"), or a mapping of its arguments. It changes no number.
-            Parameters are on a CPU then. None: nothing does.
+        module: Module on its device or on the meta device. For a ModuleList or ModuleDict you call the items instead,
+            in any order, such as an actor and a critic that share an optimizer. `no_sync`, `summon` and `reset` of one
+            item act on all items.
+        optimizer: Optimizer that has every parameter of the module with `requires_grad`, and has not stepped. Or a list
+            of optimizers, or a `par_groups.JointOptimizer`, that have each parameter once, such as Muon for matrices
+            and AdamW for the rest. None: the module is only run.
+        stage: ZeRO stage, which decides what is sharded. 0: nothing, as in DistributedDataParallel. 1: optimizer state.
+            2: gradients too. 3: parameters too.
+        group: Data-parallel ranks, which read different data. A `DataParallelGroup` also holds the index of each rank,
+            for parameters that are replicated on ranks outside of the group.
+        replicas: Ranks that hold the same shard as this rank, for hybrid sharding. None: each shard exists once.
+        expert_groups: Data-parallel groups of parameters that only some of these ranks hold, such as experts:
+            `[DataParallelGroup(groups["data", "expert_data"])]`. A parameter that no group names belongs to the first
+            of `group` and `expert_groups` whose ranks all hold replicas by its sharding metadata
+            (`par_groups.Sharding`). Without such a group, `shard` raises an error.
+        units: Modules whose parameters stage 3 gathers together (FSDP units). "auto": the items of every ModuleList,
+            ModuleDict and Sequential, with small neighbours joined. Or a function that returns whether a module is a
+            unit, or a list of modules.
+        precision: Dtypes of parameters and gradients, such as `MixedPrecision(param_dtype=torch.bfloat16)`.
+        overlap: Sizes of buckets and how many of them are in flight, such as `Overlap(bucket="auto")`.
+        offload: Tiers (device, host, disk) of the optimizer's state, and at stage 3 also of parameters and gradients,
+            such as `Offload(optimizer="disk", path="/scratch")`. No result changes. Parameters must be on a CPU.
+        update: How the optimizer updates parameters, such as `OptimizerUpdate(elementwise=True)` for a class of your
+            own, and the tensor-parallel group on which full tensors are assembled.
+        init: How parameters on the meta device get values, and the device of all parameters.
+
+        Each of these policies may also be a mapping of its arguments. None: the defaults of the policy.
 
     Returns:
-        The module, and what was given as optimizer.
+        The module and the optimizer that were passed.
 
     Raises:
-        Exception: What `fill` has raised on this rank. The module is half sharded then; make it and its optimizer anew.
-        ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
-        OSError: The file for state on a disk cannot be made.
+        Exception: An exception of `init_fn` on this rank. The module is then sharded in part; create it and its
+            optimizer again.
+        ValueError, TypeError: The module or an option is not supported, or differs between ranks; on every rank.
+        OSError: The file for a disk tier cannot be created.
     """
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
     place_of: dict[nn.Parameter, Place] = {}
     abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
     filler: Filler | None = None
-    tiers, stepped = Offload(), list[ParamGroup]()
-    known = [share for share in others if isinstance(share, Share)] if isinstance(others, Sequence) else []
-    shares = [Share(group, replicas), *known]  # all agree below on what else it is
+    tiers, stepped, start = Offload(), list[ParamGroup](), ParameterInit()
+    first_group = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group, replicas)
+    known = expert_groups if isinstance(expert_groups, Sequence) else ()
+    shares = [first_group, *(each for each in known if isinstance(each, DataParallelGroup))]  # the rest raises below
     sharers = [each for share in shares for each in share.groups]
+    # Tensor-parallel ranks wait for each other below, so this rank needs their group even if a policy is wrong here.
+    tensor = update.get("tensor_group") if isinstance(update, Mapping) else getattr(update, "tensor_group", None)
     try:
-        options = ShardOptions(
-            units=units,
-            bucket=bucket,
-            inflight=inflight,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            reduce=reduce,
-            atomic=atomic,
-            elementwise=elementwise,
-        )
+        options = ShardOptions.of(units=units, precision=precision, overlap=overlap, update=update)
+        start, tiers = policy_of(ParameterInit, "init", init), policy_of(Offload, "offload", offload)
         optimizers = in_a_row(optimizer)
-        stepped = param_groups(optimizers, options.atomic, options.elementwise)
-        tiers = offload_of(offload)
+        stepped = param_groups(optimizers, options.update)
         check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk, ranks=_most_ranks(shares))
-        check_others(others, shares[0], module, options)
-        check_offload(tiers, module, stepped, stage, device)
-        check_groups(group, replicas, gathers, tensor)
-        check_abstract(module, fill, device, sharers)
-        _check_share_of(share_of, group)
-        unit_bytes = options.bucket_of(dist.get_world_size(group))
+        check_expert_groups(expert_groups, first_group, module, options)
+        check_offload(tiers, module, stepped, stage, start.device)
+        _check_first_group(first_group, replicas)
+        check_groups(first_group.group, first_group.replicas, options.overlap.gather_group, tensor)
+        check_abstract(module, start, sharers)
+        unit_bytes = options.overlap.bucket_of(dist.get_world_size(first_group.group))
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, unit_bytes)
         abstract = {each: name for name, each in tensors_of(module) if each.is_meta}
-        if abstract and fill is not None:
-            filler = Filler(module, choose_units(module, units, unit_bytes), fill)
+        if abstract and start.init_fn is not None:
+            filler = Filler(module, choose_units(module, units, unit_bytes), start.init_fn)
         place_of = places(module, modules)
         parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
         members = members_of(module, stepped, STAGES[stage], shares, parts)
         if not members:
             raise ValueError(
-                f"the {type(module).__name__} has no parameters to shard; give one that has, or leave it alone"
+                f"module={type(module).__name__}: it has no parameters to shard; pass a module with parameters, or do "
+                "not shard this one"
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
+    gathers, device = options.overlap.gather_group, start.device
     given = (
-        *(share_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.parts),
+        *(first_group.index_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.parts),
         *(tiers.furthest.parameter_parts, tiers.furthest.gradient_parts, tiers.piece_bytes, tiers.overlap),
         *(tiers.budgets, tiers.policy, list(abstract.values()), filler is None, getattr(device, "type", None)),
     )
     texts = [f"{described(members, place_of, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
-    ranks: tuple[int, ...] = ()
-    used: tuple[bool, ...] = ()
-    records: dict[nn.Parameter, Sharding] = {}
-    plans: list[Plan] = []
+    ranks, used = tuple[int, ...](), tuple[bool, ...]()
+    records, plans = dict[nn.Parameter, Sharding](), list[Plan]()
     away: Away | None = None
     reach: tuple[bool, ...] = (True,)
     try:
@@ -246,7 +203,7 @@ def shard(
         )
         for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
     ]
-    alike = (dist.get_rank(),) if replicas is None else tuple(dist.get_process_group_ranks(replicas))
+    alike = tuple(shares[0].replica_ranks)
     assemblies = assemble(chunks, blocks, tensor, alike if STAGES[stage].shards_state else ranks)
     engine = Engine(
         module,
@@ -256,11 +213,11 @@ def shard(
         Sharers(each=each, reach=reach),
         gathered,
         assemblies=assemblies,
-        inflight=inflight,
+        inflight=options.overlap.inflight,
         away=away,
         room=room,
     )
-    record_(chunks, records, _same_shares(shares, each, share_of))
+    record_(chunks, records, _same_shares(shares, each))
     engine.watch(parameters)
     if abstract and filler is None:
         Unwritten(module, [tensor for tensor in abstract if not tensor.is_meta], engine.reset)
@@ -283,27 +240,27 @@ def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[N
     return _engine_of(module).no_sync(keep=keep)
 
 
-def make_alike_(
+def sync_module_states_(
     module: nn.Module,
     *,
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None = None,
-    others: Sequence[Share] = (),
+    expert_groups: Sequence[DataParallelGroup] = (),
 ) -> nn.Module:
-    """Gives all ranks the first rank's parameters and buffers. Collective.
+    """Broadcast the first rank's parameters and buffers to all ranks, in place. Collective.
 
-    `shard` does so itself. It is for a module that has no parameter to train, such as a teacher.
+    `shard` does this itself. Call it for a module without trained parameters, such as a teacher.
 
     Args:
-        module: The module, on its device.
-        group: The ranks with different data.
-        replicas: As for `shard`.
-        others: As for `shard`.
+        module: Module on its device.
+        group: Data-parallel ranks.
+        replicas: Ranks that hold the same shard, as for `shard`.
+        expert_groups: Data-parallel groups of parameters that only some ranks hold, as for `shard`.
 
     Returns:
         The module.
     """
-    make_rest_alike_(module, set(), [Share(group, replicas), *others], device_of(module, None))
+    make_rest_alike_(module, set(), [DataParallelGroup(group, replicas), *expert_groups], device_of(module, None))
     return module
 
 
@@ -338,10 +295,11 @@ def residency(module: nn.Module) -> Residency:
     return _engine_of(module).residency()
 
 
-def on_disk(module: nn.Module) -> OnDisk:
-    """What a rank has of optimizers on a disk, in which pieces, and how fast that is now: some are read and written.
+def disk_usage(module: nn.Module) -> DiskUsage:
+    """Return what this rank stores on a disk, and measure the disk's speed by reading and writing some of it.
 
-    It waits for what the latest step writes. Ranks that share a disk call it at the same time, to see what each gets.
+    The call waits for the writes of the latest step. Ranks that share a disk should call it at the same time, so that
+    each measures its share of the bandwidth.
 
     Args:
         module: What was given to `shard`, or an item of it that is called.
@@ -350,28 +308,27 @@ def on_disk(module: nn.Module) -> OnDisk:
         ValueError: The module is not sharded.
         OSError: The disk has failed.
     """
-    return _engine_of(module).on_disk()
+    return _engine_of(module).disk_usage()
 
 
-def recall(module: nn.Module, size: int) -> int:
-    """Brings the optimizers' state back from the disk for good, piece by piece, as far as it has room. Between steps.
+def reload_state(module: nn.Module, size: int) -> int:
+    """Load optimizer state from the disk into memory for good, piece by piece. Call it between steps.
 
-    Each rank may bring back what it likes, and no number changes. What was brought back is stepped with what is in
-    memory; its place in the file stays reserved.
+    Each rank may load another amount, and no result changes. The space in the file stays reserved.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
-        size: Bytes that it may take. At first comes what a step waits for most.
+        module: Module that was passed to `shard`, or an item of it that is called.
+        size: Largest number of bytes to load. Pieces that a step waits for longest are loaded first.
 
     Returns:
-        Bytes that it takes.
+        Number of bytes that were loaded.
 
     Raises:
-        ValueError: The module is not sharded, or fewer than no bytes.
+        ValueError: The module is not sharded, or `size` is negative.
     """
     if size < 0:
-        raise ValueError(f"size is {size} bytes; give 0 or more")
-    return _engine_of(module).recall(size)
+        raise ValueError(f"size={size}: it is a number of bytes; pass 0 or more")
+    return _engine_of(module).reload_state(size)
 
 
 def trace(module: nn.Module) -> Trace | None:
@@ -415,7 +372,7 @@ def _planned_away(
     stage: int,
     options: ShardOptions,
     *,
-    shares: Sequence[Share],
+    shares: Sequence[DataParallelGroup],
     module: nn.Module,
     device: torch.device | None,
 ) -> tuple[Offload, Away | None]:
@@ -437,13 +394,13 @@ def _planned_away(
         return offload, plan_away(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
 
 
-def _most_ranks(shares: Sequence[Share]) -> tuple[int, int]:
+def _most_ranks(shares: Sequence[DataParallelGroup]) -> tuple[int, int]:
     """Over how many ranks parameters are sharded at most, and how many ranks step the same share at most."""
     copies = [1 if share.replicas is None else dist.get_world_size(share.replicas) for share in shares]
     return max(dist.get_world_size(share.group) for share in shares), max(copies)
 
 
-def _ranks_in(shares: Sequence[Share]) -> list[int]:
+def _ranks_in(shares: Sequence[DataParallelGroup]) -> list[int]:
     """For each of those who share, which part is this rank's."""
     return [dist.get_rank(share.group) for share in shares]
 
@@ -467,7 +424,7 @@ def _pack_filled_(
     chunks: dict[Plan, Chunk] = {}
     for number in filler.order:
         try:
-            with together("fill", *sharers):
+            with together("init_fn", *sharers):
                 filler.fill_(number)
         except Exception as error:
             setattr(filler.root, ENGINE, None)  # so that nobody shards what is left of it
@@ -486,7 +443,7 @@ def _bring_rest_(
     device: torch.device | None,
     *,
     packed: Set[nn.Parameter],
-    shares: Sequence[Share],
+    shares: Sequence[DataParallelGroup],
 ) -> None:
     """Brings parameters and buffers that are not packed to their device, and makes them alike on all ranks.
 
@@ -509,34 +466,35 @@ def _bring_rest_(
     make_rest_alike_(module, packed, shares, place)
 
 
-def _make_alike_(packed: torch.Tensor, *, share: Share) -> None:
+def _make_alike_(packed: torch.Tensor, *, share: DataParallelGroup) -> None:
     """Gives all ranks of a share the first one's values of a buffer. A broadcast over each of its groups."""
     for group in share.groups:
         if dist.get_world_size(group) > 1:
             dist.broadcast(packed, group=group, group_src=0)
 
 
-def _check_share_of(share_of: Callable[[int], int] | None, group: dist.ProcessGroup) -> None:
-    """Checks that a function of a rank says of this one at least what is so."""
-    rank, place = dist.get_rank(), dist.get_rank(group)
-    if share_of is not None and share_of(rank) != place:
+def _check_first_group(share: DataParallelGroup, replicas: dist.ProcessGroup | None) -> None:
+    """Check that `replicas` and `index_of` agree with the group that they describe."""
+    rank, place = dist.get_rank(), dist.get_rank(share.group)
+    if replicas is not None and share.replicas is not replicas:
         raise ValueError(
-            f"share_of({rank}) is {share_of(rank)!r}, but this rank is number {place} of its group; give the position "
-            "of each rank in its own group, or leave share_of out"
+            "replicas=...: group is a DataParallelGroup, which has its own replicas; pass "
+            "group=DataParallelGroup(group, replicas) without replicas="
+        )
+    if share.index_of is not None and share.index_of(rank) != place:
+        raise ValueError(
+            f"index_of({rank})={share.index_of(rank)!r}: this rank is number {place} of its group; return the position "
+            "of each rank in its own group, or remove index_of"
         )
 
 
-def _same_shares(
-    shares: Sequence[Share], each: Sequence[Groups], share_of: Callable[[int], int] | None
-) -> dict[Groups, SameShare]:
-    """Which ranks keep the same share, by who shares it. `share_of` knows that of the first."""
-    known = [share_of, *(None for _ in shares[1:])]
-    same = [SameShare(share.group, share.replicas, told) for share, told in zip(shares, known, strict=True)]
-    return dict(zip(each, same, strict=True))
+def _same_shares(shares: Sequence[DataParallelGroup], each: Sequence[Groups]) -> dict[Groups, SameShare]:
+    """Which ranks hold the same shard, by who shares it."""
+    return dict(zip(each, (SameShare(share.group, share.replicas, share.index_of) for share in shares), strict=True))
 
 
 def _communicators(
-    shares: Sequence[Share],
+    shares: Sequence[DataParallelGroup],
     used: Sequence[bool],
     stage: int,
     options: ShardOptions,
@@ -556,7 +514,7 @@ def _communicators(
         communicators(
             share,
             gathers=None if number else gathers,
-            divisor=(share.divisor or ranks) if options.reduce == "mean" else None,
+            divisor=(share.divisor or ranks) if options.precision.reduce_op == "mean" else None,
             gathers_apart=STAGES[stage].shards_parameters,
             anew=anew,
         )

@@ -250,23 +250,3 @@ def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
     told = {name: f"{size / _UNITS.get(unit, 1):.{int(unit != 'B')}f}" for name, size in parts.items()}
     said = ", ".join(f"{name} {number}" for name, number in told.items() if float(number))
     return f"the budget of the {tier} is {text_of(given)}, and {least} are the least: {said}"
-
-
-def offload_of(given: Offload | Mapping[str, object] | None) -> Offload:
-    """The options that were given as such, as a mapping, or not at all.
-
-    Raises:
-        TypeError: Something else, or a mapping with another name.
-        ValueError: A value that is not allowed.
-    """
-    if given is None:
-        return Offload()
-    if isinstance(given, Offload):
-        return given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"offload is {given!r}; give an Offload, a mapping of its arguments, or None")
-    names = list(Offload.__dataclass_fields__)
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        raise TypeError(f"offload has {unknown[0]!r}; it can have {', '.join(names)}")
-    return Offload(**given)  # type: ignore[arg-type]  # checked there

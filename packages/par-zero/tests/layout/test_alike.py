@@ -7,7 +7,7 @@ from torch import nn
 
 from par_groups import Box, Sharding, set_sharding
 from par_testing import for_each
-from par_zero import Share, make_alike_, shard
+from par_zero import DataParallelGroup, shard, sync_module_states_
 
 
 class Drawn(nn.Module):
@@ -55,7 +55,7 @@ def test_frozen_parameters_and_buffers_become_the_first_ranks(stage):
 @pytest.mark.ranks(2)
 def test_a_module_that_is_only_run_becomes_the_first_ranks():
     teacher = Drawn(dist.get_rank()).requires_grad_(False)
-    assert make_alike_(teacher, group=dist.group.WORLD) is teacher
+    assert sync_module_states_(teacher, group=dist.group.WORLD) is teacher
     assert is_first(teacher, shared(Drawn(0)))
 
 
@@ -78,6 +78,6 @@ def test_frozen_experts_stay_those_of_the_ranks_that_hold_them():
     box = Box((7 * (rank % 2), 0), (7, 5), 0, (5, 1), (rank % 2, rank % 2 + 2))
     set_sharding(own.features.weight, Sharding((14, 5), (box,)))
     optimizer = torch.optim.SGD(own.trained.parameters(), 0.1)
-    shard(own, optimizer, stage=1, group=dist.group.WORLD, others=[Share(holders[rank % 2])])
+    shard(own, optimizer, stage=1, group=dist.group.WORLD, expert_groups=[DataParallelGroup(holders[rank % 2])])
     assert torch.equal(own.features.weight, Drawn(rank % 2).features.weight)
     assert torch.equal(own.features.bias, Drawn(0).features.bias)

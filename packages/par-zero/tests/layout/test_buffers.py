@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from par_zero.layout.buffers import Buffers, elements_lent
+from par_zero.layout.buffers import Buffers, buffer_elements
 from par_zero.layout.meter import Meter
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_whatever_the_order_chunks_are_lent_no_more_than_is_said(inflight, kept)
             for each in lent:
                 buffers.give_back(each)
             buffers.keep(kept)
-        assert meter.fullest["buffers"] <= 4 * elements_lent(sizes, inflight, kept=kept), sizes
+        assert meter.fullest["buffers"] <= 4 * buffer_elements(sizes, inflight, kept=kept), sizes
 
 
 def test_what_is_said_of_any_order_can_come():
@@ -71,7 +71,7 @@ def test_what_is_said_of_any_order_can_come():
         for each in [buffers.take(size, torch.float32, CPU) for size in sizes]:
             buffers.give_back(each)
         buffers.keep(1)
-    assert meter.fullest["buffers"] == 4 * elements_lent([100, 30], 2, kept=1) == 4 * 200
-    assert elements_lent([100, 30], 2) == 130
-    assert elements_lent([30, 100], 2) == 200
-    assert elements_lent([], 2, kept=2) == 0
+    assert meter.fullest["buffers"] == 4 * buffer_elements([100, 30], 2, kept=1) == 4 * 200
+    assert buffer_elements([100, 30], 2) == 130
+    assert buffer_elements([30, 100], 2) == 200
+    assert buffer_elements([], 2, kept=2) == 0

@@ -21,7 +21,7 @@ from par_groups import (
 )
 from par_groups import whole as all_of
 from par_testing import for_each
-from par_zero import shard
+from par_zero import DataParallelGroup, shard
 from par_zero.layout import records
 
 from ..helpers import (
@@ -233,8 +233,10 @@ def test_ranks_that_share_are_the_same_whoever_says_it():
             for layer in module:
                 set_sharding(layer.weight, all_of((3, 3), range(4)))
             set_sharding(module[1].weight, all_of((3, 3), (rank, (rank + 2) % 4)))
-            _, optimizer = shard(module, sgd(module.parameters()), stage=1, group=groups["data"], share_of=share_of)
+            group = DataParallelGroup(groups["data"], index_of=share_of)
+            _, optimizer = shard(module, sgd(module.parameters()), stage=1, group=group)
             found.append(held(optimizer))
         assert found[0] == found[1]
-        with pytest.raises(ValueError, match=r"share_of\([23]\) is 0, but this rank is number 1 of its group"):
-            shard(nn.Linear(3, 3), stage=3, group=groups["data"], share_of=lambda _: 0 if rank > 1 else rank // 2)
+        wrong = DataParallelGroup(groups["data"], index_of=lambda _: 0 if rank > 1 else rank // 2)
+        with pytest.raises(ValueError, match=r"index_of\([23]\)=0: this rank is number 1 of its group"):
+            shard(nn.Linear(3, 3), stage=3, group=wrong)

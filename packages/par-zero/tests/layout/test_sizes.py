@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from par_testing import for_each
-from par_zero import ShardOptions, chunk_sizes, count_bytes_of_steps, residency, shard
+from par_zero import ShardOptions, chunk_sizes, residency, shard, state_counter_bytes
 
-from ..helpers import STAGES, adamw, batch, sgd, train, uneven
+from ..helpers import STAGES, adamw, batch, policies, sgd, train, uneven
 
 
 def several(module):
@@ -36,10 +36,10 @@ def test_chunks_are_known_before_there_are_any(case, stage):
     optimizer = make(module)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = {name: (parameter, parameter.data_ptr()) for name, parameter in module.named_parameters()}
-    chunks = chunk_sizes(module, optimizer, stage=stage, ranks=2, options=ShardOptions(**options))
+    chunks = chunk_sizes(module, optimizer, stage=stage, ranks=2, options=ShardOptions.of(**policies(**options)))
     assert {name: (each, each.data_ptr()) for name, each in module.named_parameters()} == before
     groups = [(one, group) for one in optimizers for group in one.param_groups]
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(**options))
     for step in range(2):
         for each in optimizers[1:]:
             each.zero_grad()
@@ -54,7 +54,7 @@ def test_chunks_are_known_before_there_are_any(case, stage):
     assert {group for chunk in chunks for group in chunk.groups} == set(range(len(groups)))
     assert all(bool(chunk.groups) == chunk.trained for chunk in chunks)
     if len(optimizers) == 1 and case != "whole tensors":
-        counts = sum(count_bytes_of_steps(*groups[group], torch.float32) for each in chunks for group in each.groups)
+        counts = sum(state_counter_bytes(*groups[group], torch.float32) for each in chunks for group in each.groups)
         most = 2 * 4 * trained / (2 if stage else 1) + counts
         padding = 2 * 4 * 16 * 3 * len(chunks)  # of which the optimizer has none
         assert most - padding <= there["optimizer"] <= most
@@ -64,7 +64,7 @@ def test_others_lie_in_chunks_of_their_own():
     module = uneven()
     shared = list(module.blocks.parameters())
     for stage in STAGES:
-        chunks = chunk_sizes(module, adamw(module.parameters()), stage=stage, ranks=4, others=[(shared, 2)])
+        chunks = chunk_sizes(module, adamw(module.parameters()), stage=stage, ranks=4, expert_groups=[(shared, 2)])
         sizes = [sum(chunk.elements for chunk in chunks if chunk.share == share) for share in range(2)]
         wanted = [sum(each.numel() for each in module.parameters()), sum(each.numel() for each in shared)]
         wanted[0] -= wanted[1]

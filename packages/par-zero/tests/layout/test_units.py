@@ -45,7 +45,7 @@ def train(module, optimizer, orders=ORDERS, *, held=None, ranks=None):
 def sharded(stage, make=adamw, module=None):
     module = both() if module is None else module
     optimizer = make(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=600)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 600})
     return module, optimizer
 
 
@@ -137,7 +137,7 @@ def test_items_may_share_a_part_and_be_parts(stage):
         module = nn.ModuleList([trunk, nn.Sequential(trunk, nn.Linear(8, 3)), nn.Sequential(trunk, nn.Linear(8, 1))])
         optimizer = adamw(module.parameters())
         if parallel:
-            shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+            shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
         for step, order in enumerate(((1, 2), (0, 1), (2,), (2, 0, 1))):
             for number in order:
                 ranks = (dist.get_rank(),) if parallel else (0, 1)

@@ -10,7 +10,7 @@ from torch import nn
 from par_groups import SCALARS, gradients, segments_of, settle_
 from par_zero import Offload, no_sync, shard, summon
 
-from ..helpers import adamw, batch, loss_of, mlp, sgd, sharded, whole
+from ..helpers import adamw, batch, loss_of, mlp, policies, sgd, sharded, whole
 
 BF16 = {"param_dtype": torch.bfloat16}
 
@@ -80,7 +80,7 @@ def with_everything(stage, offload, make=torch.optim.AdamW):
     )
     own = type(optimizer).__module__ != torch.optim.AdamW.__module__  # a class of a test's own, which is unknown
     options = {"bucket": 1000, "offload": offload, "elementwise": own}
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(**options))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
     for step in range(6):
         if step == 3:
@@ -142,8 +142,8 @@ def two_models(stage, offload):
     of_adapter = small([each for each in adapted.parameters() if each.requires_grad])
     matrices, rest = ([each for each in plain.parameters() if (each.ndim == 2) is wanted] for wanted in (True, False))
     of_plain = [sgd(matrices), small(rest)]
-    shard(adapted, of_adapter, stage=stage, group=dist.group.WORLD, bucket=300, offload=offload)
-    shard(plain, of_plain, stage=stage, group=dist.group.WORLD, bucket=300, offload=offload)
+    shard(adapted, of_adapter, stage=stage, group=dist.group.WORLD, offload=offload, overlap={"bucket": 300})
+    shard(plain, of_plain, stage=stage, group=dist.group.WORLD, offload=offload, overlap={"bucket": 300})
     for step in range(3):
         for module, optimizers in ((adapted, [of_adapter]), (plain, of_plain)):
             loss_of(module, batch(step, width=24)).backward()

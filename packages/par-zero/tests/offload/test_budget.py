@@ -8,7 +8,7 @@ from torch import nn
 from par_testing import for_each, storm
 from par_zero import Offload, memory, residency, shard
 
-from ..helpers import assert_same, batch, whole
+from ..helpers import assert_same, batch, policies, whole
 from .cases import BF16, moments, small
 
 WIDTH, BLOCKS = 64, 4
@@ -36,7 +36,14 @@ def trained(stage, offload, make=small, **options):
     """The module after three steps, all that it has learned, and the fullest that was seen of each tier."""
     module = Model()
     optimizer = make([each for each in module.parameters() if each.requires_grad])
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=2, offload=offload, **options)
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        offload=offload,
+        **policies(bucket=1, inflight=2, **options),
+    )
     losses, most = [], dict.fromkeys(("device", "host", "disk"), 0)
     for step in range(3):
         loss = module(batch(step, width=WIDTH).to(options.get("param_dtype"))).square().mean()
@@ -127,7 +134,14 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_before_anything_is_c
     before = [id(each) for each in optimizer.param_groups[0]["params"]]
     offload = Offload(path=tmp_path, **options)
     with pytest.raises(ValueError, match=words):
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=2, offload=offload)
+        shard(
+            module,
+            optimizer,
+            stage=stage,
+            group=dist.group.WORLD,
+            offload=offload,
+            overlap={"bucket": 1, "inflight": 2},
+        )
     assert_same(dict(module.named_parameters()), dict(Model().named_parameters()))
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == before
     assert not list(tmp_path.iterdir())
@@ -186,9 +200,8 @@ def test_auto_with_replicas_a_late_step_and_several_optimizers(case, several, tm
             stage=stage,
             group=group,
             replicas=replicas,
-            bucket=1,
-            inflight=2,
             offload=offload,
+            overlap={"bucket": 1, "inflight": 2},
         )
         most = dict.fromkeys(("device", "host", "disk"), 0)
         for step in range(3):

@@ -16,9 +16,22 @@ from torch import nn
 from par_groups import gradients as gradients_of
 from par_groups import part_of, settle_
 from par_testing import for_each, storm
-from par_zero import Offload, memory, no_sync, place, reset, residency, shard, simulate, summon, trace, transfers
+from par_zero import (
+    MixedPrecision,
+    Offload,
+    memory,
+    no_sync,
+    place,
+    reset,
+    residency,
+    shard,
+    simulate,
+    summon,
+    trace,
+    transfers,
+)
 
-from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
+from ..helpers import assert_same, batch, loss_of, mlp, policies, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
 from .test_stream import MAKERS
 from .test_stream import trained as of_uneven
@@ -59,7 +72,7 @@ def even(offload, dtypes):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    return shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1, offload=offload, **dtypes)
+    return shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=offload, **policies(bucket=1, **dtypes))
 
 
 @for_each(dtypes=(FP32, BF16))
@@ -74,7 +87,7 @@ def test_on_a_cpu_the_host_has_its_part_and_the_device_the_rest(dtypes):
         module(torch.ones(2, WIDTH, dtype=dtypes.get("param_dtype"))).square().mean().backward()
         held = residency(module).now
         for tier in ("device", "host", "disk"):
-            expected = memory(3, BLOCKS * WIDTH**2, 2, offload=offload, tier=tier, **dtypes)
+            expected = memory(3, BLOCKS * WIDTH**2, 2, offload=offload, tier=tier, precision=MixedPrecision(**dtypes))
             assert held[tier]["parameters"] == expected.parameters
             kept = held[tier]["gradients"]
             if dtypes:  # what autograd gives is cast for the optimizer, and the sums stay
@@ -177,14 +190,22 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, gradie
             optimizer.zero_grad()
             held = residency(module).now
             for tier in ("device", "host", "disk"):
-                expected = memory(3, BLOCKS * WIDTH**2, 2, offload=offload, tier=tier, chunk=WIDTH**2, **dtypes)
+                expected = memory(
+                    3,
+                    BLOCKS * WIDTH**2,
+                    2,
+                    offload=offload,
+                    tier=tier,
+                    chunk=WIDTH**2,
+                    precision=MixedPrecision(**dtypes),
+                )
                 assert held[tier]["parameters"] == expected.parameters
                 counters = {"device": 256, "host": 0, "disk": 0}[tier]  # of steps
                 assert 0 <= held[tier]["optimizer"] + held[tier]["copies"] - expected.optimizer <= counters
                 assert tier != "disk" or held[tier]["gradients"] == expected.gradients
                 assert held[tier]["buffers"] == expected.buffers or tier == "device"
     # Of the two units on the disk, the last one goes from forward to backward at once.
-    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1.5, **dtypes)
+    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1.5, precision=MixedPrecision(**dtypes))
     assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, expected.written)
 
 
@@ -358,7 +379,11 @@ def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_c
 @pytest.mark.ranks(2)
 def test_a_model_that_is_only_run_and_one_that_is_frozen_have_parameters_on_a_disk(tmp_path):
     module, _ = shard(
-        mlp(), stage=3, group=dist.group.WORLD, bucket=300, offload=Offload(parameters="disk", path=tmp_path)
+        mlp(),
+        stage=3,
+        group=dist.group.WORLD,
+        offload=Offload(parameters="disk", path=tmp_path),
+        overlap={"bucket": 300},
     )
     with torch.no_grad():
         found = [loss_of(module, batch(step, width=8)) for step in range(3)]
@@ -415,7 +440,15 @@ def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
                 generator = torch.Generator().manual_seed(crc32(f"{prefix}{name}".encode()))
                 parameter.data.normal_(generator=generator)
 
-        shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=300, fill=fill, offload=offload)
+        shard(
+            module,
+            optimizer,
+            stage=3,
+            group=dist.group.WORLD,
+            offload=offload,
+            overlap={"bucket": 300},
+            init={"init_fn": fill},
+        )
         loss_of(module, batch(0, width=8)).backward()
         optimizer.step()
         return whole(module) | moments(optimizer)

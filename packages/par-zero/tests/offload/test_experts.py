@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from par_testing import Strict, for_each, once
-from par_zero import Offload, Share, residency, shard, summon
+from par_zero import DataParallelGroup, Offload, residency, shard, summon
 
-from ..helpers import assert_same, whole
+from ..helpers import assert_same, policies, whole
 from ..routed import Routed, accumulate, holding, loss_of, norm_of, part_of
 from .cases import moments, small
 
@@ -47,8 +47,13 @@ def together(parallel, uneven, stage, offload, *, deferred=False, bucket=300, **
     """The same over ranks that have some of the experts each, with the fullest that was seen of each tier."""
     module = Routed(parallel, uneven)
     optimizer = small(module.parameters())
-    options = {"group": dist.group.WORLD, "others": [Share(holding(parallel))], "bucket": bucket, **options}
-    shard(module, optimizer, stage=stage, offload=offload, **options)
+    options = {
+        "group": dist.group.WORLD,
+        "expert_groups": [DataParallelGroup(holding(parallel))],
+        "bucket": bucket,
+        **options,
+    }
+    shard(module, optimizer, stage=stage, offload=offload, **policies(**options))
     rank, ranks, norms, most = dist.get_rank(), dist.get_world_size(), [], dict.fromkeys(("device", "host", "disk"), 0)
     for step in range(STEPS):
         accumulate(
@@ -163,11 +168,11 @@ def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
     optimizer = small(module.parameters())
     before = [id(each) for each in optimizer.param_groups[0]["params"]]
     offload = Offload(optimizer="auto", budget={"device": 25_000, "host": 1_000})
-    options = {"group": dist.group.WORLD, "others": [Share(holding(2))], "bucket": 300}
+    options = {"group": dist.group.WORLD, "expert_groups": [DataParallelGroup(holding(2))], "bucket": 300}
     with pytest.raises(ValueError, match=r"the budget of the host is 1\.0 KB, and .* KB are the least: optimizer"):
-        shard(module, optimizer, stage=1, offload=offload, **options)
+        shard(module, optimizer, stage=1, offload=offload, **policies(**options))
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == before
-    shard(module, optimizer, stage=1, **options)
+    shard(module, optimizer, stage=1, **policies(**options))
 
 
 @pytest.mark.ranks(2)

@@ -12,7 +12,7 @@ from par_groups import part_of, settle_
 from par_testing import for_each
 from par_zero import reset, shard
 
-from ..helpers import adamw, assert_same, batch, loss_of, mlp, sharded, whole
+from ..helpers import adamw, assert_same, batch, loss_of, mlp, policies, sharded, whole
 from .cases import Counting, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 
@@ -120,7 +120,7 @@ def test_a_step_returns_at_once_and_a_unit_waits_for_its_own_pieces_alone(tmp_pa
     optimizer = Gated(module.parameters(), lr=1e-2)
     offload = late(tmp_path, piece=2048)  # a piece a unit
     options = {"units": list(module), "offload": offload, "elementwise": True}
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, **options)
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, **policies(**options))
     tensors = optimizer.param_groups[0]["params"]
     assert len(tensors) == len(module)
     Gated.gate = threading.Semaphore(0)

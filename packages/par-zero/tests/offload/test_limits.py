@@ -43,7 +43,8 @@ CHILD = textwrap.dedent("""
         anonymous = []
         disk = {"optimizer": "disk", "parameters": "disk", "gradients": "disk"}
         offload = Offload(**disk, path=folder, piece="256KiB", ahead=3) if where == "disk" else None
-        shard(model, optimizer, stage=3, group=dist.group.WORLD, bucket=1, fill=fill, offload=offload)
+        policies = {"overlap": {"bucket": 1}, "init": {"init_fn": fill}, "offload": offload}
+        shard(model, optimizer, stage=3, group=dist.group.WORLD, **policies)
 
         def sample(*_):
             anonymous.append(told("RssAnon") - before)

@@ -15,7 +15,7 @@ from par_groups import settle_, slots_of
 from par_testing import for_each
 from par_zero import shard
 
-from ..helpers import assert_same, batch, loss_of, mlp, whole
+from ..helpers import assert_same, batch, loss_of, mlp, policies, whole
 from .cases import moments, on_disk, small
 
 STREAMED = {"at once": (1, False), "late": (3, True)}
@@ -27,7 +27,7 @@ def steps(make, offload, stage, step=None, *, count=4, rows=None):
     optimizer = make(module.parameters())
     own = type(optimizer) in {Stumbling, Ignoring}
     options = {"bucket": 300, "offload": offload, "elementwise": own}
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(**options))
     for number in range(count):
         loss_of(module, batch(number, width=8)).backward()
         if step is None:
@@ -202,7 +202,14 @@ def test_what_programs_do_between_steps_changes_no_number(how, loop, tmp_path):
 def test_optimizers_and_their_state_dicts_are_copied_and_pickled_as_without(tmp_path):
     module = mlp()
     optimizer = small(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=300, offload=on_disk(tmp_path, overlap=True))
+    shard(
+        module,
+        optimizer,
+        stage=3,
+        group=dist.group.WORLD,
+        offload=on_disk(tmp_path, overlap=True),
+        overlap={"bucket": 300},
+    )
     loss_of(module, batch(0, width=8)).backward()
     optimizer.step()
     state = optimizer.state_dict()

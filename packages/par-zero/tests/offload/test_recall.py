@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from par_testing import for_each, storm
-from par_zero import on_disk as look
-from par_zero import recall, residency
+from par_zero import disk_usage as look
+from par_zero import reload_state, residency
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small
@@ -22,7 +22,7 @@ def trained(stage, offload, sizes=(), **options):
     for step in range(STEPS):
         if step < len(sizes):
             there = look(module).pieces
-            brought = recall(module, sizes[step])
+            brought = reload_state(module, sizes[step])
             assert brought <= sizes[step]
             assert sum(there) - brought == sum(look(module).pieces)
         inputs = batch(step, width=8)
@@ -71,8 +71,8 @@ def test_a_disk_is_looked_at_and_where_there_is_none_nothing_comes_back(tmp_path
     assert len(found.pieces) > 3
     assert found.read > 0
     assert found.write > 0
-    with pytest.raises(ValueError, match="size is -1 bytes; give 0 or more"):
-        recall(module, -1)
+    with pytest.raises(ValueError, match="size=-1; give 0 or more"):
+        reload_state(module, -1)
     plain, _ = sharded(mlp(), 1, small)
     assert look(plain).pieces == ()
-    assert recall(plain, 10**9) == 0
+    assert reload_state(plain, 10**9) == 0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_groups import settle_
 from par_zero import Offload, no_sync, shard, summon
 
-from ..helpers import assert_same, batch, loss_of, mlp, sgd, whole
+from ..helpers import assert_same, batch, loss_of, mlp, policies, sgd, whole
 from .cases import failing, moments, small
 
 ACTIONS = (
@@ -69,7 +69,7 @@ def run(script, stage, offload, patch=None, **options):
     module = mlp()
     matrices, rest = ([each for each in module.parameters() if (each.ndim == 2) is wanted] for wanted in (True, False))
     both = [small(matrices), sgd(rest)]
-    shard(module, both, stage=stage, group=dist.group.WORLD, bucket=300, offload=offload, **options)
+    shard(module, both, stage=stage, group=dist.group.WORLD, offload=offload, **policies(bucket=300, **options))
     dtype = options.get("param_dtype", torch.float32)
     late = offload is not None and offload.overlap is True
     for number, (action, factor, fault) in enumerate(script):

@@ -11,9 +11,9 @@ from torch import nn
 
 from par_groups import settle_, slots_of
 from par_testing import for_each, storm
-from par_zero import memory, no_sync, shard, transfers
+from par_zero import MixedPrecision, memory, no_sync, shard, transfers
 
-from ..helpers import OPTIMIZERS, STAGES, assert_same, batch, loss_of, mlp, sharded, uneven, whole
+from ..helpers import OPTIMIZERS, STAGES, assert_same, batch, loss_of, mlp, policies, sharded, uneven, whole
 from .cases import BF16, Counting, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 MAKERS = OPTIMIZERS | {
@@ -36,7 +36,7 @@ def trained(stage, make, offload, steps=3):
     """Losses, parameters and state after some steps of a model with sizes that nothing divides."""
     module = uneven()
     optimizer = make(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300_000, offload=offload)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, overlap={"bucket": 300_000})
     losses = []
     for step in range(steps):
         loss = loss_of(module, batch(step))
@@ -98,7 +98,7 @@ def test_hybrid_sharding_and_state_on_a_disk(tmp_path):
     def run(stage, offload):
         module = mlp()
         optimizer = small(module.parameters())
-        shard(module, optimizer, stage=stage, group=near, replicas=far, bucket=300, offload=offload)
+        shard(module, optimizer, stage=stage, group=near, replicas=far, offload=offload, overlap={"bucket": 300})
         for step in range(3):
             loss_of(module, batch(step, width=8)).backward()
             optimizer.step()
@@ -155,7 +155,7 @@ def test_hooks_run_once_and_see_and_change_what_they_would_without(tmp_path):
             heard.append(sum(float(tensor.detach().abs().sum()) for tensor in optimizer.param_groups[0]["params"]))
 
         optimizer.register_step_post_hook(after)
-        shard(module, optimizer, stage=1, group=dist.group.WORLD, bucket=300, offload=offload)
+        shard(module, optimizer, stage=1, group=dist.group.WORLD, offload=offload, overlap={"bucket": 300})
 
         def before(optimizer, *_):
             for tensor in optimizer.param_groups[0]["params"]:
@@ -297,7 +297,7 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path
     module.forward = lambda x: sum(layer(x) for layer in module)
     optimizer = small(module.parameters())
     offload = on_disk(tmp_path, {"host": 0.25, "disk": 0.5}, piece=4096)
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **dtypes)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies(**dtypes))
     moved = {"preadv": [], "pwritev": []}  # lists, as threads count
 
     def count(name):
@@ -319,13 +319,16 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path
             loss_of(module, batch(step, width=64).to(dtypes.get("param_dtype"))).backward()
             optimizer.step()
         settle_(tensors)
-    expected = transfers(stage, 2**15, 2, offload=offload, **dtypes)
+    expected = transfers(stage, 2**15, 2, offload=offload, precision=MixedPrecision(**dtypes))
     copies = 1 / 3 if dtypes else 0  # all that the first step reads
     assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read * (1 + copies), 2 * expected.written)
     stored = [tensor for tensor in tensors if slots_of(tensor)]
     on_disk_bytes = sum(view.nbytes for tensor in stored for view in slots_of(tensor).values())
     on_disk_bytes += sum(tensor.nbytes for tensor in stored) if dtypes else 0
-    assert on_disk_bytes == memory(stage, 2**15, 2, offload=offload, tier="disk", **dtypes).optimizer
+    assert (
+        on_disk_bytes
+        == memory(stage, 2**15, 2, offload=offload, tier="disk", precision=MixedPrecision(**dtypes)).optimizer
+    )
     elsewhere = [
         slot.nbytes
         for tensor, state in optimizer.state.items()
@@ -336,7 +339,10 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path
         elsewhere += {
             each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if not slots_of(each)
         }.values()
-    tiers = [memory(stage, 2**15, 2, offload=offload, tier=tier, **dtypes).optimizer for tier in ("device", "host")]
+    tiers = [
+        memory(stage, 2**15, 2, offload=offload, tier=tier, precision=MixedPrecision(**dtypes)).optimizer
+        for tier in ("device", "host")
+    ]
     assert sum(elsewhere) == sum(tiers)
 
 

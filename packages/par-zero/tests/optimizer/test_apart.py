@@ -174,7 +174,7 @@ def test_an_optimizer_holds_slices_between_steps_though_one_has_failed(then):
     for fails in (False, True):
         module = Parted()
         optimizer = Stumbling(module.parameters(), lr=0.02)
-        shard(module, optimizer, stage=1, group=dist.group.WORLD, elementwise=True)
+        shard(module, optimizer, stage=1, group=dist.group.WORLD, update={"elementwise": True})
         slices = optimizer.param_groups[0]["params"]
         seen = []
         optimizer.register_step_post_hook(

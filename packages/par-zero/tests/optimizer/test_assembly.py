@@ -11,7 +11,7 @@ from par_groups import Box, ProcessGroups, Sharding, Topology, check_owned, grad
 from par_testing import count_collectives, for_each
 from par_zero import no_sync, shard, summon
 
-from ..helpers import STAGES, NewtonSchulz, Shampoo, adamw, for_each_stage, matrices_and_rest
+from ..helpers import STAGES, NewtonSchulz, Shampoo, adamw, for_each_stage, matrices_and_rest, policies
 
 EXACT = {"rtol": 0, "atol": 1e-10}  # fp64: sums in another order, and a few hundred times that through the iteration
 WIDTH = 9
@@ -142,8 +142,13 @@ class World:
         cut = records(groups.rank("tensor"), self.ranks, copies, tuple(range(dist.get_world_size())))
         self.net = Net(cut, drawn("start"))
         self.optimizers = pair_of(self.net, matrix)
-        given = {"atomic": is_matrix, "bucket": 600, "tensor": groups["tensor"] if self.ranks > 1 else None, **options}
-        shard(self.net, self.optimizers, stage=stage, group=groups["data"], **given)
+        given = {
+            "atomic": is_matrix,
+            "bucket": 600,
+            "tensor_group": groups["tensor"] if self.ranks > 1 else None,
+            **options,
+        }
+        shard(self.net, self.optimizers, stage=stage, group=groups["data"], **policies(**given))
 
     def train(self, steps, micro=1, first=0):
         for step in range(first, first + steps):
@@ -271,7 +276,7 @@ def test_each_rank_steps_some_of_the_matrices_and_sends_no_more_than_their_parts
 
 def refused(*words, **given):
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the words are looked for below
-        shard(**{"stage": 1, "atomic": is_matrix, **given})
+        shard(**policies(**{"stage": 1, "atomic": is_matrix, **given}))
     for word in words:
         assert word in str(raised.value), str(raised.value)
     dist.barrier()
@@ -288,18 +293,20 @@ def net_of(groups, change=None):
 @pytest.mark.ranks(4)
 def test_what_does_not_fit_together_is_named_on_all_ranks_before_anything_changes():
     with ProcessGroups(Topology({"data": 2, "tensor": 2})) as groups:
-        given = {"group": groups["data"], "tensor": groups["tensor"]}
+        given = {"group": groups["data"], "tensor_group": groups["tensor"]}
         net = net_of(groups)
-        words = ("NewtonSchulz would step a part of 'fused'", "pass tensor=")
+        words = ("NewtonSchulz would step a part of 'fused'", "update=dict(tensor_group=...)")
         refused(*words, module=net, optimizer=pair_of(net, NewtonSchulz), group=groups["data"])
-        words = ("tensor has the ranks", "but for this one")
-        refused(*words, module=net, optimizer=pair_of(net, NewtonSchulz), group=groups["data"], tensor=groups["data"])
+        words = ("tensor_group=", "have only this rank in common")
+        refused(
+            *words, module=net, optimizer=pair_of(net, NewtonSchulz), group=groups["data"], tensor_group=groups["data"]
+        )
 
         def lacking(cut):
             cut["back"] = row_of([((0, 0), (WIDTH, 5))], SHAPES["back"], groups.topology.group("data", dist.get_rank()))
 
         net = net_of(groups, lacking)
-        words = ("of 'back' the ranks of tensor= have 45 of 126 elements",)
+        words = ("of 'back' the ranks of tensor_group have 45 of 126 elements",)
         refused(*words, module=net, optimizer=pair_of(net, NewtonSchulz), **given)
 
         def gaps(cut):
@@ -320,4 +327,4 @@ def test_what_does_not_fit_together_is_named_on_all_ranks_before_anything_change
             optimizers[1].param_groups[0]["weight_decay"] = float("nan")
         refused("NaN", module=net, optimizer=optimizers, **given)
         assert not hasattr(net, "no_sync")
-        shard(net, pair_of(net, NewtonSchulz), stage=1, atomic=is_matrix, **given)
+        shard(net, pair_of(net, NewtonSchulz), stage=1, **policies(atomic=is_matrix, **given))

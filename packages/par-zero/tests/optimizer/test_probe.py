@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from par_testing import for_each
-from par_zero import Scope, shard
-from par_zero.optimizer.probe import contradiction, draws_numbers
+from par_zero import UpdateScope, shard
+from par_zero.optimizer.probe import draws_numbers, find_scope_violation
 
 from ..helpers import NormScaled, Shampoo, assert_same, batch, copies, loss_of, mlp, sharded
 
@@ -29,9 +29,9 @@ FLAT = {
 }
 
 
-def tried(make, scope=Scope.ELEMENT):
+def tried(make, scope=UpdateScope.ELEMENT):
     optimizer = make([nn.Parameter(torch.ones(3, 3))])
-    return contradiction(optimizer, optimizer.param_groups[0], scope)
+    return find_scope_violation(optimizer, optimizer.param_groups[0], scope)
 
 
 @for_each(make=FLAT.values())
@@ -111,8 +111,8 @@ def test_trial_finds_what_an_optimizer_looks_at(make, lr):
 
 @for_each(make=(JointNorm, Estimating))
 def test_trial_finds_one_step_size_of_all_tensors(make):
-    assert "other tensors" in tried(make, Scope.TENSOR)
-    assert tried(NormScaled, Scope.TENSOR) is None
+    assert "other tensors" in tried(make, UpdateScope.TENSOR)
+    assert tried(NormScaled, UpdateScope.TENSOR) is None
 
 
 def test_trial_raises_what_a_step_raises():
@@ -139,8 +139,8 @@ def test_trial_runs_no_hook_and_draws_no_number():
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     before = torch.get_rng_state()
     assert draws_numbers(optimizer, optimizer.param_groups[0])
-    with pytest.raises(ValueError, match="pass atomic=True"):
-        shard(module, optimizer, stage=1, group=dist.group.WORLD, elementwise=True)
+    with pytest.raises(ValueError, match=r"pass update=dict\(atomic=True\)"):
+        shard(module, optimizer, stage=1, group=dist.group.WORLD, update={"elementwise": True})
     assert not called
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -153,8 +153,8 @@ def test_trial_leaves_parameters_and_scheduler_as_they_are():
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     before = copies(module)
     loss_of(module, batch(0, width=8)).backward()
-    with pytest.raises(ValueError, match="pass atomic=True"):
-        shard(module, optimizer, stage=1, group=dist.group.WORLD, elementwise=True)
+    with pytest.raises(ValueError, match=r"pass update=dict\(atomic=True\)"):
+        shard(module, optimizer, stage=1, group=dist.group.WORLD, update={"elementwise": True})
     assert_same(copies(module), before)
 
 
@@ -182,8 +182,8 @@ def test_trial_leaves_attributes_as_they_are():
     module = mlp()
     optimizer = Noisy(module.parameters())
     before = optimizer.generator.get_state()
-    with pytest.raises(ValueError, match="pass atomic=True"):
-        shard(module, optimizer, stage=0, group=dist.group.WORLD, elementwise=True)
+    with pytest.raises(ValueError, match=r"pass update=dict\(atomic=True\)"):
+        shard(module, optimizer, stage=0, group=dist.group.WORLD, update={"elementwise": True})
     assert torch.equal(optimizer.generator.get_state(), before)
     assert not optimizer.drawn
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from par_testing import for_each
-from par_zero import Scope, scope_of
+from par_zero import UpdateScope, update_scope_of
 from par_zero.known.classes import KNOWN
 
 
 def scope(optimizer):
-    return scope_of(optimizer, optimizer.param_groups[0])
+    return update_scope_of(optimizer, optimizer.param_groups[0])
 
 
 def made(kind=torch.optim.SGD, **settings):
@@ -29,21 +29,21 @@ def step(self, closure=None):
 
 
 LISTED = {
-    "torch.optim.adam.Adam": Scope.ELEMENT,
-    "torch.optim._adafactor.Adafactor": Scope.TENSOR,
-    "bitsandbytes.optim.adamw.AdamW8bit": Scope.TENSOR,
-    "torchao.prototype.AdamW8bit": Scope.UNKNOWN,
-    "torchao.optim.adam.AdamW8bit": Scope.TENSOR,
-    "prodigyopt.prodigy.Prodigy": Scope.MODEL,
-    "dadaptation.dadapt_adan.DAdaptAdan": Scope.MODEL,
-    "schedulefree.adamw_schedulefree.AdamWScheduleFree": Scope.ELEMENT,
-    "schedulefree.adamw_schedulefree_closure.AdamWScheduleFreeClosure": Scope.UNKNOWN,
-    "lion_pytorch.lion_pytorch.Lion": Scope.ELEMENT,
-    "lion_pytorch.cautious_lion.Lion": Scope.TENSOR,
-    "transformers.optimization.Adafactor": Scope.TENSOR,
-    "came_pytorch.CAME.CAME": Scope.TENSOR,
-    "__main__.AdamW": Scope.UNKNOWN,
-    "timm_fork.optim.Lion": Scope.UNKNOWN,
+    "torch.optim.adam.Adam": UpdateScope.ELEMENT,
+    "torch.optim._adafactor.Adafactor": UpdateScope.TENSOR,
+    "bitsandbytes.optim.adamw.AdamW8bit": UpdateScope.TENSOR,
+    "torchao.prototype.AdamW8bit": UpdateScope.UNKNOWN,
+    "torchao.optim.adam.AdamW8bit": UpdateScope.TENSOR,
+    "prodigyopt.prodigy.Prodigy": UpdateScope.MODEL,
+    "dadaptation.dadapt_adan.DAdaptAdan": UpdateScope.MODEL,
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": UpdateScope.ELEMENT,
+    "schedulefree.adamw_schedulefree_closure.AdamWScheduleFreeClosure": UpdateScope.UNKNOWN,
+    "lion_pytorch.lion_pytorch.Lion": UpdateScope.ELEMENT,
+    "lion_pytorch.cautious_lion.Lion": UpdateScope.TENSOR,
+    "transformers.optimization.Adafactor": UpdateScope.TENSOR,
+    "came_pytorch.CAME.CAME": UpdateScope.TENSOR,
+    "__main__.AdamW": UpdateScope.UNKNOWN,
+    "timm_fork.optim.Lion": UpdateScope.UNKNOWN,
 }
 
 
@@ -71,13 +71,13 @@ def test_table_lists_all_of_torch_but_sparse_adam():
 
 def test_scope_is_wider_with_settings_that_look_further():
     kind = stand_in("timm.optim.lion", "Lion", step=step)
-    for caution, wanted in ((False, Scope.ELEMENT), (True, Scope.TENSOR)):
+    for caution, wanted in ((False, UpdateScope.ELEMENT), (True, UpdateScope.TENSOR)):
         optimizer = made(kind)
         optimizer.param_groups[0]["caution"] = caution
         assert scope(optimizer) is wanted
     optimizer = made(stand_in("pytorch_optimizer.optimizer.adan", "Adan", step=step))
     optimizer.param_groups[0] |= {"use_gc": True, "max_grad_norm": 1.0}
-    assert scope(optimizer) is Scope.MODEL
+    assert scope(optimizer) is UpdateScope.MODEL
 
 
 class Same(torch.optim.SGD):
@@ -105,7 +105,12 @@ class OwnMode(torch.optim.SGD):
         """Could do anything to the tensors."""
 
 
-SUBCLASSES = {Same: Scope.ELEMENT, OwnStep: Scope.UNKNOWN, OwnHelper: Scope.UNKNOWN, OwnMode: Scope.UNKNOWN}
+SUBCLASSES = {
+    Same: UpdateScope.ELEMENT,
+    OwnStep: UpdateScope.UNKNOWN,
+    OwnHelper: UpdateScope.UNKNOWN,
+    OwnMode: UpdateScope.UNKNOWN,
+}
 
 
 @for_each(kind=SUBCLASSES)
@@ -117,11 +122,11 @@ def test_scope_of_a_subclass_depends_on_what_it_overrides(kind):
 def test_scope_sees_through_schedulers_and_compile_only():
     optimizer = made()
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert scope(optimizer) is Scope.ELEMENT
+    assert scope(optimizer) is UpdateScope.ELEMENT
     optimizer.step = torch.compile(optimizer.step, backend="eager")
-    assert scope(optimizer) is Scope.ELEMENT
+    assert scope(optimizer) is UpdateScope.ELEMENT
     optimizer.step = lambda: None
-    assert scope(optimizer) is Scope.UNKNOWN
+    assert scope(optimizer) is UpdateScope.UNKNOWN
 
 
 def test_table_imports_no_other_package():

@@ -26,6 +26,7 @@ from ..helpers import (
     matrices_and_rest,
     mlp,
     orthogonal,
+    policies,
     whole,
 )
 
@@ -50,7 +51,7 @@ def is_matrix(group):
 def both(module, stage, make=pair_of, **options):
     optimizers = make(module)
     given = {"atomic": is_matrix, "bucket": 300, **options}
-    return shard(module, optimizers, stage=stage, group=dist.group.WORLD, **given)[1]
+    return shard(module, optimizers, stage=stage, group=dist.group.WORLD, **policies(**given))[1]
 
 
 def steps(module, optimizers, data, defer=None):
@@ -199,7 +200,7 @@ def test_a_function_says_which_groups_of_one_optimizer_need_whole_tensors(stage)
 
     module = blocks()
     optimizer = make(module)[0]
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, **WHICH)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=300, **WHICH))
     assert {each.ndim for each in optimizer.param_groups[0]["params"]} <= {2}
     assert {each.ndim for each in optimizer.param_groups[1]["params"]} == {1}
     steps(module, [optimizer], [[batch(step, width=10)] for step in range(3)])
@@ -213,7 +214,7 @@ def test_several_optimizers_exchange_as_many_elements_as_one(stage):
     for make, atomic in ((pair_of, is_matrix), (lambda module: adamw(module.parameters()), False)):
         module = blocks(16)
         made = make(module)
-        shard(module, made, stage=stage, group=dist.group.WORLD, atomic=atomic)
+        shard(module, made, stage=stage, group=dist.group.WORLD, update={"atomic": atomic})
         optimizers = made if isinstance(made, list) else [made]
         steps(module, optimizers, [[batch(0, width=16)]])
         with count_collectives() as counted:
@@ -227,7 +228,7 @@ def test_several_optimizers_exchange_as_many_elements_as_one(stage):
 
 def refused(expected, *words, **given):
     with pytest.raises(expected) as raised:
-        shard(**{"stage": 1, "group": dist.group.WORLD, **given})
+        shard(**policies(**{"stage": 1, "group": dist.group.WORLD, **given}))
     for word in words:
         assert word in str(raised.value), str(raised.value)
     dist.barrier()  # nobody is left behind
@@ -306,7 +307,7 @@ def test_one_norm_of_all_gradients_is_refused_where_a_rank_has_parts():
     words = ("JointlyScaled steps a parameter by what it sees of all", "'0.0.weight'", "tensor ranks")
     given = {"module": module, "optimizer": JointlyScaled(module.parameters()), "stage": 0, "group": group}
     refused(ValueError, *words, **given, atomic=True)
-    refused(ValueError, "optimizer=JointlyScaled", "'0.0.weight'", "pass elementwise=True", **given)
+    refused(ValueError, "optimizer=JointlyScaled", "'0.0.weight'", "pass update=dict(elementwise=True)", **given)
 
 
 @pytest.mark.ranks(4)

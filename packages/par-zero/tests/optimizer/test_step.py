@@ -23,6 +23,7 @@ from ..helpers import (
     loss_of,
     matrices_and_rest,
     mlp,
+    policies,
     sharded,
     train,
     whole,
@@ -76,7 +77,7 @@ def test_torch_s_muon_beside_adamw_equals_one_device():
         module = mlp(width=10)
         optimizer = make(module)
         options = {"bucket": 300, "atomic": lambda group: "ns_steps" in group}
-        assert shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)[1] is optimizer
+        assert shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(**options))[1] is optimizer
         train(module, optimizer, [[batch(step, width=10)] for step in range(2)])
         results.append(whole(module))
     for result in results[1:]:

@@ -131,7 +131,14 @@ def test_unknown_optimizers_step_as_on_one_device(name, stage):
     make, arguments = PLAIN[name]
     reference, module = mlp().double(), mlp().double()
     optimizer = make(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, atomic=name == "Scaled")
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        overlap={"bucket": 300},
+        update={"atomic": name == "Scaled"},
+    )
     steps(module, optimizer, batch_of, arguments=arguments)
     steps(reference, make(reference.parameters()), joint_of, arguments=arguments)
     assert_near(whole(module), copies(reference), rtol=1e-9, atol=1e-9)  # fp64 sums in another order
@@ -151,7 +158,13 @@ def test_declared_elementwise_steps_flat_slices(name, stage):
     make, _ = PLAIN[name]
     reference, module = mlp().double(), mlp().double()
     optimizer = make(module.parameters())
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, elementwise=lambda group: group["scale"] == 1)
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        update={"elementwise": lambda group: group["scale"] == 1},
+    )
     assert all(each.ndim == 1 for each in optimizer.param_groups[0]["params"])
     steps(module, optimizer, batch_of)
     steps(reference, make(reference.parameters()), joint_of)
@@ -192,7 +205,9 @@ def test_an_unknown_class_at_stage_1_is_named_once():
     if dist.get_rank():
         shard(module, optimizer, stage=1, group=dist.group.WORLD)
         return
-    with pytest.warns(UserWarning, match="optimizer=Own: par-zero does not know .* set elementwise=True"):
+    with pytest.warns(
+        UserWarning, match=r"optimizer=Own: par-zero does not know .* pass update=dict\(elementwise=True\)"
+    ):
         shard(module, optimizer, stage=1, group=dist.group.WORLD)
 
 
@@ -255,7 +270,7 @@ def test_a_compiled_step_exchanges_as_any_other(stage):
     reference, module = mlp(), mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.step = torch.compile(optimizer.step, backend="eager")
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, overlap={"bucket": 300})
     steps(module, optimizer, batch)
     steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), joint)
     assert_near(whole(module), copies(reference))

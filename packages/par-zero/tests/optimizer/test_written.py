@@ -11,7 +11,7 @@ from torch import nn
 from par_testing import count_collectives, for_each
 from par_zero import shard, summon
 
-from ..helpers import assert_near, batch, copies, joint, loss_of, mlp, sharded, whole
+from ..helpers import assert_near, batch, copies, joint, loss_of, mlp, policies, sharded, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer=.*does not know what this class looks at:UserWarning")
 
@@ -105,7 +105,7 @@ def test_writes_after_a_step_reach_every_rank(way, stage, copies_in_fp64):
     module, reference = mlp().double(), mlp().double()
     optimizer = make(module.parameters())
     options = {"param_dtype": torch.float32} if copies_in_fp64 else {}
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, **options)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=300, **options))
     if copies_in_fp64:
         call = module.forward
         module.forward = lambda rows: call(rows.float()).double()

@@ -10,7 +10,21 @@ from torch import nn
 from par_testing import for_each
 from par_zero import Offload, shard, trace
 
-from ..helpers import adamw, assert_near, assert_same, batch, copies, deferred, joint, mlp, sgd, train, uneven, whole
+from ..helpers import (
+    adamw,
+    assert_near,
+    assert_same,
+    batch,
+    copies,
+    deferred,
+    joint,
+    mlp,
+    policies,
+    sgd,
+    train,
+    uneven,
+    whole,
+)
 
 WHOLE = 925_000
 """Bytes of all units of `Uneven`, padding included. Two of them have 774,000 of these."""
@@ -29,7 +43,7 @@ def trained(offload, make=sgd, *, steps=4, **options):
     module = uneven()
     optimizer = make(module.parameters())
     options = {"group": dist.group.WORLD, "units": lambda part: isinstance(part, nn.Linear), **options}
-    shard(module, optimizer, stage=3, offload=offload, **options)
+    shard(module, optimizer, stage=3, offload=offload, **policies(**options))
     dtype = options.get("param_dtype", torch.float32)
     data = [[batch(step, micro=micro).to(dtype) for micro in range(2)] for step in range(steps)]
     train(module, optimizer, data, deferred=deferred(module))
@@ -51,7 +65,7 @@ def test_uneven_sizes_train_as_on_one_device():
 OPTIONS = {
     "bf16 with copies": (4, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "make": adamw}),
     "one chunk at a time": (3, {"inflight": 1}),
-    "sums": (4, {"reduce": "sum", "make": adamw}),
+    "sums": (4, {"reduce_op": "sum", "make": adamw}),
 }
 
 
@@ -89,7 +103,7 @@ def test_actor_and_critic_that_step_in_turn_keep_their_bits():
     def steps(offload):
         models = nn.ModuleDict({"actor": mlp(depth=4), "critic": mlp(depth=4, seed=1)})
         optimizers = [sgd(each.parameters()) for each in models.values()]
-        shard(models, optimizers, stage=3, group=dist.group.WORLD, bucket=1, offload=offload)
+        shard(models, optimizers, stage=3, group=dist.group.WORLD, offload=offload, overlap={"bucket": 1})
         for step in range(8):
             for each, optimizer in zip(models.values(), optimizers, strict=True):
                 with torch.no_grad():

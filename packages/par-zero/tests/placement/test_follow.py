@@ -13,7 +13,7 @@ from par_groups import part_of
 from par_testing import count_collectives, for_each
 from par_zero import Offload, no_sync, place, reset, shard, simulate, summon, trace
 
-from ..helpers import assert_same, batch, mlp, sgd, whole
+from ..helpers import assert_same, batch, mlp, policies, sgd, whole
 
 BLOCKS, WIDTH = 6, 16
 POLICIES = ("behind", "static", "next_use")
@@ -65,7 +65,7 @@ def sharded(policy=None, room=0, **options):
     if policy is not None:
         offload = Offload(budget=resident(sizes) + room, policy=policy, other=lambda: module.active)
     optimizer = sgd(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1, offload=offload, **options)
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=offload, **policies(bucket=1, **options))
     return module, optimizer, sizes
 
 
@@ -370,7 +370,7 @@ def test_budgets_that_are_refused_on_all_ranks_leave_everything_as_it_was(what):
     module = Model()
     optimizer = sgd(module.parameters())
     with pytest.raises(ValueError, match=words):
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, offload=Offload(**options))
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=Offload(**options), overlap={"bucket": 1})
     assert_same(dict(module.named_parameters()), dict(Model().named_parameters()))
     assert optimizer.param_groups[0]["params"] == list(module.parameters())
 
@@ -405,7 +405,7 @@ def test_options_that_are_refused(given, error, words):
 def test_a_root_without_parameters_of_its_own_is_no_unit_of_a_trace():
     module = mlp(width=WIDTH)
     optimizer = sgd(module.parameters())
-    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1, offload=Offload(budget="1MB"))
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=Offload(budget="1MB"), overlap={"bucket": 1})
     assert trace(module) is None
     for step in range(2):
         run(module, step)

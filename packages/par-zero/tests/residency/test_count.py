@@ -9,7 +9,9 @@ from torch import nn
 
 from par_groups import settle_
 from par_testing import for_each, live_bytes, peak_bytes
-from par_zero import Offload, Residency, memory, no_sync, residency, shard, summon
+from par_zero import MixedPrecision, Offload, Residency, memory, no_sync, residency, shard, summon
+
+from ..helpers import policies
 
 WIDTH, BLOCKS = 64, 4
 CHUNK = WIDTH * WIDTH + WIDTH
@@ -46,7 +48,7 @@ def test_all_live_bytes_are_told_by_kind(stage, dtypes):
     before = live_bytes()
     module = blocks()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, **dtypes)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, **policies(bucket=4 * WIDTH * WIDTH, **dtypes))
     check()
     step(module, optimizer, dtype)
     check()
@@ -63,7 +65,7 @@ def test_all_live_bytes_are_told_by_kind(stage, dtypes):
     assert fullest - SLACK < peak < fullest + passing + SLACK, (fullest, peak, str(residency(module)))
     optimizer.zero_grad()
     held = residency(module).now
-    expected = memory(stage, PARAMETERS, 2, chunk=CHUNK, **dtypes)
+    expected = memory(stage, PARAMETERS, 2, chunk=CHUNK, precision=MixedPrecision(**dtypes))
     assert held["device"]["parameters"] == expected.parameters
     assert held["device"]["gradients"] == expected.gradients
     assert math.isclose(held["device"]["optimizer"] + held["device"]["copies"], expected.optimizer, abs_tol=SLACK)
@@ -78,21 +80,25 @@ def test_tiers_have_what_the_formulas_say(dtypes, stage, tmp_path):
     offload = Offload(optimizer={"host": 0.25, "disk": 0.5}, path=tmp_path, piece=4096, ahead=2)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, offload=offload, **dtypes)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies(bucket=1, **dtypes))
     for _ in range(2):
         step(module, optimizer, dtypes.get("param_dtype", torch.float32))
         optimizer.zero_grad()
         for _ in range(2):  # with writes under way, and without
             held = residency(module).now
             for tier in ("device", "host", "disk"):
-                expected = memory(stage, 4 * WIDTH * WIDTH, 2, offload=offload, tier=tier, **dtypes)
+                expected = memory(
+                    stage, 4 * WIDTH * WIDTH, 2, offload=offload, tier=tier, precision=MixedPrecision(**dtypes)
+                )
                 counters = {"device": 256, "host": 0, "disk": 0}[tier]  # of steps
                 state = held[tier]["optimizer"] + held[tier]["copies"]
                 assert 0 <= state - expected.optimizer <= counters, (tier, str(residency(module)))
                 assert held[tier]["parameters"] == expected.parameters
             assert (
                 held["host"]["buffers"]
-                == memory(stage, 4 * WIDTH * WIDTH, 2, offload=offload, tier="host", **dtypes).buffers
+                == memory(
+                    stage, 4 * WIDTH * WIDTH, 2, offload=offload, tier="host", precision=MixedPrecision(**dtypes)
+                ).buffers
             )
             settle_(optimizer.param_groups[0]["params"])
 

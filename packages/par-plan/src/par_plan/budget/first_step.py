@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from par_groups import format_bytes, format_seconds
 from par_recompute import Choice, Choices
-from par_zero import OnDisk
+from par_zero import DiskUsage
 
 from .plan import BudgetPlan, least_in_words
 from .savings import Saving, spend
@@ -28,7 +28,7 @@ class MeasuredStep:
 
     models: tuple[Choices, ...]
     held: float
-    disk: OnDisk
+    disk: DiskUsage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
         found.append((size, seconds))
 
 
-def _about_disk(there: float, recall: float, seconds: float, disk: OnDisk, *, full: bool) -> str:
+def _about_disk(there: float, recall: float, seconds: float, disk: DiskUsage, *, full: bool) -> str:
     """Which part of the state comes back from the disk, and why."""
     rates = f"{format_bytes(disk.read)}/s read and {format_bytes(disk.write)}/s written"
     took = f"{format_bytes(there)} of state were there, {format_seconds(seconds)} a step at {rates}"

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from par_zero import ShardOptions, elements_lent, memory
+from par_zero import MixedPrecision, Overlap, buffer_elements, memory
 
 from ..budget.tiers import Offloadable
 from ..inputs import NumberWidths, TrainingJob
 from ..shape import ParameterCount, Shape, TensorSplit
 
-BUCKET = ShardOptions().bucket_of(1)
+BUCKET = Overlap().bucket_of(1)
 """Bytes of parameters that par-zero packs together."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -147,7 +147,7 @@ def zero_sharding(
         chunks = units + 1
         gathered = min(elements, count.ends + 2 * unit)
         stays = count.ends + last_unit
-        reduced = elements_lent([last_unit, *[unit] * (units - 1), count.ends], 2)
+        reduced = buffer_elements([last_unit, *[unit] * (units - 1), count.ends], 2)
     return ZeroSharding(
         zero=zero,
         ranks=ranks,
@@ -231,7 +231,7 @@ def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) 
         elements,
         ranks,
         dtype=_DTYPES[numbers.master],
-        param_dtype=_DTYPES[numbers.weight],
+        precision=MixedPrecision(param_dtype=_DTYPES[numbers.weight]),
         slots=slots,
     )
     reduced = replicas.reduced

@@ -13,7 +13,7 @@ REFUSED = {
     "deepspeed": "strategy=dict(zero=...), and memory= for what leaves the device",
     "parallelism_config": "strategy=dict(parallel=...)",
     "ddp_find_unused_parameters": "nothing: parameters without a gradient are found",
-    "ddp_bucket_cap_mb": "strategy=dict(zero=dict(stage=..., bucket=...))",
+    "ddp_bucket_cap_mb": "strategy=dict(zero=dict(stage=..., overlap=dict(bucket=...)))",
     "ddp_broadcast_buffers": "nothing: buffers are each rank's own",
     "ddp_static_graph": "nothing: no graph is recorded",
     "torch_compile": "a plugin of the strategy that compiles modules",

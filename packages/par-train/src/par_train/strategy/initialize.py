@@ -61,7 +61,7 @@ def check_objects(
         alone = not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins)
         for bundle in bundles:
             if bundle.optimizer is not None:
-                keywords = strategy.options.zero_keywords
+                keywords = strategy.options.zero_policy("update")
                 check_sees_enough(bundle.optimizer, bundle.models, groups, keywords, alone=alone)
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, ProcessGroups, sharding_of
-from par_zero import Scope, contradiction, scope_of
+from par_zero import UpdateScope, find_scope_violation, update_scope_of
 
 
 def joined(given: Any) -> Any:
@@ -32,12 +32,15 @@ def needs_whole(optimizer: Optimizer | None, options: Mapping[str, Any]) -> bool
 
     Args:
         optimizer: The optimizer.
-        options: The keywords of `par_zero.shard`.
+        options: Arguments of `par_zero.OptimizerUpdate`.
     """
     every = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer] if optimizer else []
     return any(
         declared(options.get("atomic", False), group)
-        or (scope_of(one, group) is not Scope.ELEMENT and not declared(options.get("elementwise", False), group))
+        or (
+            update_scope_of(one, group) is not UpdateScope.ELEMENT
+            and not declared(options.get("elementwise", False), group)
+        )
         for one in every
         for group in one.param_groups
     )
@@ -57,7 +60,7 @@ def check_sees_enough(
         optimizer: The optimizer, which has not stepped.
         models: What it trains.
         groups: The groups of ranks along each axis.
-        options: The keywords of `par_zero.shard`, by which a user declares how an optimizer works.
+        options: Arguments of `par_zero.OptimizerUpdate`, by which a user declares how an optimizer works.
         alone: Whether it will step the models' own parameters. Else par-zero has a look, which can gather tensors.
 
     Raises:
@@ -70,28 +73,28 @@ def check_sees_enough(
     kind, parts = type(optimizer).__name__, [axis for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
     names = {parameter: name for model in models for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups) if parts or alone else ():
-        scope = scope_of(optimizer, group)
+        scope = update_scope_of(optimizer, group)
         by_element, whole = (declared(options.get(name, False), group) for name in ("elementwise", "atomic"))
-        if parts and scope is Scope.MODEL:
+        if parts and scope is UpdateScope.MODEL:
             raise ValueError(
                 f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
                 f"all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks sees a part; take another "
                 f"optimizer, or {parts[0]}=1"
             )
-        if parts and scope is Scope.UNKNOWN and not (by_element or whole):
+        if parts and scope is UpdateScope.UNKNOWN and not (by_element or whole):
             raise ValueError(
                 f"optimizer={kind}: par-zero does not know what this class looks at, and each of "
                 f"{groups.size(parts[0])} {parts[0]} ranks has some of the parameters; pass zero=dict(stage=..., "
-                "elementwise=True) if it treats each element by itself, or else atomic=True there"
+                "update=dict(elementwise=True)) if it treats each element by itself, or else update=dict(atomic=True)"
             )
-        if parts and scope is Scope.UNKNOWN:
-            problem = contradiction(optimizer, group, Scope.ELEMENT if by_element else Scope.TENSOR)
+        if parts and scope is UpdateScope.UNKNOWN:
+            problem = find_scope_violation(optimizer, group, UpdateScope.ELEMENT if by_element else UpdateScope.TENSOR)
             if problem:
                 raise ValueError(
                     f"{'elementwise' if by_element else 'atomic'}=True for param_groups[{number}] of the {kind}: a "
                     f"trial shows that {problem}; use another optimizer, or set {parts[0]}=1"
                 )
-        if not alone or scope is Scope.ELEMENT or by_element:
+        if not alone or scope is UpdateScope.ELEMENT or by_element:
             continue
         for parameter in group["params"]:
             record = sharding_of(parameter)
@@ -105,7 +108,7 @@ def check_sees_enough(
                 raise ValueError(
                     f"the {kind} would step {names[parameter]!r} as one tensor, of which the record says that it is "
                     f"{len(record.boxes)}, such as q, k and v; leave 'data_parallel' in gradient_handlers, which takes "
-                    "them apart with zero=dict(stage=0, atomic=True)"
+                    "them apart with zero=dict(stage=0, update=dict(atomic=True))"
                 )
 
 

@@ -1,7 +1,7 @@
 """The options of a strategy, checked before anything communicates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from par_groups import ProcessGroups
@@ -12,6 +12,22 @@ from par_recompute import Keep, Layers
 from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from .plugin import Plugin
 from .settings import policy_of
+
+_ZERO = ("stage", "units", "precision", "overlap", "offload", "update", "init", "expert_groups")
+"""Keywords of `par_zero.shard` that a strategy passes on."""
+
+_MOVED = {
+    **{name: f"overlap=dict({name}=...)" for name in ("bucket", "inflight")},
+    **{name: f"precision=dict({name}=...)" for name in ("param_dtype", "reduce_dtype")},
+    **{name: f"update=dict({name}=...)" for name in ("elementwise", "atomic")},
+    "reduce": "precision=dict(reduce_op=...)",
+    "gathers": "overlap=dict(gather_group=...)",
+    "tensor": "update=dict(tensor_group=...)",
+    "fill": "init=dict(init_fn=...)",
+    "device": "init=dict(device=...)",
+    "others": "expert_groups=...",
+}
+"""Keywords that `par_zero.shard` had, and what replaces them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +58,11 @@ class StrategyOptions:
                 raise TypeError(f"{name}={given!r}: it must be a list; pass {name}=[{given!r}]")
         policy_of(self.recompute)
         read_budget(self.memory)
+        for key in self.zero_keywords:
+            if key in _MOVED:
+                raise ValueError(f"zero[{key!r}]: this option moved; pass zero=dict(..., {_MOVED[key]})")
+            if key not in _ZERO:
+                raise ValueError(f"zero[{key!r}]: par_zero.shard has no such option; use one of {', '.join(_ZERO)}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.stage!r}: it must be 0, 1, 2 or 3; pass one of these")
         if not isinstance(self.broadcast_batches, bool):
@@ -51,7 +72,7 @@ class StrategyOptions:
             raise ValueError(f"pipeline={dict(self.pipeline)}: the strategy sets {own[0]!r} itself; remove it")
         name = self.precision_name
         is_autocast = precision_of(name).autocast is not None
-        if self.stage == 3 and is_autocast and "param_dtype" not in self.zero_keywords:
+        if self.stage == 3 and is_autocast and "param_dtype" not in self.zero_policy("precision"):
             raise ValueError(
                 f"zero=3 with precision={name!r}: autocast would keep a cast copy of every weight until backward; use "
                 f"precision={name.removesuffix('-amp')!r}, which gathers weights in 16 bits, or zero=2"
@@ -86,6 +107,17 @@ class StrategyOptions:
         """The keywords of `par_zero.shard`, `stage` among them."""
         return {"stage": 0, **self.zero} if isinstance(self.zero, Mapping) else {"stage": self.zero}
 
+    def zero_policy(self, name: str) -> dict[str, Any]:
+        """Return the arguments of a policy of `par_zero.shard` that the user passed.
+
+        Args:
+            name: Keyword of `shard`: "precision", "overlap" or "update".
+        """
+        given = self.zero_keywords.get(name)
+        if given is None or isinstance(given, Mapping):
+            return dict(given or {})
+        return {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
+
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
@@ -101,9 +133,10 @@ class StrategyOptions:
         """A text that must be identical on all ranks."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
         policy = policy_of(self.recompute)
-        fields: tuple[Any, ...] = (self.parallel, self.precision, self.zero, self.clip_norm, self.pipeline, self.seed)
-        fields += (self.memory, self.broadcast_batches, repr(policy) if isinstance(policy, Layers | Keep) else policy)
-        return repr(_plain((*fields, self.gradient_handlers, plugins)))
+        zero = {**self.zero_keywords, **{name: self.zero_policy(name) for name in ("precision", "overlap", "update")}}
+        given: tuple[Any, ...] = (self.parallel, self.precision, zero, self.clip_norm, self.pipeline, self.seed)
+        given += (self.memory, self.broadcast_batches, repr(policy) if isinstance(policy, Layers | Keep) else policy)
+        return repr(_plain((*given, self.gradient_handlers, plugins)))
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,17 @@ from par_layers import initialize, parallelize
 from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
-from par_zero import Offload, OnDisk, count_bytes_of_steps, make_alike_, on_disk, recall, shard, slots_of_steps
+from par_zero import (
+    DataParallelGroup,
+    DiskUsage,
+    Offload,
+    disk_usage,
+    reload_state,
+    shard,
+    state_counter_bytes,
+    state_slots,
+    sync_module_states_,
+)
 
 from .handlers import kinds_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
@@ -70,7 +80,7 @@ class TensorPlugin(Plugin):
         if optimizer is not None:
             cut_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins):
-            options = strategy.options.zero_keywords
+            options = strategy.options.zero_policy("update")
             check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)  # only now are there records
         return model
 
@@ -182,13 +192,13 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     optimizers = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     widths = [
-        sum(dtype.itemsize for dtype in slots_of_steps(one, group, torch.float32).values())
+        sum(dtype.itemsize for dtype in state_slots(one, group, torch.float32).values())
         for one, group in groups
         if group["params"]
     ]
     sizes = strategy.sizes_of(model, optimizer)
     tensors = (number for part in sizes.parts for number in part.tensors)
-    counts = sum(count_bytes_of_steps(*groups[number], torch.float32) for number in tensors)
+    counts = sum(state_counter_bytes(*groups[number], torch.float32) for number in tensors)
     most = 1 + bool(budget.host) + bool(budget.disk)  # tensors that one is cut into, of a tier each
     return plan_budget(
         replace(sizes, beside=sizes.beside + counts * most),
@@ -214,10 +224,10 @@ def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
     spent, both = strategy.spent, nn.ModuleList(models)
     assert spent is not None  # noqa: S101 - who calls this has looked
     with together("memory", None):
-        disk = on_disk(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else OnDisk(pieces=())
+        disk = disk_usage(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else DiskUsage(pieces=())
         found = choices(both) if any(_layers_of(model) for model in models) else ()
         rest = plan_measured(spent, MeasuredStep(models=found, held=_at_a_time(strategy), disk=disk))
-        recalled = recall(models[0], rest.recall) if rest.recall else 0
+        recalled = reload_state(models[0], rest.recall) if rest.recall else 0
         if found:
             set_budget(both, *rest.budgets)
     strategy.spent = replace(rest.spent, recalled=recalled)
@@ -272,8 +282,8 @@ class ZeroPlugin(Plugin):
         else:
             packed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
-            others = share_of_experts(model, strategy.groups)
-            return make_alike_(model, group=strategy.groups[averaged], others=others)
+            experts = share_of_experts(model, strategy.groups)
+            return sync_module_states_(model, group=strategy.groups[averaged], expert_groups=experts)
         precision = precision_of(options.precision_name)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
@@ -284,22 +294,25 @@ class ZeroPlugin(Plugin):
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
-        group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
-        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
+        # A rank can compute the index of any other in its data-parallel group, so `shard` need not ask the other ranks.
+        index_of = partial(strategy.groups.topology.index, averaged)
+        group = DataParallelGroup(strategy.groups[averaged], index_of=index_of)
+        keywords = {**options.zero_keywords, "precision": {"param_dtype": dtype, **options.zero_policy("precision")}}
         if strategy.spent is not None and optimizer is not None:
             parts, path = strategy.spent.shares.parts, strategy.spent.budget.path
             if any(parts.values()):
                 optimizer_parts, parameter_parts = (parts.get(name, 0.0) for name in ("optimizer", "parameters"))
                 keywords["offload"] = Offload(optimizer=optimizer_parts, parameters=parameter_parts, path=path)
-        others = share_of_experts(model, strategy.groups)
-        if others:
-            keywords = {"others": others, **keywords}
-        keywords["inflight"] = strategy.inflight_of(others)
+        experts = share_of_experts(model, strategy.groups)
+        if experts:
+            keywords = {"expert_groups": experts, **keywords}
+        overlap = {"gather_group": gathers, **options.zero_policy("overlap")}
+        keywords["overlap"] = {**overlap, "inflight": strategy.inflight_of(experts)}
         if _is_abstract(model):
-            keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
-        if strategy.groups.size("tensor") > 1 and needs_whole(optimizer, keywords):
+            keywords = {"init": {"init_fn": partial(_fill, strategy), "device": strategy.device}, **keywords}
+        if strategy.groups.size("tensor") > 1 and needs_whole(optimizer, options.zero_policy("update")):
             check_partial_sums(model, strategy.groups)
-            keywords = {"tensor": strategy.groups["tensor"], **keywords}
+            keywords["update"] = {"tensor_group": strategy.groups["tensor"], **options.zero_policy("update")}
         return shard(model, optimizer, group=group, **keywords)[0]
 
 

@@ -16,7 +16,7 @@ from par_groups import Axes, Channels, ProcessGroups, Topology, agree, check_ali
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 from par_plan import NUMBER_WIDTHS, ModelSizes, TrainingJob, model_sizes
-from par_zero import ShardOptions, Share
+from par_zero import DataParallelGroup, ShardOptions
 
 from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes, replica_axes
 from .mixture.share import share_of_experts
@@ -126,7 +126,7 @@ class Setup:
         self.groups.add(Channels(axes, count))
         return self.groups.channels(axes, count)[-1]
 
-    def inflight_of(self, others: Sequence[Share]) -> int | None:
+    def inflight_of(self, others: Sequence[DataParallelGroup]) -> int | None:
         """Return how many chunks may be reduced at a time: the option of `zero`, or 2 under a budget; None: no limit.
 
         At stages 0 to 2 no rank waits in a backward pass in which it also exchanges tokens of experts, so that a budget
@@ -135,7 +135,7 @@ class Setup:
         Args:
             others: The groups that share experts, instead of all data ranks.
         """
-        given: int | None = self.options.zero_keywords.get("inflight")
+        given: int | None = self.options.zero_policy("overlap").get("inflight")
         bounds = self.options.memory is not None and (self.options.stage == 3 or not others)
         return 2 if given is None and bounds else given
 
@@ -147,16 +147,17 @@ class Setup:
             optimizer: Its optimizer; None for a model that only runs forward.
         """
         given, ranks = self.options.zero_keywords, self.groups.size(self.averaged_over)
-        options = ShardOptions(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
+        options = ShardOptions.of(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
         parameters, numbers = list(model.parameters()), NUMBER_WIDTHS[self.options.precision_name]
         if parameters:
             # par-zero counts the bytes of a bucket in the dtype that it packs: if parameters are cast to a narrower
             # dtype first, as many bytes hold more elements.
             trained = optimizer is not None and all(each.requires_grad for each in parameters)
             more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
-            options = replace(options, bucket=options.bucket_of(ranks) * max(1, more))
+            bucket = options.overlap.bucket_of(ranks) * max(1, more)
+            options = replace(options, overlap=replace(options.overlap, bucket=bucket))
         shares = share_of_experts(model, self.groups)
-        options = replace(options, inflight=self.inflight_of(shares))
+        options = replace(options, overlap=replace(options.overlap, inflight=self.inflight_of(shares)))
         experts = [(share.parameters or (), dist.get_world_size(share.group)) for share in shares]
         return model_sizes(
             model,

@@ -47,7 +47,7 @@ class Strategy(StrategyFiles):
         precision: The precision of weights and arithmetic, such as "bf16"; or a mapping with `precision` and other
             keywords of `par_precision.mixed`, such as dict(precision="bf16", output_dtype=None).
         zero: The ZeRO stage, 0 to 3; or a mapping with `stage` and other keywords of `par_zero.shard`, such as
-            dict(stage=1, elementwise=True) for an optimizer of your own that updates each element separately.
+            dict(stage=1, update=dict(elementwise=True)) for an elementwise optimizer of your own.
         clip_norm: The largest 2-norm of all gradients together; larger gradients are scaled down. Default: no clipping.
         pipeline: `schedule` and `microbatches` of `execute_pipeline`, and other keywords of `par_pipeline.Pipeline`.
         recompute: The activations that backward recomputes: a policy of `par_recompute`, or a text, such as "cheap",
@@ -57,7 +57,8 @@ class Strategy(StrategyFiles):
             "path": "/scratch"}; "activations" reserves bytes for these. The strategy offloads or recomputes whatever
             exceeds the device's budget. The first step runs with as little on the device as possible and is measured;
             from the second step on, the device holds what saves most seconds per byte. One optimizer per budget. Two
-            chunks are reduced at a time, unless `zero` has "inflight". Default: everything stays on the device.
+            chunks are reduced at a time, unless `zero` sets `overlap=dict(inflight=...)`. Default: everything stays on
+            the device.
         gradient_handlers: The steps that complete gradients before the optimizer's step, in order: a
             `dict(type=NAME, ...)` for each handler.
         plugins: Plugins, names under which packages declare one, or "module:Class".

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 
-class Scope(Enum):
+class UpdateScope(Enum):
     """What an optimizer looks at when it updates an element."""
 
     ELEMENT = "element"
@@ -24,71 +24,71 @@ class Scope(Enum):
     """The class is not listed here."""
 
 
-KNOWN: Mapping[str, Mapping[Scope, str]] = {
+KNOWN: Mapping[str, Mapping[UpdateScope, str]] = {
     "torch.optim": {
-        Scope.ELEMENT: "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD",
-        Scope.TENSOR: "Adafactor Muon",
-        Scope.MODEL: "LBFGS",
+        UpdateScope.ELEMENT: "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD",
+        UpdateScope.TENSOR: "Adafactor Muon",
+        UpdateScope.MODEL: "LBFGS",
     },
-    "adam_mini": {Scope.MODEL: "Adam_mini"},  # it sums over ranks
+    "adam_mini": {UpdateScope.MODEL: "Adam_mini"},  # it sums over ranks
     "apex.optimizers": {
-        Scope.ELEMENT: "FusedAdagrad FusedAdam FusedSGD",
-        Scope.TENSOR: "FusedNovoGrad",
-        Scope.MODEL: "FusedLAMB FusedMixedPrecisionLamb",  # max_grad_norm
+        UpdateScope.ELEMENT: "FusedAdagrad FusedAdam FusedSGD",
+        UpdateScope.TENSOR: "FusedNovoGrad",
+        UpdateScope.MODEL: "FusedLAMB FusedMixedPrecisionLamb",  # max_grad_norm
     },
     "bitsandbytes.optim": {  # state in blocks from 4,096 elements on, percentile_clipping, max_unorm
-        Scope.TENSOR: "Adagrad Adagrad8bit Adagrad32bit Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit "
-        "AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit PagedAdamW32bit AdEMAMix AdEMAMix8bit AdEMAMix32bit "
-        "PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit LAMB LAMB8bit LAMB32bit LARS LARS8bit LARS32bit Lion "
-        "Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit RMSprop RMSprop8bit RMSprop32bit SGD SGD8bit "
-        "SGD32bit",
+        UpdateScope.TENSOR: "Adagrad Adagrad8bit Adagrad32bit Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit "
+        "PagedAdam32bit AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit PagedAdamW32bit AdEMAMix AdEMAMix8bit "
+        "AdEMAMix32bit PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit LAMB LAMB8bit LAMB32bit LARS LARS8bit "
+        "LARS32bit Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit RMSprop RMSprop8bit RMSprop32bit SGD "
+        "SGD8bit SGD32bit",
     },
-    "came_pytorch": {Scope.TENSOR: "CAME"},
+    "came_pytorch": {UpdateScope.TENSOR: "CAME"},
     "dadaptation": {
-        Scope.MODEL: "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD DAdaptAdamPreprint DAdaptAdanIP",
+        UpdateScope.MODEL: "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD DAdaptAdamPreprint DAdaptAdanIP",
     },
     "deepspeed.ops": {
-        Scope.ELEMENT: "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLion",
-        Scope.TENSOR: "FusedLamb",
+        UpdateScope.ELEMENT: "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLion",
+        UpdateScope.TENSOR: "FusedLamb",
     },
-    "galore_torch": {Scope.TENSOR: "AdamW AdamW8bit Adafactor GaLoreAdamW GaLoreAdamW8bit GaLoreAdafactor"},
-    "lion_pytorch": {Scope.ELEMENT: "Lion"},
-    "lion_pytorch.cautious_lion": {Scope.TENSOR: "Lion"},  # the mean of a mask
+    "galore_torch": {UpdateScope.TENSOR: "AdamW AdamW8bit Adafactor GaLoreAdamW GaLoreAdamW8bit GaLoreAdafactor"},
+    "lion_pytorch": {UpdateScope.ELEMENT: "Lion"},
+    "lion_pytorch.cautious_lion": {UpdateScope.TENSOR: "Lion"},  # the mean of a mask
     "muon": {
-        Scope.TENSOR: "SingleDeviceMuon SingleDeviceMuonWithAuxAdam",
-        Scope.MODEL: "Muon MuonWithAuxAdam",  # these gather over ranks
+        UpdateScope.TENSOR: "SingleDeviceMuon SingleDeviceMuonWithAuxAdam",
+        UpdateScope.MODEL: "Muon MuonWithAuxAdam",  # these gather over ranks
     },
-    "prodigyopt": {Scope.MODEL: "Prodigy ProdigyReference"},
+    "prodigyopt": {UpdateScope.MODEL: "Prodigy ProdigyReference"},
     "pytorch_optimizer": {
-        Scope.ELEMENT: "AdaBelief ADOPT AdEMAMix Adan LaProp Lion QHAdam QHM ScheduleFreeAdamW ScheduleFreeSGD "
+        UpdateScope.ELEMENT: "AdaBelief ADOPT AdEMAMix Adan LaProp Lion QHAdam QHM ScheduleFreeAdamW ScheduleFreeSGD "
         "SGDW SignSGD",
-        Scope.TENSOR: "AdaFactor Adalite AdamP SGDP APOLLO CAME Fira FlashAdamW Fromage GaLore Lamb LARS NovoGrad "
-        "StableAdamW SCION SCIONLight RACS",
-        Scope.MODEL: "Adai AdaGC AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy",
+        UpdateScope.TENSOR: "AdaFactor Adalite AdamP SGDP APOLLO CAME Fira FlashAdamW Fromage GaLore Lamb LARS "
+        "NovoGrad StableAdamW SCION SCIONLight RACS",
+        UpdateScope.MODEL: "Adai AdaGC AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy",
     },
     "schedulefree": {
-        Scope.ELEMENT: "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree "
+        UpdateScope.ELEMENT: "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree "
         "SGDScheduleFree SGDScheduleFreeReference",
     },
     "timm.optim": {
-        Scope.ELEMENT: "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy RMSpropTF "
-        "SGDW",
-        Scope.TENSOR: "Adafactor AdafactorBigVision AdamP Kron Lars Mars Muon NvNovoGrad SGDP",
-        Scope.MODEL: "Lamb LambLegacy",  # max_grad_norm
+        UpdateScope.ELEMENT: "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy "
+        "RMSpropTF SGDW",
+        UpdateScope.TENSOR: "Adafactor AdafactorBigVision AdamP Kron Lars Mars Muon NvNovoGrad SGDP",
+        UpdateScope.MODEL: "Lamb LambLegacy",  # max_grad_norm
     },
-    "torchao.optim": {Scope.TENSOR: "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW"},
-    "transformers.optimization": {Scope.ELEMENT: "AdamW", Scope.TENSOR: "Adafactor"},
+    "torchao.optim": {UpdateScope.TENSOR: "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW"},
+    "transformers.optimization": {UpdateScope.ELEMENT: "AdamW", UpdateScope.TENSOR: "Adafactor"},
 }
 """By package, and by scope, the names of classes."""
 
-WIDER: Mapping[str, Mapping[str, Scope]] = {
+WIDER: Mapping[str, Mapping[str, UpdateScope]] = {
     "pytorch_optimizer": {
-        "adanorm": Scope.TENSOR,
-        "cautious": Scope.TENSOR,
-        "stable_adamw": Scope.TENSOR,
-        "use_gc": Scope.TENSOR,
-        "max_grad_norm": Scope.MODEL,
+        "adanorm": UpdateScope.TENSOR,
+        "cautious": UpdateScope.TENSOR,
+        "stable_adamw": UpdateScope.TENSOR,
+        "use_gc": UpdateScope.TENSOR,
+        "max_grad_norm": UpdateScope.MODEL,
     },
-    "timm.optim": {"caution": Scope.TENSOR},
+    "timm.optim": {"caution": UpdateScope.TENSOR},
 }
 """By package, settings of a param group with which a class looks at more than its own scope says, if they are set."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .classes import KNOWN, WIDER, Scope
+from .classes import KNOWN, WIDER, UpdateScope
 
 _NOT_IN_A_STEP = {
     *("__init__", "__repr__", "__setstate__", "__getstate__", "__init_subclass__", "__class_getitem__"),
@@ -18,7 +18,7 @@ _NOT_IN_A_STEP = {
 """Names that a subclass of a listed class may define: its step does the same."""
 
 
-def scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Scope:
+def update_scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateScope:
     """Return what an optimizer looks at when it updates an element of a param group.
 
     A subclass counts as the listed class that it comes from if it leaves everything of that class as it is that a step
@@ -29,17 +29,17 @@ def scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Scope:
         group: The param group, some of whose settings may widen the scope.
     """
     if _has_own_step(optimizer):
-        return Scope.UNKNOWN
+        return UpdateScope.UNKNOWN
     classes = type(optimizer).__mro__
     for number, kind in enumerate(classes):
         package, scope = _listed(kind)
-        if scope is Scope.UNKNOWN:
+        if scope is UpdateScope.UNKNOWN:
             continue
         if any(_changes_step(below, kind) for below in classes[:number]):
-            return Scope.UNKNOWN
+            return UpdateScope.UNKNOWN
         wider = [more for name, more in WIDER.get(package, {}).items() if group.get(name)]
-        return max([scope, *wider], key=list(Scope).index)
-    return Scope.UNKNOWN
+        return max([scope, *wider], key=list(UpdateScope).index)
+    return UpdateScope.UNKNOWN
 
 
 def _changes_step(below: type, listed: type) -> bool:
@@ -51,7 +51,7 @@ def _changes_step(below: type, listed: type) -> bool:
     return bool(names)
 
 
-def _listed(kind: type) -> tuple[str, Scope]:
+def _listed(kind: type) -> tuple[str, UpdateScope]:
     """The package under which a class is listed, and its scope."""
     module = kind.__module__
     while module:
@@ -59,7 +59,7 @@ def _listed(kind: type) -> tuple[str, Scope]:
             if kind.__qualname__ in names.split():
                 return module, scope
         module = module.rpartition(".")[0]
-    return "", Scope.UNKNOWN
+    return "", UpdateScope.UNKNOWN
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:

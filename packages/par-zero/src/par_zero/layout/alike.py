@@ -14,14 +14,14 @@ from torch import nn
 from par_groups import agree
 
 from .build import shares_of
-from .sharers import Share
+from .sharers import DataParallelGroup
 
 _BUCKET = 1 << 25
 """Bytes that are broadcast as one, for which there are two copies at a time."""
 
 
 def make_rest_alike_(
-    module: nn.Module, packed: Set[nn.Parameter], shares: Sequence[Share], device: torch.device
+    module: nn.Module, packed: Set[nn.Parameter], shares: Sequence[DataParallelGroup], device: torch.device
 ) -> None:
     """Gives all ranks of each share the first one's values of what is not packed. Collective.
 
@@ -53,7 +53,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _in_common(tensors: dict[str, torch.Tensor], share: Share) -> list[str]:
+def _in_common(tensors: dict[str, torch.Tensor], share: DataParallelGroup) -> list[str]:
     """The names under which all ranks of a share have tensors of the same shape and dtype, in one order."""
     mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(tensors.items())]
     digests = agree(None, hashlib.blake2b(repr(mine).encode(), digest_size=16).digest(), *share.groups)
@@ -64,7 +64,7 @@ def _in_common(tensors: dict[str, torch.Tensor], share: Share) -> list[str]:
     return [name for name, _, _ in mine]
 
 
-def _make_alike_(tensors: Sequence[torch.Tensor], share: Share, device: torch.device) -> None:
+def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, device: torch.device) -> None:
     """Broadcasts tensors over the groups of a share, and writes those that differ."""
     bucket: list[torch.Tensor] = []
     for number, tensor in enumerate(tensors):

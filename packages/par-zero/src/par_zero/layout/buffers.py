@@ -7,7 +7,7 @@ import torch
 from .meter import BUFFERS, Meter
 
 
-def elements_lent(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
+def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
     """Elements of the buffers that chunks of some sizes come to be lent, at most, of as many as are lent at a time.
 
     Where no chunk is larger than one before it, each buffer stays as large as the chunk that it was made for. Else a

@@ -9,14 +9,14 @@ from torch import nn
 
 from par_groups import Sharding
 
-from .._options import ShardOptions
 from .._param_groups import ParamGroup
+from .._policies import ShardOptions
 from .._stage import Stage
 from .chunk import Chunk, Member
 from .fill import make_real_
 from .packing import Item, Layout, pack, pack_atomic
 from .records import is_assembled, own_record
-from .sharers import Groups, Share
+from .sharers import DataParallelGroup, Groups
 from .units import Place
 
 
@@ -24,7 +24,7 @@ def members_of(
     module: nn.Module,
     groups: Sequence[ParamGroup],
     stage: Stage,
-    shares: Sequence[Share] = (),
+    shares: Sequence[DataParallelGroup] = (),
     tensor: Sequence[int] = (),
 ) -> list[Member]:
     """The parameters that are packed.
@@ -70,7 +70,7 @@ def members_of(
     return members
 
 
-def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, assembled: bool) -> int:
+def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[DataParallelGroup], *, assembled: bool) -> int:
     """The number of the share that a parameter belongs to: that which names it, or else the first by its record.
 
     Raises:
@@ -81,8 +81,8 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
         return 0
     if record is None:
         raise ValueError(
-            f"others[{naming[0] - 1}] names {name!r}, which has no record of the ranks that hold it; attach one by "
-            "par_groups.set_sharding"
+            f"expert_groups[{naming[0] - 1}].parameters: {name!r} has no sharding metadata, which lists the ranks that "
+            "hold it; attach it with par_groups.set_sharding"
         )
     candidates = naming or [n for n, share in enumerate(shares) if share.parameters is None]
     found = shares_of(parameter, shares)
@@ -90,23 +90,23 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
         holders = sorted({rank for box in record.boxes for rank in box.copies})
         near = " or ".join(str(shares[n].near) for n in candidates)
         raise ValueError(
-            f"{name!r} is held by the ranks {holders}, which are not all of the ranks {near} that would share it, and "
-            "others would get this rank's values in the place of their own; pass others=[par_zero.Share(group)] with "
+            f"{name!r} is held by the ranks {holders}, which are not all of the ranks {near} that would shard it, and "
+            "the other ranks would get this rank's values; pass expert_groups=[par_zero.DataParallelGroup(group)] with "
             "the group of the ranks that hold it"
         )
     if assembled and found[0]:
         raise ValueError(
-            f"{name!r} belongs to others[{found[0] - 1}], and its optimizer must see it whole, of which this rank has "
-            "parts; give it to an optimizer that works element by element, or make each matrix a parameter"
+            f"{name!r} belongs to expert_groups[{found[0] - 1}], and its optimizer needs a full tensor, of which this "
+            "rank holds a shard; use an elementwise optimizer for it, or make each matrix a parameter"
         )
     return found[0]
 
 
-def _naming(parameter: nn.Parameter, shares: Sequence[Share]) -> list[int]:
+def _naming(parameter: nn.Parameter, shares: Sequence[DataParallelGroup]) -> list[int]:
     return [n for n, share in enumerate(shares) if any(parameter is each for each in share.parameters or ())]
 
 
-def shares_of(parameter: nn.Parameter, shares: Sequence[Share]) -> list[int]:
+def shares_of(parameter: nn.Parameter, shares: Sequence[DataParallelGroup]) -> list[int]:
     """The numbers of the shares that have a parameter on all of their ranks; it belongs to the first of them, if any.
 
     Without a record, it is on all ranks of the first share, unless another one names it.
@@ -159,7 +159,7 @@ class Plan:
 
     def dtype_in_use(self, options: ShardOptions) -> torch.dtype:
         """Dtype of the parameters as the module uses them; complex ones keep theirs, and their gradients too."""
-        wanted = options.param_dtype
+        wanted = options.precision.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
 
@@ -220,7 +220,7 @@ def plan_chunks(
         for part in (
             [kind]
             if stage.shards_parameters
-            else _buckets(kind, options.bucket_of(ranks[kind[0].share]), numel, wastes)
+            else _buckets(kind, options.overlap.bucket_of(ranks[kind[0].share]), numel, wastes)
         )
     ]
     plans = []
@@ -310,6 +310,6 @@ def pack_chunk_(
         stage=stage,
         packed=packed,
         dtype=dtype,
-        reduce_dtype=options.reduce_dtype if options.reduce_dtype is not None and real else dtype,
+        reduce_dtype=options.precision.reduce_dtype if options.precision.reduce_dtype is not None and real else dtype,
         items=plan.place.items,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._options import Fill
+from .._policies import InitFn
 from .._torch_private import own_buffers, own_modules, own_parameters
 from .units import owners, tensors_of
 
@@ -47,15 +47,15 @@ class Filler:
     Args:
         root: The module that is sharded.
         units: The units, as lists of modules that run one after the other; the first is the root's rest.
-        fill: Called with a module and what comes before its names, such as "blocks.0.".
+        init_fn: Function that is called with a module and the prefix of its names, such as "blocks.0.".
 
     Attributes:
         root: The module that is sharded.
         order: The numbers of the units in the order in which they are to be filled: the root's rest is the last.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Sequence[nn.Module]], fill: Fill) -> None:
-        self.root, self._units, self._fill = root, units, fill
+    def __init__(self, root: nn.Module, units: Sequence[Sequence[nn.Module]], init_fn: InitFn) -> None:
+        self.root, self._units, self._init_fn = root, units, init_fn
         self._owners = owners(root, units)
         self._names: dict[torch.Tensor, str] = {}
         for name, tensor in tensors_of(root):
@@ -82,7 +82,7 @@ class Filler:
             now = {tensor for _, tensor in tensors_of(module) if self._owners[tensor] == number} - self._filled
             if any(tensor.is_meta for tensor in now):
                 with self._only(module, now):
-                    self._fill(module, self._prefixes[module])
+                    self._init_fn(module, self._prefixes[module])
                 for tensor, name in self._names.items():
                     if tensor in now:
                         self._check(tensor, name)
@@ -92,12 +92,12 @@ class Filler:
         before = self._abstract[tensor]
         if tensor.is_meta:
             raise RuntimeError(
-                f"fill() has left {name!r} on the meta device; fill everything that the module has when fill() gets "
-                "it, parameters and buffers"
+                f"init_fn has left {name!r} on the meta device; it must initialize all parameters and "
+                "buffers of the module that it gets"
             )
         if isinstance(tensor, nn.Parameter) and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
             raise RuntimeError(
-                f"fill() has made {name!r} {tensor.dtype} {tuple(tensor.shape)}, and it was {before.dtype} "
+                f"init_fn has made {name!r} {tensor.dtype} {tuple(tensor.shape)}, and it was {before.dtype} "
                 f"{tuple(before.shape)} on the meta device; keep shapes and dtypes, or make the model in others"
             )
 

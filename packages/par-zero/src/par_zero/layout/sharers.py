@@ -1,6 +1,6 @@
 """Who shares a chunk: the ranks that each keep a part of it, and those that keep the same part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,29 +11,40 @@ from par_groups import Sharding, backend_of
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """Ranks that share parameters which the ranks of `shard(group=...)` do not all have, such as copies of experts.
+class DataParallelGroup:
+    """Ranks that read different data, hold replicas of the same parameters, and shard the work on these.
 
     Args:
-        group: The ranks with different data that have copies of these parameters, and share the work on them.
-        replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
-        divisor: By what sums of gradients are divided where `shard` takes their mean. None: by what it divides all
-            other gradients, the number of ranks over which the loss is a mean. So it is right for experts that see
-            the tokens of all these ranks, of which few have copies.
-        parameters: What they share. None: what all of them have copies of by its record, and not all of the ranks of
-            `shard(group=...)` have. It must be given where these ranks are all of those and more, as is so of experts
-            whose copies on tensor ranks see different tokens: everything that tensor ranks have alike looks the same.
+        group: The ranks.
+        replicas: Ranks that hold the same shard as this rank, for hybrid sharding. None: each shard exists once.
+        divisor: Divisor of a sum of gradients, if `shard` averages gradients. None: the divisor of all other gradients,
+            which is the number of ranks over which the loss is a mean. That is right for experts: they receive the
+            tokens of all these ranks, even if few ranks hold a replica.
+        parameters: Parameters that these ranks shard. None: the parameters of which all of these ranks hold a replica
+            by their sharding metadata, and not all ranks of `shard(group=...)` do. You must name the parameters if
+            these ranks include all ranks of `shard(group=...)` and more, such as for experts whose replicas on
+            tensor-parallel ranks receive different tokens: all parameters that these ranks replicate look the same.
+        index_of: Function that returns the index of a global rank in its own data-parallel group, such as
+            `lambda rank: topology.index("data", rank)`. It is used for parameters that are also replicated on ranks
+            outside of `group` and `replicas`, such as the bias of a row-parallel layer. None: the ranks exchange their
+            indices, which takes longer.
     """
 
     group: dist.ProcessGroup
     replicas: dist.ProcessGroup | None = None
     divisor: int | None = None
     parameters: Sequence[nn.Parameter] | None = None
+    index_of: Callable[[int], int] | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The group, and the replicas if there are any."""
         return [self.group] if self.replicas is None else [self.group, self.replicas]
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """Global ranks that hold the same shard as this rank, this rank too."""
+        return [dist.get_rank()] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
 
     @property
     def near(self) -> list[int]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.optim import Optimizer
 
-from .._options import ShardOptions
 from .._param_groups import in_a_row, param_groups
+from .._policies import ShardOptions
 from .._stage import STAGES
 from .build import members_of, plan_chunks
 from .records import record_of
@@ -24,7 +24,7 @@ class ChunkSize:
         trained: Whether an optimizer has its parameters, and so gradients are reduced.
         groups: Numbers of the param groups that it has parameters of, among those of all optimizers: of each the
             optimizer comes to have a tensor, unless it is cut into pieces.
-        share: Number of those who share it: 0 for the ranks of `shard(group=...)`, then `others`.
+        share: Number of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
     """
 
     elements: int
@@ -41,32 +41,34 @@ def chunk_sizes(
     stage: int,
     ranks: int,
     options: ShardOptions | None = None,
-    others: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
+    expert_groups: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
 ) -> list[ChunkSize]:
-    """The chunks that `shard` would make of a module. Nothing is changed, and no rank is asked.
+    """Return the chunks that `shard` would make of a module, without changing it or communicating.
 
-    What is put together over tensor ranks for an optimizer that must see whole tensors lies in chunks as any other.
+    Parameters that are assembled over tensor-parallel ranks are in chunks like all others.
 
     Args:
-        module: The module, which may be on the meta device.
-        optimizer: What `shard` is given.
+        module: Module, which may be on the meta device.
+        optimizer: Optimizers, as for `shard`.
         stage: Stage of `shard`, 0 to 3.
-        ranks: Number of ranks that share.
-        options: The options of `shard`; None: its defaults.
-        others: Of each of the `others` of `shard`, the parameters that it shares, and the number of its ranks.
+        ranks: Number of ranks that shard the parameters.
+        options: Options of `shard`; None: the defaults.
+        expert_groups: For each of the `expert_groups` of `shard`, its parameters and the number of its ranks.
 
     Returns:
-        The sizes of the chunks, the last that runs first.
+        The sizes of the chunks. The chunk that the forward needs last comes first.
     """
     options = options or ShardOptions()
     cuts = STAGES[stage]
-    groups = param_groups(in_a_row(optimizer), options.atomic, options.elementwise)
-    units = choose_units(module, options.units, options.bucket_of(ranks)) if cuts.shards_parameters else [[module]]
-    share_of = {parameter: number for number, (shared, _) in enumerate(others, 1) for parameter in shared}
+    groups = param_groups(in_a_row(optimizer), options.update)
+    units = [[module]]
+    if cuts.shards_parameters:
+        units = choose_units(module, options.units, options.overlap.bucket_of(ranks))
+    share_of = {parameter: number for number, (shared, _) in enumerate(expert_groups, 1) for parameter in shared}
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in members_of(module, groups, cuts)]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
     plans = plan_chunks(
-        members, places(module, units), records, cuts, [ranks, *(number for _, number in others)], options
+        members, places(module, units), records, cuts, [ranks, *(number for _, number in expert_groups)], options
     )
     return [
         ChunkSize(

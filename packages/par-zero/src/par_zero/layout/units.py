@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .._options import Units
+from .._policies import Units
 
 
 class Place(NamedTuple):

@@ -62,7 +62,7 @@ class Unwritten:
             return
         self._reset()
         raise RuntimeError(
-            f"{name!r} has no values yet, as it was on the meta device and shard() was given no fill; load a "
+            f"{name!r} has no values yet, as it was on the meta device and shard() got no init_fn; load a "
             "checkpoint first, as by par_checkpoint.load(path, model=module), or write it, and say so with "
             "par_groups.written_(module.parameters())"
         )

@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from par_groups import together
 
-from .._options import ShardOptions
 from .._param_groups import ParamGroup
+from .._policies import ShardOptions
 from .._stage import Stage
 from .._tiers import Home, Offload
 from ..layout.build import Plan
 from ..layout.chunk import Chunk
 from ..layout.packing import Range
-from ..optimizer.probe import slots_of_steps
+from ..optimizer.probe import state_slots
 from ..placement.room import Room
 from .disk import Disk, tensors_in
 from .pieces import COPY, Block, Slots, blocks, cut, pages, spread
@@ -131,7 +131,7 @@ def slots_by_group(
     """
     return {
         (group, plan.dtype): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
-        | slots_of_steps(groups[group].optimizer, groups[group].settings, plan.dtype)
+        | state_slots(groups[group].optimizer, groups[group].settings, plan.dtype)
         for plan in _stepped(plans)
         for group in {member.group for member in plan.members}
     }
@@ -288,12 +288,12 @@ def resident_bytes(
         if plan.members[0].owner < 0:
             continue
         if home.gradients == "device":
-            found["gradients"] += (high - low) * (options.reduce_dtype or used).itemsize
+            found["gradients"] += (high - low) * (options.precision.reduce_dtype or used).itemsize
         for part in plan.layout.slices(low, high):
             key = (part.group, plan.dtype)
             if key not in slots:
                 group = groups[part.group]
-                kept = slots_of_steps(group.optimizer, group.settings, plan.dtype)
+                kept = state_slots(group.optimizer, group.settings, plan.dtype)
                 copy = plan.dtype.itemsize if used != plan.dtype else 0
                 slots[key] = copy + sum(dtype.itemsize for dtype in kept.values())
             found["optimizer"] += round((part.stop - part.start) * slots[key] * offload.parts["device"])

@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from par_groups import agree
 
-from .._options import ShardOptions
 from .._param_groups import ParamGroup
+from .._policies import ShardOptions
 from .._stage import Stage
 from .._tiers import TIERS, Offload, least_in_words
-from ..layout.buffers import elements_lent
+from ..layout.buffers import buffer_elements
 from ..layout.build import Plan
 from ..layout.packing import ALIGNMENT, Layout
-from ..layout.sharers import Share
-from ..optimizer.probe import count_bytes_of_steps
+from ..layout.sharers import DataParallelGroup
+from ..optimizer.probe import state_counter_bytes
 from ..placement.room import units_at_once
 from .away import Held, Laid, held_of, lay_out, resident_bytes, slots_by_group, whole_bytes
 from .pieces import PAGE, pages
@@ -65,7 +65,7 @@ class Tally:
         self._plans, self._stage, self._options, self._beside = plans, stage, options, beside
         self._slots = slots_by_group(plans, groups, options)
         self._counts = {
-            key: count_bytes_of_steps(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
+            key: state_counter_bytes(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
         }
         self._receives = tuple(receives)
         self.units = units_at_once(whole_bytes(plans, options)) if stage.shards_parameters else {}
@@ -108,7 +108,7 @@ class Tally:
 
     def _reduced(self, plan: Plan) -> torch.dtype:
         used = plan.dtype_in_use(self._options)
-        return self._options.reduce_dtype or used if plan.dtype.is_floating_point else used
+        return self._options.precision.reduce_dtype or used if plan.dtype.is_floating_point else used
 
     def _sum_of(self, plan: Plan) -> int:
         """Bytes of what a rank keeps of a chunk's reduced gradients."""
@@ -116,15 +116,15 @@ class Tally:
 
     def _reductions(self, laid: Laid) -> int:
         """Bytes in which gradients are reduced, of as many chunks as are under way; and one chunk's that arrive."""
-        inflight, stepped = self._options.inflight or 2, [plan for plan in self._plans if plan in laid.pieces]
+        inflight, stepped = self._options.overlap.inflight or 2, [plan for plan in self._plans if plan in laid.pieces]
         whole = [plan.layout.size * self._reduced(plan).itemsize for plan in stepped]
         received = [size for plan, size in zip(stepped, whole, strict=True) if self._receives[plan.share]]
         arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in stepped]
         passing = [self._sum_of(plan) for plan in stepped if laid.homes[plan].gradients == "disk"]
-        lent = elements_lent(received, inflight)
+        lent = buffer_elements(received, inflight)
         if self._stage.shards_gradients:  # those of a unit come in an order of their own
             kept = inflight if len(self._receives) > 1 else None
-            lent += elements_lent(whole, inflight + self._waiting(stepped), kept=kept)
+            lent += buffer_elements(whole, inflight + self._waiting(stepped), kept=kept)
         return lent + _largest(passing, inflight) + max(arriving, default=0)
 
     def _waiting(self, stepped: Sequence[Plan]) -> int:
@@ -136,7 +136,7 @@ class Tally:
         if len(self._receives) == 1:
             return 0
         if not self._stage.shards_parameters:
-            return len(stepped) if self._options.inflight else 0
+            return len(stepped) if self._options.overlap.inflight else 0
         chunks = Counter(plan.place.unit for plan in stepped)
         of_root = chunks.pop(0, 0)
         return of_root + max(chunks.values(), default=1) - 1
@@ -196,7 +196,7 @@ def within_budgets(
     stage: Stage,
     options: ShardOptions,
     *,
-    shares: Sequence[Share],
+    shares: Sequence[DataParallelGroup],
     beside: int,
     is_on_cpu: bool,
 ) -> Offload:
@@ -252,7 +252,7 @@ def within_budgets(
     return found
 
 
-def _receives(share: Share, stage: Stage) -> bool:
+def _receives(share: DataParallelGroup, stage: Stage) -> bool:
     """Whether a reduction over those who share receives into memory of its own."""
     ranks = dist.get_world_size(share.group)
     return ranks > 1 and (stage.shards_state or ranks > 2 or share.replicas is not None)

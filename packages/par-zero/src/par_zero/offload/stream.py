@@ -46,11 +46,11 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnDisk:
+class DiskUsage:
     """What a rank has of its optimizers on a disk, and how fast that is.
 
     Args:
-        pieces: Bytes of each piece on the disk, without padding, in the order in which `recall` takes them.
+        pieces: Bytes of each piece on the disk, without padding, in the order in which `reload_state` loads them.
         read: Bytes a second that were read, with what other ranks have read meanwhile.
         write: Bytes a second that were written.
     """
@@ -402,7 +402,7 @@ class Stream:
         ]
 
     @torch.no_grad()
-    def look(self) -> OnDisk:
+    def look(self) -> DiskUsage:
         """The sizes of the pieces on the disk, and its rates: as many pieces as there are buffers are read and written.
 
         Raises:
@@ -420,7 +420,7 @@ class Stream:
                 seconds[number] = min(seconds[number], time.perf_counter() - began)
         size = sum(block.size for block, _ in tried)
         read, write = (size / each if size else math.inf for each in seconds)
-        return OnDisk(pieces=tuple(piece.state_size for piece in pieces), read=read, write=write)
+        return DiskUsage(pieces=tuple(piece.state_size for piece in pieces), read=read, write=write)
 
     @torch.no_grad()
     def recall(self, size: int, optimizers: Sequence[Optimizer]) -> int:

@@ -67,7 +67,7 @@ def agreed_blocks(
     said = agree(problem, (list(claims.values()), tuple(ranks)), *([] if tensor is None else [tensor]))
     remedy = "build the same model and optimizers on all, and at stage 3 name the units: units=[...]"
     own = {rank: [claim[:4] for claim in theirs] for rank, (theirs, _) in said.items()}
-    check_alike(own, "parameters for the ranks of tensor= to put together", remedy=remedy, show=False)
+    check_alike(own, "parameters for the ranks of tensor_group to put together", remedy=remedy, show=False)
     near = {rank for _, of_rank in said.values() for rank in of_rank}
     in_order = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
     of_ranks = [said[rank][0] for rank in in_order]

@@ -85,8 +85,8 @@ def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[Block]:
         if len(counts) > 1 or len({record.shape for record in of_ranks}) > 1:
             raise ValueError(
                 f"{name!r} has {sorted(counts)} boxes of shapes {sorted({tuple(each.shape) for each in of_ranks})} on "
-                "the ranks of tensor=, of which the first ones should make one matrix, and so on; cut each matrix into "
-                "one box a rank, or give the parameter to an optimizer that works element by element"
+                "the ranks of tensor_group, whose first boxes form one matrix, and so on; shard each matrix as one "
+                "box per rank, or give the parameter to an elementwise optimizer"
             )
         blocks = [
             _block(name, whole.shape, [(rank, record.boxes[i]) for rank, record in enumerate(of_ranks) if record.boxes])
@@ -94,8 +94,8 @@ def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[Block]:
         ]
         if sum(block.numel for block in blocks) != whole.numel:
             raise ValueError(
-                f"of {name!r} the ranks of tensor= have {sum(block.numel for block in blocks)} of {whole.numel} "
-                "elements, and an optimizer that must see whole tensors needs all; give tensor= the group of all ranks "
+                f"of {name!r} the ranks of tensor_group have {sum(block.numel for block in blocks)} of {whole.numel} "
+                "elements, and an optimizer that must see whole tensors needs all; pass the tensor_group of all ranks "
                 "that have parts of it"
             )
         found += blocks
@@ -110,9 +110,8 @@ def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) 
     size = tuple(high - low for low, high in zip(start, stop, strict=True))
     if sum(math.prod(extent) for _, extent in corners) != math.prod(size) or _any_overlap(sorted(corners)):
         raise ValueError(
-            f"the boxes that the ranks of tensor= have of {name!r} are no rectangle together: {sorted(corners)}; cut "
-            "each matrix into boxes that do not overlap and leave nothing out, or give the parameter to an optimizer "
-            "that works element by element"
+            f"the boxes that the ranks of tensor_group have of {name!r} are no rectangle together: {sorted(corners)}; "
+            "shard each matrix as boxes that cover it without overlap, or use an elementwise optimizer for it"
         )
     pieces = tuple(Piece(rank=rank, box=box, chosen=True) for rank, box in boxes)
     return Block(name=name, shape=tuple(shape), start=start, size=size, pieces=pieces, stepper=0)

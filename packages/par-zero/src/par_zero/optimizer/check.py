@@ -8,9 +8,9 @@ from torch import nn
 
 from .._param_groups import ParamGroup
 from .._stage import STAGES
-from ..known.classes import Scope
+from ..known.classes import UpdateScope
 from ..layout.records import part_of_a_whole
-from .probe import contradiction, draws_numbers
+from .probe import draws_numbers, find_scope_violation
 
 
 def check_way_of_working(
@@ -58,10 +58,10 @@ def check_way_of_working(
         if (settings, group.atomic) in tried:
             continue
         tried.add((settings, group.atomic))
-        if group.scope is Scope.UNKNOWN:
+        if group.scope is UpdateScope.UNKNOWN:
             repeats = replicas * (1 if sharded else shards) > 1
             _try_unknown(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces, repeats=repeats)
-        if group.scope is Scope.MODEL and (sharded or parts or in_pieces):
+        if group.scope is UpdateScope.MODEL and (sharded or parts or in_pieces):
             raise _sees_all(group, stage if sharded else 0, next(iter(parts), None), in_pieces=in_pieces)
     for group in groups:
         for parameter in group.settings["params"]:
@@ -76,7 +76,8 @@ def check_way_of_working(
                 raise ValueError(
                     f"the {kind} would step a part of {name!r} as if it were the whole: this rank has "
                     f"{record.local_numel} of {record.numel} elements, of shape {tuple(record.shape)}, and "
-                    f"{group.place} are atomic; pass tensor=, the group of the ranks that have the rest, or give the "
+                    f"{group.place} are atomic; pass "
+                    "update=dict(tensor_group=...) with the ranks that have the rest, or give the "
                     "parameter to an optimizer that works element by element"
                 )
 
@@ -122,25 +123,27 @@ def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: b
     if not group.declared and (cut is not None or in_pieces):
         place = "state on a disk is stepped piece by piece" if cut is None else f"each rank has a part of {cut!r}"
         raise ValueError(
-            f"optimizer={kind}: par-zero does not know what this class looks at, and {place}; pass elementwise=True if "
-            "it treats each element by itself, or else atomic=True"
+            f"optimizer={kind}: par-zero does not know what this class looks at, and {place}; pass "
+            "update=dict(elementwise=True) if it treats each element by itself, or else update=dict(atomic=True)"
         )
     problem: str | None = None
     try:
         if stage or cut is not None or in_pieces or not group.atomic:
-            problem = contradiction(group.optimizer, group.settings, Scope.TENSOR if group.atomic else Scope.ELEMENT)
+            problem = find_scope_violation(
+                group.optimizer, group.settings, UpdateScope.TENSOR if group.atomic else UpdateScope.ELEMENT
+            )
         draws = repeats and problem is None and draws_numbers(group.optimizer, group.settings)
     except Exception as error:  # whatever it is, its step cannot be made outside of the user's loop
         draws, raised = False, f"{type(error).__name__}: {error}"
         if not group.atomic:
             raise ValueError(
-                f"elementwise=True for {group.place}: a step of a trial raises {raised}; pass atomic=True instead, "
-                "with which each tensor stays whole on one rank"
+                f"elementwise=True for {group.place}: a step of a trial raises {raised}; pass update=dict(atomic=True) "
+                "instead, with which each tensor stays whole on one rank"
             ) from error
         if stage and not group.declared:
             raise ValueError(
                 f"optimizer={kind}: par-zero does not know what this class looks at, and a step of a trial raises "
-                f"{raised}; pass atomic=True if it updates each tensor by itself, or stage=0"
+                f"{raised}; pass update=dict(atomic=True) if it updates each tensor by itself, or stage=0"
             ) from error
     if draws:
         raise ValueError(
@@ -151,14 +154,14 @@ def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: b
         raise _sees_all(group, stage, cut, in_pieces=in_pieces)
     if problem is not None:
         raise ValueError(
-            f"elementwise=True for {group.place}: a trial shows that {problem}; pass atomic=True instead, with which "
-            "each tensor stays whole on one rank"
+            f"elementwise=True for {group.place}: a trial shows that {problem}; pass update=dict(atomic=True) instead, "
+            "with which each tensor stays whole on one rank"
         )
     if stage and not group.declared and dist.get_rank() == 0:
         warnings.warn(
             f"optimizer={kind}: par-zero does not know what this class looks at, so each tensor stays whole on one "
-            "rank; set elementwise=True if it treats each element by itself, which shares the work evenly, or "
-            "atomic=True",
+            "rank; pass update=dict(elementwise=True) if it treats each element by itself, which shards the work "
+            "evenly, or update=dict(atomic=True)",
             stacklevel=5,
         )
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..known.classes import Scope
+from ..known.classes import UpdateScope
 from .step import is_per_element
 from .twin import twin_of
 
@@ -35,13 +35,13 @@ _SHAPES = ((64, 128), (4, 6), (3, 5))
 Tensors = Sequence[torch.Tensor]
 
 
-def contradiction(optimizer: Optimizer, group: Mapping[str, Any], scope: Scope) -> str | None:
+def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: UpdateScope) -> str | None:
     """Return what speaks against an optimizer looking at no more than `scope`; None if a trial shows nothing.
 
     Args:
         optimizer: The optimizer whose class is tried; it is not touched.
         group: The param group whose settings are tried.
-        scope: `Scope.ELEMENT` or `Scope.TENSOR`.
+        scope: `UpdateScope.ELEMENT` or `UpdateScope.TENSOR`.
 
     Raises:
         Exception: What a step of the trial has raised.
@@ -51,7 +51,7 @@ def contradiction(optimizer: Optimizer, group: Mapping[str, Any], scope: Scope) 
         rates.append(0.1)
     with torch.random.fork_rng(devices=[]):
         for rate in rates:
-            found = _contradiction(_Trial(optimizer, group, rate), scope)
+            found = _violation(_Trial(optimizer, group, rate), scope)
             if found:
                 return found
     return None
@@ -73,14 +73,14 @@ def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         return not torch.equal(before, torch.get_rng_state())
 
 
-def _contradiction(trial: "_Trial", scope: Scope) -> str | None:
+def _violation(trial: "_Trial", scope: UpdateScope) -> str | None:
     as_they_are, twins = trial.run(lambda tensors: [tensors])
     each_alone, _ = trial.run(lambda tensors: [[tensor] for tensor in tensors])
     louder, _ = trial.run(lambda tensors: [tensors], louder=lambda number, _: number > 0)
     first = as_they_are[0].numel()
     if trial.differs(as_they_are, each_alone) or trial.differs(as_they_are, louder, first):
         return "it updates a tensor by what is in other tensors"
-    if scope is not Scope.ELEMENT:
+    if scope is not UpdateScope.ELEMENT:
         return None
     flat, _ = trial.run(lambda tensors: [[torch.cat([tensor.flatten() for tensor in tensors])]])
     if trial.differs(as_they_are, flat):
@@ -165,7 +165,7 @@ class _Trial:
         return not torch.allclose(a, b, rtol=0, atol=1e-3 * move + 1e-12, equal_nan=True)
 
 
-def slots_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+def state_slots(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The state that an optimizer keeps for each element of a tensor after a few steps: dtypes by name.
 
     Args:
@@ -177,7 +177,7 @@ def slots_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.
     return {name: value.dtype for name, value in state.items() if is_per_element(name, value, parameter.shape)}
 
 
-def count_bytes_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
+def state_counter_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
     """Bytes of what an optimizer keeps for a tensor as a whole after a few steps, such as Adam's count of them.
 
     Args:

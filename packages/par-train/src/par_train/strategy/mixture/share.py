@@ -6,7 +6,7 @@ from torch import nn
 
 from par_groups import ProcessGroups, attributes, sharding_of
 from par_layers import TokenDispatcher, expert_modules
-from par_zero import Share
+from par_zero import DataParallelGroup
 
 from ..axes import EXPERTS, averaged_over
 
@@ -14,7 +14,7 @@ EXPERT_COPIES = ("data", "expert_data")
 """The axes over which ranks have copies of the same experts, where these are not all data ranks."""
 
 
-def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
+def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParallelGroup]:
     """Who shares the weights of experts in the place of all data ranks: those that have copies of the same ones.
 
     Args:
@@ -34,7 +34,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[Share]:
         for parameter in module.parameters()
         if attributes.SHARDING.is_on(parameter) and all(near <= set(box.copies) for box in sharding_of(parameter).boxes)
     ]
-    return [Share(groups[axes], divisor=groups.size(averaged), parameters=dealt)] if dealt else []
+    return [DataParallelGroup(groups[axes], divisor=groups.size(averaged), parameters=dealt)] if dealt else []
 
 
 def has_experts(model: nn.Module) -> bool:
