@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from regions import draw_region
 from rooms import draw_rooms
 from sequences import draw_sequences
+from shards import draw_shards
 from torch import nn
 from travels import draw_travels
 from watchdog import draw_watchdog
@@ -87,6 +88,7 @@ def main() -> None:
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)
+    draw_shards(IMAGES / "data-shards.svg")
     draw_rooms(IMAGES)
     draw_ways(IMAGES)
 

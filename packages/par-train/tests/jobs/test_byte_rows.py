@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from par_data import share
+from par_data import split_evenly
 from par_train._errors import UserError
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import DataOptions, ModelOptions, Options, TrainOptions
@@ -59,7 +59,7 @@ def test_text_rows_of_too_few_documents_raises():
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
 def test_share_over_parts_makes_up_the_whole(parts):
     items = np.arange(10)
-    shares = [share(items, index, parts) for index in range(parts)]
+    shares = [split_evenly(items, index, parts) for index in range(parts)]
     assert list(np.concatenate(shares)) == list(items)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
