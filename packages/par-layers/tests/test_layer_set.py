@@ -22,7 +22,7 @@ def test_no_groups_are_one_device():
 
 
 def test_a_mode_needs_groups():
-    with pytest.raises(ValueError, match=r"mode '2d' needs live groups: layer_set\('2d', groups\)"):
+    with pytest.raises(ValueError, match=r"mode='2d': it needs live groups; use layer_set\('2d', groups\)"):
         layer_set("2d")
 
 
@@ -46,7 +46,7 @@ def test_auto_needs_a_mode_where_there_is_something_to_cut():
             if world == 1:
                 assert layer_set("auto", groups).mode is None
                 continue
-            with pytest.raises(ValueError, match=r"'tensor' has 2 ranks, .* no mode .* layer_set\('1d', groups\)"):
+            with pytest.raises(ValueError, match=r"2 ranks on the axis 'tensor', but no mode.* layer_set"):
                 layer_set("auto", groups)
             assert layer_set("1d", groups).ColumnLinear(4, 6).weight.shape == (3, 4)
             assert layer_set(None, groups).ColumnLinear(4, 6).weight.shape == (6, 4)
@@ -59,7 +59,7 @@ def test_an_axis_of_experts_that_no_view_explains_is_refused():
     """On every rank. Experts of a second factorisation are none of these."""
     with ProcessGroups(Topology({"data": 1, "expert": 2})) as groups:
         for mode in ("auto", None):
-            with pytest.raises(ValueError, match=r"has expert=2, but no view 'experts' .* by Topology\.from_config"):
+            with pytest.raises(ValueError, match=r"expert=2: .* no view 'experts', .* use Topology\.from_config"):
                 layer_set(mode, groups)
     with groups_of(expert=2) as groups:
         assert layer_set("auto", groups).mode is None

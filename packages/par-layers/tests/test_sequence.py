@@ -285,13 +285,13 @@ def check_what_does_not_fit_is_refused(groups):
     with pytest.raises(ValueError, match=r"attention was given .*two batches"):
         layers.attention(*[dropout(marked, tokens)] * 3, head=4, tokens=others)
     plain = (x, x, x)
-    with pytest.raises(ValueError, match=r"causal=True and mask=Mask.* are given; say it in the mask alone"):
+    with pytest.raises(ValueError, match=r"causal=True: it cannot be combined with mask=Mask"):
         layers.attention(*plain, head=4, causal=True, mask=Mask(causal=True, window=3))
-    with pytest.raises(ValueError, match=r"dropout is 0\.1: attention dropout cannot be equal over ranks; set it to 0"):
+    with pytest.raises(ValueError, match=r"dropout=0\.1: masks, .* do not support attention dropout; pass 0"):
         layers.attention(*plain, head=4, dropout=0.1)
     with pytest.raises(ValueError, match="reduction is 'none'; it can be 'mean' or 'sum'"):
         layers.cross_entropy(x, integers(4, 2, 8), classes=4, reduction="none")
-    with pytest.raises(ValueError, match="PatchEmbedding does not know that a sequence was cut over 2 ranks"):
+    with pytest.raises(ValueError, match="PatchEmbedding does not support sequences that are split over 2 ranks"):
         layers.PatchEmbedding(2, 3, 8)
     with pytest.raises(ValueError, match=r"first_token .*; use context\.gather\(x, tokens\)\[:, 0\]"):
         layers.first_token(x)

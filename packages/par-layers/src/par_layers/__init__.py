@@ -14,8 +14,9 @@ from ._cost import EmbeddingShape, LayerCost, LinearShape, ModelShape, NormShape
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from .context.balance import balance_chunks
-from .context.context import Context, context_attention
+from .context.context import Context
 from .context.cost import AttentionMemory, AttentionShape, attention_memory, attention_pairs, num_gather_parts
+from .context.function import context_attention
 from .context.mask import Mask
 from .context.tokens import Tokens
 from .experts.balance import LoadBalancing, TokenAxes
@@ -48,7 +49,7 @@ from .models.plans.styles import (
     Style,
     register_style,
 )
-from .models.traffic import CommunicationVolume, communication_volumes
+from .models.survey.traffic import CommunicationVolume, communication_volumes
 from .modes.grid import Grid
 from .modes.layout import ActivationLayout
 from .modes.modes import register_layer_set

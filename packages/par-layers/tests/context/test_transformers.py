@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask
-from par_layers.context.transformers import NAME, _attention, read
+from par_layers.context.existing.transformers import NAME, _attention, read
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 masking_utils = pytest.importorskip("transformers.masking_utils")

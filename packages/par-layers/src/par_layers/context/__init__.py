@@ -1,7 +1,5 @@
-"""Attention over a sequence that is cut across ranks: each rank fetches what its mask lets it see, and no more.
+"""Attention over a sequence that is split over ranks: each rank fetches only the keys that its mask can see.
 
-Pure arithmetic, the same on every rank: mask (two integers a query) and tokens (who holds which) -> pieces (what is
-computed) and fetch (what travels); cost and balance count both. Then what runs: kernels compute pieces, merge adds them
-up, steps are the pieces of one rank in order; each of the modes is one way to communicate, and context is
-what models are given.
+mask and tokens -> pieces (what to compute) and fetch (what travels) -> kernels, merge, steps -> modes -> context.
+Everything before the kernels is pure arithmetic, identical on all ranks; cost and balance count it.
 """

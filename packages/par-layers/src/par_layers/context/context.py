@@ -1,22 +1,22 @@
-"""A sequence that is cut over ranks: an object that cuts batches, and computes attention over the whole of it."""
+"""Context parallelism: an object that splits batches along the sequence, and computes attention over all ranks."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import Axes, ProcessGroups, agree, check_alike
+from par_groups import Axes, ProcessGroups
 
 from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
+from .arguments import TARGETS, agree_on_batch, check_heads, in_autocast, next_tokens, own_tokens, row_size, token_dims
 from .balance import CAUSAL, CUTS, cut_tokens
-from .decoders import check_decoder
 from .exchange import all_highest, all_sum, all_tokens
+from .existing.decoders import check_decoder
+from .existing.transformers import local_batch, prepare, whole_batch
 from .kernels import check_kernel, choose_kernels
 from .mask import Mask
 from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
@@ -24,7 +24,6 @@ from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ri
 from .modes.ulysses import HeadShares, to_heads, to_tokens
 from .steps import Attention
 from .tokens import Documents, Tokens
-from .transformers import local_batch, prepare, whole_batch
 
 PLANS = 32
 """How many plans a context keeps."""
@@ -152,7 +151,7 @@ class Context:
         )
         if multiple is not None:
             return cut(multiple=multiple)
-        tokens = cut()  # where this divides it is the static cut, which layers take that are given no tokens
+        tokens = cut()
         if tokens.local % self.multiple == 0:
             return tokens
         if not pad:
@@ -223,8 +222,8 @@ class Context:
             if of_transformers:
                 given, documents, shift = whole_batch(given, documents)
             names = list(given) if isinstance(given, Mapping) else list(range(len(given)))
-            along = _dims(given, names, dims or {}, shift)
-            length, rows = _size(given, along)
+            along = token_dims(given, names, dims or {}, shift)
+            length, rows = row_size(given, along)
             tokens = self.tokens(length, documents=documents, masks=masks, multiple=multiple, pad=pad)
             if len(tokens.documents) not in {1, rows}:
                 raise ValueError(f"documents are of {len(tokens.documents)} rows, but the batch has {rows}")
@@ -232,30 +231,29 @@ class Context:
         except (ValueError, TypeError) as error:  # raised when all ranks know of it
             problem = error
         if compare:
-            self._agree(problem, said, [given[name] for name in along])
+            group = None if self._groups is None or self.ranks == 1 else self._groups[self.axis]
+            agree_on_batch(problem, said, [given[name] for name in along], group, self.device)
         elif problem is not None:
             raise problem
         if tokens is None:
-            raise RuntimeError("a batch was not cut, and nobody said why")
+            raise RuntimeError("cut() has no tokens and no error; this is a bug in par-layers, please report it")
         cut: dict[Any, Any] = {name: given[name] for name in names}
+        targets_of_tuple = frozenset() if isinstance(batch, Mapping) else frozenset(names[1:])
         for name, dim in along.items():
-            whole = given[name]
+            full = given[name]
             if name in shift:
-                cut[name] = _shifted(whole, self._tensor("following", tokens, whole.device), dim)
-                continue
-            places = self._tensor("index", tokens, whole.device)
-            cut[name] = whole.index_select(dim, places.clamp_max(tokens.length - 1))
-            if tokens.padded > tokens.length:
-                is_target = name in _TARGETS or (not isinstance(batch, Mapping) and name != names[0])
-                empty = (places >= tokens.length).view(-1, *[1] * (whole.dim() - 1 - dim))
-                cut[name].masked_fill_(empty, -100 if is_target and not whole.is_floating_point() else 0)
+                cut[name] = next_tokens(full, self._tensor("following", tokens, full.device), dim)
+            else:
+                is_target = name in TARGETS or name in targets_of_tuple
+                index = self._tensor("index", tokens, full.device)
+                cut[name] = own_tokens(full, index, dim, tokens, fill=-100 if is_target else 0)
         if of_transformers:
             cut = local_batch(cut, self.positions(tokens))
             if "shift_labels" in cut:
                 targets = given["shift_labels"]
                 if "shift_labels" in shift:
                     alone = Tokens(tokens.length, tokens.length, tokens.documents, (((0, tokens.length),),))
-                    targets = _shifted(targets, torch.from_numpy(alone.following(0)).to(targets.device), 1)
+                    targets = next_tokens(targets, torch.from_numpy(alone.following(0)).to(targets.device), 1)
                 cut["num_items_in_batch"] = (targets != -100).sum()
         if isinstance(batch, Mapping):
             return cut, tokens  # type: ignore[return-value]
@@ -385,7 +383,7 @@ class Context:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
-        """A copy of a model has the same context, as the groups of ranks cannot be copied."""
+        """Return the context itself: process groups cannot be copied."""
         return self
 
     # Inside
@@ -402,8 +400,8 @@ class Context:
         sinks: Tensor | None,
     ) -> Tensor:
         if is_any_autocast_enabled():
-            q, k, v = _in_autocast(q, k, v)
-        _check_heads(q, k, v, sinks)
+            q, k, v = in_autocast(q, k, v)
+        check_heads(q, k, v, sinks)
         if scale is not None and not scale > 0:
             raise ValueError(f"scale is {scale!r}; it must be a positive number")
         tokens = self.static(q.shape[1]) if tokens is None else tokens
@@ -456,34 +454,6 @@ class Context:
         array = tokens.home() if what == "home" else getattr(tokens, what)(self.rank)
         return torch.from_numpy(array).to(device)
 
-    def _agree(self, problem: Exception | None, said: str, content: Sequence[Tensor]) -> None:
-        """Raises on every rank of the sequence if one has a problem, or they are about to cut differently.
-
-        Args:
-            problem: What is wrong on this rank.
-            said: How it is about to cut what.
-            content: The tensors that it is about to cut, of which integers are compared by their sum.
-        """
-        if self._groups is None or self.ranks == 1:
-            if problem is not None:
-                raise problem
-            return
-        group = self._groups[self.axis]
-        text = "" if problem is not None else said
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
-        numbers = torch.tensor([digest, -digest, int(problem is not None), 0, 0], device=self.device)
-        for x in content:
-            if not x.is_floating_point():
-                numbers[3] += x.sum().to(self.device)
-        summed = numbers[3].clone()
-        numbers[4] = -summed
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        highest, negated_lowest, failed, most, negated_least = numbers.tolist()
-        if highest != -negated_lowest or failed or most != -negated_least:
-            if highest == -negated_lowest:
-                said += f", of integers that add up to {int(summed)}"
-            check_alike(agree(problem, said, group), "tokens", remedy="cut the same batch on all ranks of a sequence")
-
     def _check_cut(self, tokens: Tokens) -> None:
         if not isinstance(tokens, Tokens):
             raise ValueError(f"tokens must be Tokens, as `cut` gives them; they are {type(tokens).__name__}")
@@ -512,39 +482,6 @@ class Context:
         self.check_heads(q.shape[2])
 
 
-def context_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    groups: ProcessGroups,
-    *,
-    axis: str = "sequence",
-    mode: str | None = None,
-    mask: Mask = CAUSAL[0],
-    tokens: Tokens | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention over a sequence that is cut over ranks, as a function; a `Context` keeps its plans, and is faster.
-
-    Args:
-        q: Queries [B, s, H, D].
-        k: Keys [B, s, Hk, D].
-        v: Values [B, s, Hk, D].
-        groups: The live groups.
-        axis: The axis whose ranks hold parts of the sequence.
-        mode: How attention reaches other ranks' keys; default: the mode of the topology.
-        mask: What a token sees of its document.
-        tokens: How the batch is cut; default: rows of one document, by the static cut.
-        scale: What products of queries and keys are multiplied by; default: 1 / sqrt(D).
-        sinks: The logarithm of one more term in each head's sum of exponentials, [H].
-
-    Returns:
-        [B, s, H, D].
-    """
-    return Context(groups, axis=axis, mode=mode).attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)
-
-
 def _axes_of(
     groups: ProcessGroups | None, axis: str, mode: str, options: Mapping[str, Any]
 ) -> tuple[Axes, Axes | None, str]:
@@ -562,87 +499,3 @@ def _axes_of(
             "name the mode in the topology: sequence=dict(size=..., mode='2d', ulysses=...)"
         )
     return "ring", "ulysses", options.get("outer", "ring")
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Raises where tensors do not fit each other, alike on every rank, as they have the same shapes on all of them."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have four dims, [B, tokens, heads, features]; it is {list(x.shape)}")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[:2] != q.shape[:2]:
-            raise ValueError(
-                f"q is {list(q.shape[:2])} and {name} {list(x.shape[:2])} in rows and tokens; they must be of the same "
-                "tokens"
-            )
-        if (x.dtype, x.device) != (q.dtype, q.device):
-            raise ValueError(f"q is {q.dtype} on {q.device}, {name} {x.dtype} on {x.device}; they must be alike")
-    if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"heads do not fit: q {list(q.shape[2:])}, k {list(k.shape[2:])}, v {list(v.shape[2:])} (heads, features); "
-            "q and k have the same features, k and v the same heads"
-        )
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"heads {q.shape[2]} are not a multiple of key heads {k.shape[2]}")
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks must be one number a head, [{q.shape[2]}]; they are {list(sinks.shape)}")
-
-
-_TARGETS = frozenset({"targets", "labels", "shift_labels"})
-
-
-def _dims(batch: Any, names: Any, dims: Mapping[Any, int | None], shift: Sequence[Any]) -> dict[Any, int]:
-    """The dim of tokens of each tensor of a batch that has one."""
-    for name in (*dims, *shift):
-        if name not in names:
-            raise ValueError(f"there is no {name!r} in the batch; it has {list(names)}")
-    along = {}
-    for name in names:
-        x, dim = batch[name], dims.get(name, 1)
-        if not isinstance(x, Tensor) or dim is None:
-            continue
-        if not -x.dim() <= dim < x.dim():
-            raise ValueError(
-                f"{name!r} is {list(x.shape)} and has no dim {dim} of tokens; name it, dims={{{name!r}: ...}}, or "
-                f"leave the tensor whole, dims={{{name!r}: None}}"
-            )
-        along[name] = dim % x.dim()
-    for name in shift:
-        if name not in along:
-            raise ValueError(f"{name!r} cannot be shifted: it has no tokens")
-    if not along:
-        raise ValueError(f"no tensor of the batch has tokens, of {list(names)}; give one to cut, [B, length, ...]")
-    return along
-
-
-def _size(batch: Any, along: dict[Any, int]) -> tuple[int, int]:
-    """The number of tokens of a row, and of rows."""
-    lengths = {name: batch[name].shape[dim] for name, dim in along.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"tensors of the batch have different lengths: {lengths}; name the dim of tokens in dims=")
-    rows = [batch[name].shape[0] for name, dim in along.items() if dim > 0]
-    return next(iter(lengths.values())), rows[0] if rows else 1
-
-
-def _shifted(whole: Tensor, following: Tensor, dim: int) -> Tensor:
-    """The next token of the same document for each local token, -100 where there is none.
-
-    Args:
-        whole: Whole rows [B, ..., length, ...].
-        following: The place of the next token, -1 where there is none, int64 [B or 1, s].
-        dim: The dim of the tokens.
-    """
-    last = whole.movedim(dim, -1)  # [B, ..., length]
-    places = following.view(following.shape[0], *[1] * (last.dim() - 2), -1) if last.dim() > 1 else following[0]
-    places = places.expand(*last.shape[:-1], -1)
-    found = last.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
-    return found.movedim(-1, dim)
-
-
-def _in_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Tensors in the dtype of autocast, as torch's own attention casts them."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x.to(dtype) if x.dtype in {torch.float32, torch.bfloat16, torch.float16} else x for x in tensors]

@@ -1,5 +1,5 @@
-"""Whole models that were not written against a layer set, cut in place, their code unchanged.
+"""Tensor parallelism of existing models, in place and with their code unchanged.
 
-plans (what the user or the model says) -> survey (what that means for every parameter and region; pure) -> parallelize
-(which does it, with the linears, embeddings, regions, counts and loss of the other modules).
+plans (rules per module) -> survey (shards, regions and traffic; changes nothing) -> parallelize (applies it).
+The other modules are what parallelize installs: linears, hooks, losses, dropout, generation and guards.
 """

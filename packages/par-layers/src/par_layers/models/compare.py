@@ -17,7 +17,7 @@ from .loss import shifts_labels
 from .parallel import parallelization_of
 from .parallelize import parallelize
 from .plans.plans import Plan
-from .survey import tensor_axes
+from .survey.survey import tensor_axes
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ from .plans.styles import (
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
 from .sequence import Begins, CutSequence
-from .survey import RegionPlan, Survey, deals_experts, is_conv1d, survey, survey_planned, tensor_axes
+from .survey.kinds import is_conv1d
+from .survey.survey import RegionPlan, Survey, deals_experts, survey, survey_planned, tensor_axes
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from par_groups import Topology
 
-from ..modes.grid import EXPERTS
-from .cutting import PlannedGrid
-from .plans.plans import Plan
-from .plans.styles import (
+from ...modes.grid import EXPERTS
+from ..cutting import PlannedGrid
+from ..plans.plans import Plan
+from ..plans.styles import (
     ColumnParallel,
     EmbeddingParallel,
     ExpertParallel,
@@ -26,7 +26,8 @@ from .plans.styles import (
     Style,
     SummedOutput,
 )
-from .survey import RegionPlan, Survey, is_conv1d, survey_planned, tensor_axes
+from .kinds import features_of
+from .survey import RegionPlan, Survey, survey_planned, tensor_axes
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def communication_volumes(
     if not tensor_axes(grid):
         return {}
     are_whole = grid.seen_as(EXPERTS).size(("expert_tensor",)) == 1
-    made = _Costs(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token, are_whole=are_whole)
+    made = _TrafficCounter(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token, are_whole=are_whole)
     return made.all(is_cut=logits == "cut")
 
 
-class _Costs:
+class _TrafficCounter:
     """The costs of a model, style by style.
 
     Args:
@@ -105,7 +106,7 @@ class _Costs:
         self.model, self.found, self.tokens, self.chosen = model, found, tokens, chosen
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.one = Fraction(ranks - 1, ranks)  # of what is gathered, or scattered
-        self.costs: dict[str, CommunicationVolume] = {}
+        self.volumes: dict[str, CommunicationVolume] = {}
 
     def all(self, *, is_cut: bool) -> dict[str, CommunicationVolume]:
         """The costs by name of the module; whether logits stay cut for the loss."""
@@ -121,21 +122,21 @@ class _Costs:
             self._ends_of_layers(self.found.layers)
         if self.found.head is not None and is_cut:
             self._add("", 2 * self.one * 3 * self.tokens, 2)  # the largest logit; the sum and the target's
-        return self.costs
+        return self.volumes
 
     def _add(self, name: str, elements: Fraction, calls: int = 1) -> None:
-        self.costs[name] = self.costs.get(name, CommunicationVolume()) + CommunicationVolume(elements, calls)
+        self.volumes[name] = self.volumes.get(name, CommunicationVolume()) + CommunicationVolume(elements, calls)
 
     def _module(self, name: str, module: nn.Module, style: Style, *, gathers: bool) -> None:
         activations = self.one * self.tokens
         if isinstance(style, ColumnParallel):
-            out, inner = _features(module)
+            out, inner = features_of(module)
             if not self._is_entered(name):
                 self._add(name, 2 * activations * inner)  # backward sums the gradient of the input
             if style.gather and gathers:
                 self._add(name, activations * out)
         elif isinstance(style, RowParallel):
-            out, inner = _features(module)
+            out, inner = features_of(module)
             self._add(name, 2 * activations * out, 2 if self.found.is_cut_along_sequence(name) else 1)
             if style.split:
                 self._add(name, activations * inner)
@@ -195,7 +196,7 @@ class _Costs:
 
     def _inner(self, name: str) -> int:
         wrapper = self.found.wrappers.get(name)
-        return _features(self.modules[name if wrapper is None else wrapper.base])[1]
+        return features_of(self.modules[name if wrapper is None else wrapper.base])[1]
 
     def _width(self) -> int:
         """The number of features where layers add up: what every Row gives; without one, the config's."""
@@ -204,7 +205,7 @@ class _Costs:
         ]
         for name in rows:
             if name not in self.found.wrappers and ".lora_" not in name:
-                return _features(self.modules[name])[0]
+                return features_of(self.modules[name])[0]
         config: Any = getattr(self.model, "config", None)
         if not isinstance(getattr(config, "hidden_size", None), int):
             raise ValueError(
@@ -221,10 +222,3 @@ class _Costs:
                 "goes to with experts_per_token="
             )
         return chosen
-
-
-def _features(module: nn.Module) -> tuple[int, int]:
-    """The output and input features of a linear that is whole."""
-    weight: Any = module.weight
-    out, inner = weight.shape
-    return (inner, out) if is_conv1d(module) else (out, inner)

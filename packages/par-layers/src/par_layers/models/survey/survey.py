@@ -7,25 +7,20 @@ region every Column copies its input for itself, so that what lies before it has
 """
 
 import inspect
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules import activation
+from torch import nn
 
 from par_groups import Topology
 
-from ..experts.experts import Experts
-from ..layers.embedding import padded
-from ..layers.linear import block_rows
-from ..layers.parameter import Rows
-from ..modes.grid import EXPERTS, Axes, Grid
-from .adapters import Wrapper, wrapper_around, wrappers_of
-from .cutting import Part, PlannedGrid, part_along, part_whole
-from .packed.look import experts_like, is_packed
-from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve, warn_if_layers_stay_full
-from .plans.styles import (
+from ...experts.experts import Experts
+from ...modes.grid import EXPERTS, Axes, Grid
+from ..adapters import Wrapper, wrapper_around, wrappers_of
+from ..cutting import Part, PlannedGrid
+from ..packed.look import experts_like, is_packed
+from ..plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve, warn_if_layers_stay_full
+from ..plans.styles import (
     ColumnParallel,
     EmbeddingParallel,
     ExpertParallel,
@@ -37,12 +32,11 @@ from .plans.styles import (
     Style,
     with_unit,
 )
+from .kinds import check_embedding, features_of, is_by_token, join, parent
+from .parameters import ParameterShards
 
 WHOLE = frozenset({"per_layer_input", "input_ids"})
 """What layers of some families take of every token beside their activations: Gemma 3n and 4, DeepSeek V4."""
-
-BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
-"""Modules of torch that treat each token by itself, beside its activations."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ class Survey:
 
     def region_around(self, name: str) -> str:
         """The name of the module that holds a linear, or the wrapper of adapters around it."""
-        return _parent(wrapper_around(name, self.wrappers) or name)
+        return parent(wrapper_around(name, self.wrappers) or name)
 
     def is_cut_along_sequence(self, name: str) -> bool:
         """Whether activations around a module are cut along the sequence: in the layers, outside of their blocks."""
@@ -201,9 +195,9 @@ class _Surveyor:
                     "it out; experts without weights cannot be dealt out: use tensor ranks alone"
                 )
             if name in self.modules and isinstance(style, (ColumnParallel, RowParallel)):
-                _features(self._linear(name), name)
+                features_of(self._linear(name), name)
             if name in self.modules and isinstance(style, EmbeddingParallel):
-                _check_table(self.modules[name], name)
+                check_embedding(self.modules[name], name)
             if name in self.modules and isinstance(style, ExpertTensorParallel) and name not in self.experts:
                 self._check_cut(name)
         regions = {name: self._region(name) for name in self._region_names()}
@@ -219,9 +213,10 @@ class _Surveyor:
             style = self.rules[name]
             if isinstance(style, ColumnParallel):
                 style = with_unit(style, self._unit(name))
-            region = regions.get(_parent(name))
+            region = regions.get(parent(name))
             self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
-        parts = self._parts(regions, blocks, layers)
+        shards = ParameterShards(self.model, self.rules, self.experts, self.grid, self.axes, self._unit)
+        parts = shards.shards(regions, blocks, layers)
         return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)
 
     def _is_like_dealt(self, name: str, style: Style) -> bool:
@@ -267,7 +262,7 @@ class _Surveyor:
 
     def _region_names(self) -> list[str]:
         parents = [
-            _parent(name)
+            parent(name)
             for name, style in self.rules.items()
             if isinstance(style, ColumnParallel) and not style.gather and name in self.modules
         ]
@@ -277,9 +272,9 @@ class _Surveyor:
         module = self.modules[name]
         columns, rows, partial = [], 0, False
         closed = not isinstance(self.rules.get(name), Replicated) or name == ""
-        closed = closed and all(_join(name, own) in self.rules for own, _ in module.named_parameters(recurse=False))
+        closed = closed and all(join(name, own) in self.rules for own, _ in module.named_parameters(recurse=False))
         for child_name, child in module.named_children():
-            path = _join(name, child_name)
+            path = join(name, child_name)
             style = self.rules.get(path)
             if isinstance(style, ColumnParallel):
                 columns.append(path)
@@ -294,7 +289,7 @@ class _Surveyor:
                 closed = False
         for path, style in self.rules.items():
             if (
-                _parent(path) == name
+                parent(path) == name
                 and isinstance(style, PartialGradient)
                 and style.before
                 and not (closed and rows <= 1)
@@ -345,11 +340,11 @@ class _Surveyor:
         assert isinstance(style, ColumnParallel)  # noqa: S101 - for the type checker; only Columns come here
         if style.unit > 1:
             return style.unit
-        module = self.modules.get(_parent(path))
+        module = self.modules.get(parent(path))
         head = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
         if isinstance(getattr(module, "kv_lora_rank", None), int):  # latent attention: heads of two sizes
             heads = _first_count(module, None, "num_heads", "num_attention_heads")
-            features = _features(self._linear(path))[0]
+            features = features_of(self._linear(path))[0]
             return features // heads if heads and features % heads == 0 else 1
         if head is None:
             heads = _first_count(module, None, "num_heads", "num_attention_heads")
@@ -357,7 +352,7 @@ class _Surveyor:
             head = width // heads if heads and isinstance(width, int) else None
         if not isinstance(head, int) or head < 1:
             return 1
-        features = _features(self._linear(path))[0] if path in self.modules else 0
+        features = features_of(self._linear(path))[0] if path in self.modules else 0
         blocks = [features // style.blocks] if isinstance(style.blocks, int) else style.blocks
         return head if features and not any(block % head for block in blocks) else 1
 
@@ -367,9 +362,7 @@ class _Surveyor:
         """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
         of_experts = (ExpertTensorParallel, ExpertParallel)
         found = [
-            _parent(name)
-            for name, style in self.rules.items()
-            if isinstance(style, of_experts) and name in self.modules
+            parent(name) for name, style in self.rules.items() if isinstance(style, of_experts) and name in self.modules
         ]
         rows = [name for name, style in self.rules.items() if isinstance(style, RowParallel)]
         for name, region in regions.items():
@@ -388,12 +381,12 @@ class _Surveyor:
         known = {*blocks, *regions, *(path for path, rule in self.rules.items() if isinstance(rule, RowParallel))}
         around = {owner for path in known for owner in names_around(path)}
         found: list[str] = []
-        waiting = [_join(layers, name) for name, _ in self.modules[layers].named_children()]
+        waiting = [join(layers, name) for name, _ in self.modules[layers].named_children()]
         while waiting:
             name = waiting.pop()
             if name in known or is_by_token(self.modules[name]):
                 continue
-            children = [_join(name, child) for child, _ in self.modules[name].named_children()]
+            children = [join(name, child) for child, _ in self.modules[name].named_children()]
             rules = [self.rules.get(child) for child in children]
             puts_together = any(getattr(rule, "gather", False) or getattr(rule, "split", False) for rule in rules)
             if puts_together or name not in around:
@@ -439,236 +432,6 @@ class _Surveyor:
                 return path
         return None
 
-    # Parameters
-
-    def _parts(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...], layers: str | None) -> dict[str, Part]:
-        parts: dict[str, Part] = {}
-        uses: dict[int, list[tuple[str, Part | None]]] = {}
-        first: dict[int, tuple[str, nn.Parameter]] = {}
-        for path, module in self.model.named_modules(remove_duplicate=False):
-            for own, parameter in module.named_parameters(recurse=False):
-                name = _join(path, own)
-                first.setdefault(id(parameter), (name, parameter))
-                part = self._part(path, module, own, parameter)
-                if part is None and not isinstance(module, (nn.Linear, nn.Embedding)):
-                    continue  # nothing is said of it here; where it is shared, the other place says it
-                uses.setdefault(id(parameter), []).append((name, part))
-        for key, (name, parameter) in first.items():
-            said = uses.get(key, [])
-            for other, part in said[1:]:
-                if part != said[0][1]:
-                    raise ValueError(
-                        f"{said[0][0]!r} and {other!r} are one parameter, but their rules cut it in different ways; "
-                        "give both the rules of an embedding and its output: 'embedding_rowwise' and "
-                        "'colwise_gather_output'"
-                    )
-            part = said[0][1] if said else None
-            parts[name] = part or part_whole(parameter.shape, self.grid, self._sum_over(name, regions, blocks, layers))
-        return parts
-
-    def _part(self, path: str, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
-        """The part that a rule gives; None where no rule cuts it.
-
-        Raises:
-            TypeError: The rule cannot cut what it is on.
-            ValueError: A size does not divide.
-        """
-        name = _join(path, own)
-        style = self.rules.get(name)
-        if path in self.experts:
-            dealt: Any = self.experts[path]._parameters[own]
-            return Part(dealt.par_sharding, tuple(dealt.shape))
-        try:
-            if style is not None:
-                return self._bare_part(style, parameter, name)
-            style = self.rules.get(path)
-            if isinstance(style, ColumnParallel):
-                return self._column_part(path, style, module, own, parameter)
-            if isinstance(style, RowParallel):
-                return self._row_part(style, module, own, parameter)
-            if isinstance(style, EmbeddingParallel):
-                return self._table_part(style, module, parameter)
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
-        return None
-
-    def _column_part(self, path: str, style: ColumnParallel, module: nn.Module, own: str, parameter: Tensor) -> Part:
-        features, _ = _features(module)
-        dim = 0 if own == "bias" or not is_conv1d(module) else 1
-        if style.gather:
-            length = padded(features, self.grid.size(self.axes))
-            return part_along(parameter.shape, dim, [Rows(length=features, axes=self.axes, padded=length)], self.grid)
-        style = with_unit(style, self._unit(path))
-        blocks = style.blocks if isinstance(style.blocks, int) else list(style.blocks)
-        return part_along(
-            parameter.shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid
-        )
-
-    def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
-        _, features = _features(module)
-        if own == "bias":
-            return None
-        dim = 0 if is_conv1d(module) else 1
-        return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
-
-    def _table_part(self, style: EmbeddingParallel, module: nn.Module, parameter: Tensor) -> Part:
-        assert isinstance(module, nn.Embedding)  # noqa: S101 - `_check_table` has looked
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError(
-                "an embedding with max_norm, scale_grad_by_freq or sparse=True counts ids that another rank has; leave "
-                "it whole, with the rule 'replicate'"
-            )
-        ids, features = parameter.shape
-        if style.features:
-            if any(child is not parameter for child in module.parameters()):
-                who = type(module).__name__
-                raise ValueError(
-                    f"a {who} has a norm of its rows, and needs whole ones; use 'embedding_rowwise', or 'replicate'"
-                )
-            return part_along(parameter.shape, 1, self._runs(features, 1), self.grid)
-        rows = Rows(length=ids, axes=self.axes, padded=padded(ids, self.grid.size(self.axes)))
-        return part_along(parameter.shape, 0, [rows], self.grid)
-
-    def _bare_part(self, style: Style, parameter: Tensor, name: str) -> Part | None:
-        """This rank's part of a parameter that has a rule itself: experts' weights [E, N, K], or a number a head."""
-        dims = parameter.dim()
-        if isinstance(style, ColumnParallel) and dims in (1, 3):
-            dim = max(dims - 2, 0)
-            return part_along(parameter.shape, dim, self._runs(parameter.shape[dim], style.blocks), self.grid)
-        if isinstance(style, RowParallel) and dims == 3:
-            return part_along(parameter.shape, -1, self._runs(parameter.shape[-1], style.blocks), self.grid)
-        if isinstance(style, (Replicated, PartialGradient)):
-            return None
-        if isinstance(style, ExpertParallel):
-            raise TypeError(
-                f"{name!r} has the rule 'grouped_gemm', and the module around it not; give {_parent(name)!r} the rule "
-                "'ep_dispatch_experts'"
-            )
-        raise TypeError(
-            f"{name!r}: the rule {style} cannot cut a parameter of shape {tuple(parameter.shape)}: Column cuts one or "
-            "three dims, Row three; give the rule to the module instead"
-        )
-
-    def _runs(self, length: int, blocks: int | tuple[int, ...]) -> list[Rows]:
-        if not self.axes:
-            return [Rows(length=length)]
-        return block_rows(length, blocks if isinstance(blocks, int) else list(blocks), 1, self.axes, self.grid)
-
-    def _sum_over(self, name: str, regions: dict[str, RegionPlan], blocks: tuple[str, ...], layers: str | None) -> Axes:
-        """The axes over which the gradient of a whole parameter is partial.
-
-        Between a Column and a Row it is. Where layers are cut along the sequence, so is everything that sees their
-        cut activations: what lies outside the regions, and the biases of Rows.
-        """
-        owners = list(names_around(name))
-        if any(owner in self.experts for owner in owners):  # a norm of outputs, of which each tensor rank has its own
-            return self.axes
-        for owner in (name, *owners):
-            style = self.rules.get(owner)
-            if isinstance(style, PartialGradient):
-                return self.axes
-            if isinstance(
-                style, EmbeddingParallel
-            ):  # a norm of the rows, of which each tensor rank has looked up its own
-                return self.axes
-        if layers is None or not name.startswith(f"{layers}."):
-            return ()
-        if any(owner in blocks for owner in owners):
-            return ()
-        if any(isinstance(self.rules.get(owner), RowParallel) for owner in owners):
-            return self.axes
-        if any(owner in regions for owner in owners):
-            return ()
-        return self.axes
-
-
-def is_by_token(module: nn.Module) -> bool:
-    """Whether a module is known to treat each token by itself: a linear, a norm, an activation or a dropout."""
-    kind = type(module)
-    if next(module.children(), None) is not None:
-        return False
-    if kind.__module__.startswith("torch."):
-        return kind.__module__ == activation.__name__ or isinstance(module, BY_TOKEN)
-    if isinstance(module, nn.Linear) or is_conv1d(module) or kind.__module__ == "transformers.activations":
-        return True
-    return "Norm" in kind.__name__ and all(each.dim() <= 1 for each in module.parameters())
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear that can be adopted: torch's own, or transformers' Conv1D."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether its weight is [in, out]: transformers' Conv1D, which GPT-2 has, also once it was adopted."""
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return (conv1d is not None and type(module) is conv1d) or getattr(module, "transposed", False) is True
-
-
-def _features(module: nn.Module, name: str = "") -> tuple[int, int]:
-    """The output and input features of a linear.
-
-    Args:
-        module: The module.
-        name: Its name, for the message.
-
-    Raises:
-        TypeError: It is no linear, or one whose class multiplies in its own way.
-    """
-    if not is_linear(module):
-        what = (
-            f"{type(module).__name__} multiplies in its own way, as quantised linears do, and cannot be cut"
-            if isinstance(module, nn.Linear)
-            else f"the rules Column and Row are for an nn.Linear, and this is a {type(module).__name__}"
-        )
-        raise TypeError(f"{name!r}: {what}; give it the rule 'replicate', or load the model without that")
-    _check_own_weight(module, name)
-    weight: Any = module.weight
-    out, inner = weight.shape
-    return (inner, out) if is_conv1d(module) else (out, inner)
-
-
-def _check_table(module: nn.Module, name: str) -> None:
-    """Makes sure that the rule Vocabulary is on an embedding whose table can be cut.
-
-    Raises:
-        TypeError: The module is no nn.Embedding, or computes its table.
-    """
-    if isinstance(getattr(module, "token_adapter", None), nn.Module):
-        raise TypeError(
-            f"{name!r} has an adapter of peft that trains some rows of the embedding, which cannot be cut; remove "
-            "trainable_token_indices"
-        )
-    if not isinstance(module, nn.Embedding):
-        raise TypeError(
-            f"{name!r}: the rule Vocabulary is for an nn.Embedding, but a {type(module).__name__} has it; use "
-            "'replicate' there"
-        )
-    _check_own_weight(module, name)
-
-
-def _check_own_weight(module: nn.Module, name: str) -> None:
-    """Makes sure that a module's weight is a parameter of its own, which can be cut.
-
-    A parametrization, such as weight norm or spectral norm, and pruning compute the weight of others, and torch's
-    properties and hooks that do so end when the module becomes a Column or a Row.
-
-    Raises:
-        TypeError: The weight is computed, or is a tensor subclass, such as of quantised numbers.
-    """
-    weight = module._parameters.get("weight")
-    others = module._parameters.keys() - {"weight", "bias"}
-    if weight is None or others:
-        raise TypeError(
-            f"{name!r}: its weight is computed, as by weight_norm, spectral_norm, a parametrization or pruning, and "
-            "cannot be cut; use 'replicate' there, or remove the parametrization before the model is cut"
-        )
-    if type(weight) is not nn.Parameter:
-        raise TypeError(
-            f"{name!r}: its weight is a {type(weight).__name__}, and only a plain nn.Parameter can be cut; use "
-            "'replicate' there"
-        )
-
 
 def _first_count(module: object, config: object, *names: str) -> int | None:
     """The first of these attributes of the module, or else of its config, that is a number."""
@@ -683,11 +446,3 @@ def _names_in_code(function: Any) -> set[str]:
     """The names of attributes and globals that a function's code mentions."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else set(code.co_names)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]

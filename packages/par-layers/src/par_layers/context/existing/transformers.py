@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._torch_private import apart, assert_async
+from ..._torch_private import apart, assert_async
+from ..mask import Mask
+from ..tokens import Documents, Tokens
 from .decoders import check_decoder, check_outputs, fixed
-from .mask import Mask
-from .tokens import Documents, Tokens
 
 NAME = "par_context"
 """What the attention is called in transformers' registries, and the attribute of modules that has their context."""

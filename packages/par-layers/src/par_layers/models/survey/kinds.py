@@ -1,0 +1,108 @@
+"""Kinds of modules: linears and embeddings that can be sharded, and modules that compute each token separately."""
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import activation
+
+BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
+"""Modules of torch that treat each token by itself, beside its activations."""
+
+
+def is_by_token(module: nn.Module) -> bool:
+    """Whether a module is known to treat each token by itself: a linear, a norm, an activation or a dropout."""
+    kind = type(module)
+    if next(module.children(), None) is not None:
+        return False
+    if kind.__module__.startswith("torch."):
+        return kind.__module__ == activation.__name__ or isinstance(module, BY_TOKEN)
+    if isinstance(module, nn.Linear) or is_conv1d(module) or kind.__module__ == "transformers.activations":
+        return True
+    return "Norm" in kind.__name__ and all(each.dim() <= 1 for each in module.parameters())
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear that can be adopted: torch's own, or transformers' Conv1D."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether its weight is [in, out]: transformers' Conv1D, which GPT-2 has, also once it was adopted."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return (conv1d is not None and type(module) is conv1d) or getattr(module, "transposed", False) is True
+
+
+def features_of(module: nn.Module, name: str = "") -> tuple[int, int]:
+    """The output and input features of a linear.
+
+    Args:
+        module: The module.
+        name: Its name, for the message.
+
+    Raises:
+        TypeError: It is no linear, or one whose class multiplies in its own way.
+    """
+    if not is_linear(module):
+        what = (
+            f"{type(module).__name__} multiplies in its own way, as quantised linears do, and cannot be cut"
+            if isinstance(module, nn.Linear)
+            else f"the rules Column and Row are for an nn.Linear, and this is a {type(module).__name__}"
+        )
+        raise TypeError(f"{name!r}: {what}; give it the rule 'replicate', or load the model without that")
+    _check_own_weight(module, name)
+    weight: Any = module.weight
+    out, inner = weight.shape
+    return (inner, out) if is_conv1d(module) else (out, inner)
+
+
+def check_embedding(module: nn.Module, name: str) -> None:
+    """Makes sure that the rule Vocabulary is on an embedding whose table can be cut.
+
+    Raises:
+        TypeError: The module is no nn.Embedding, or computes its table.
+    """
+    if isinstance(getattr(module, "token_adapter", None), nn.Module):
+        raise TypeError(
+            f"{name!r} has an adapter of peft that trains some rows of the embedding, which cannot be cut; remove "
+            "trainable_token_indices"
+        )
+    if not isinstance(module, nn.Embedding):
+        raise TypeError(
+            f"{name!r}: the rule Vocabulary is for an nn.Embedding, but a {type(module).__name__} has it; use "
+            "'replicate' there"
+        )
+    _check_own_weight(module, name)
+
+
+def _check_own_weight(module: nn.Module, name: str) -> None:
+    """Makes sure that a module's weight is a parameter of its own, which can be cut.
+
+    A parametrization, such as weight norm or spectral norm, and pruning compute the weight of others, and torch's
+    properties and hooks that do so end when the module becomes a Column or a Row.
+
+    Raises:
+        TypeError: The weight is computed, or is a tensor subclass, such as of quantised numbers.
+    """
+    weight = module._parameters.get("weight")
+    others = module._parameters.keys() - {"weight", "bias"}
+    if weight is None or others:
+        raise TypeError(
+            f"{name!r}: its weight is computed, as by weight_norm, spectral_norm, a parametrization or pruning, and "
+            "cannot be cut; use 'replicate' there, or remove the parametrization before the model is cut"
+        )
+    if type(weight) is not nn.Parameter:
+        raise TypeError(
+            f"{name!r}: its weight is a {type(weight).__name__}, and only a plain nn.Parameter can be cut; use "
+            "'replicate' there"
+        )
+
+
+def join(path: str, name: str) -> str:
+    """Return the name of a child of the module at `path`; the path of the model itself is empty."""
+    return f"{path}.{name}" if path else name
+
+
+def parent(name: str) -> str:
+    """Return the name of the module that holds a child."""
+    return name.rpartition(".")[0]
