@@ -76,3 +76,8 @@ DOING: Attribute[Callable[[Any], str]] = Attribute("par_doing")
 
 WAITS_FOR: Attribute[Callable[[Any], tuple[int, ...]]] = Attribute("par_waits_for")
 """Method that returns the global ranks that the object waits for."""
+
+# On modules of Python: global variables, which a sampler finds through the stack of a program that waits
+
+WAIT_AXIS: Attribute[str] = Attribute("par_wait_axis")
+"""Axis whose ranks the functions of a module wait for; "" if each has the process group in its variable `group`."""

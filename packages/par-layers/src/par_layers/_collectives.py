@@ -18,6 +18,9 @@ from par_groups import sendable
 
 from ._torch_private import functional_collectives, group_of_name, number_of_dispatch_modes
 
+par_wait_axis = ""
+"""See `par_groups.attributes.WAIT_AXIS`."""
+
 # Asynchronous: started here, complete after `finish`.
 
 

@@ -1,8 +1,10 @@
 """Model FLOPs, MFU, and where the time of a run went: against what torch counts, and against the wall's clock."""
 
 import json
+import sys
 import time
 from contextlib import redirect_stderr
+from datetime import timedelta
 from io import StringIO
 from types import SimpleNamespace
 
@@ -80,7 +82,7 @@ def wait_for(path):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_lines_tell_mfu_and_where_the_time_went_as_the_clock_has_it(tmp_path, monkeypatch):
+def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
     """Each part of a step is slept through: it lasts as long or, on a busy machine, longer.
 
     Rank 1 works on until rank 0 has been seen to wait for it in four more looks, of which there are 20 a second.
@@ -167,7 +169,7 @@ def test_the_sample_job_tells_mfu_and_its_time(command):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path, monkeypatch):
+def test_exposed_names_the_axis_of_a_collective(tmp_path, monkeypatch):
     """Rank 1 comes when both have been looked at many times: rank 0 in the collective, rank 1 elsewhere."""
     looks, inside, elsewhere = 10, [], []
 
@@ -195,6 +197,22 @@ def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path, monkeypatch):
         if dist.get_rank() == 0:
             assert waited[label] >= 0.05 * (looks - 1)  # the pause between two looks
         assert waited.keys() <= {label}
+
+
+def test_exposed_names_the_axis_that_a_package_declares():
+    from par_pipeline.wire.lanes import FIRST, Lane
+    from par_zero._collectives import Handle
+
+    exposed, labels = Exposed(SimpleNamespace(named=dict)), []
+
+    class Work:
+        def wait(self, *_):
+            labels.append(exposed._waits_in(sys._getframe()))
+
+    Work().wait()
+    Handle([Work()]).wait()
+    Lane(1, None, None, timedelta(seconds=1)).wait(Work(), FIRST)
+    assert labels == [None, "data", "pipeline"]
 
 
 def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):

@@ -22,6 +22,9 @@ from ._torch_private import timeout_of
 from .layout.buffers import Buffers
 from .layout.sharers import DataParallelGroup, Groups
 
+par_wait_axis = "data"
+"""See `par_groups.attributes.WAIT_AXIS`."""
+
 _TAG = 7_213_000
 """Tag of the messages that are sent here, so that nobody else between the same ranks takes them for his."""
 

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from .._torch_private import default_store, gloo_options, is_profiled, nccl_options, unheard
 
+par_wait_axis = "pipeline"
+"""See `par_groups.attributes.WAIT_AXIS`."""
+
 FIRST, REST, APART = range(3)
 """The parts of a message: its header, with what there is room for behind it; what that announces; and its tensors."""
 

@@ -15,6 +15,9 @@ from .._program import Message
 from .lanes import FIRST, Lane
 from .message import NOTHING, Contents, Expectations, encode, encode_apart, encode_failure
 
+par_wait_axis = "pipeline"
+"""See `par_groups.attributes.WAIT_AXIS`."""
+
 
 class _Sent(NamedTuple):
     """A message under way.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from par_diagnosis import Activity
-from par_groups import ProcessGroups
+from par_groups import ProcessGroups, attributes
 
 from .progress import interval
 
@@ -27,12 +27,7 @@ PHASES = ("restart", "data", "step", "validation", "log", "checkpoint")
 
 _PAUSE = 0.05
 _DEPTH = 8
-"""How many frames are looked at, innermost first: a collective's own are few."""
-
-_AXES = {"par_zero/": "data", "par_pipeline/wire/": "pipeline"}
-"""Whose waits are of which axis, where the objects that wait do not name their group."""
-
-_COMMUNICATES = ("torch/distributed/", "_collectives.py", "par_pipeline/wire/", "context/modes/ring.py")
+"""Number of frames that are searched, innermost first: a collective has only a few frames of its own."""
 
 
 class Clock:
@@ -125,28 +120,27 @@ class Exposed:
             before = now
 
     def _waits_in(self, frame: FrameType | None) -> str | None:
-        """The group in whose collective a program is; None: in none."""
+        """Return the axis or group in whose collective a program waits; None if it waits in no collective."""
         is_inside = False
         for _ in range(_DEPTH):
             if frame is None:
                 break
-            is_inside |= any(part in frame.f_code.co_filename for part in _COMMUNICATES)
+            axis: str | None = frame.f_globals.get(attributes.WAIT_AXIS.name)
+            if axis:
+                return axis
+            is_inside |= axis is not None or frame.f_globals.get("__name__", "").startswith("torch.distributed")
             if is_inside and (label := self._label_in(frame)) is not None:
                 return label
             frame = frame.f_back
         return "other" if is_inside else None
 
     def _label_in(self, frame: FrameType) -> str | None:
-        """The group that a frame's variables name."""
+        """Return the label of the process group in the variable `group` of a frame, as torch's functions have it."""
         names: dict[str, Any] = frame.f_locals
-        path = frame.f_code.co_filename
-        if (axis := next((axis for part, axis in _AXES.items() if part in path), None)) is not None:
-            return axis
-        if "group" in names and names["group"] is None:
-            return self._labels.get(id(dist.group.WORLD), "world")
-        holder = names.get("self")
-        candidates = (names.get("group"), names.get("pg"), getattr(holder, "_group", None))
-        return next((self._labels[id(one)] for one in candidates if id(one) in self._labels), None)
+        if "group" not in names:
+            return None
+        group = dist.group.WORLD if names["group"] is None else names["group"]
+        return self._labels.get(id(group), "world" if names["group"] is None else None)
 
 
 PEAKS: Mapping[str, Mapping[str, float]] = {

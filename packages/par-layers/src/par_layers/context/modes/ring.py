@@ -23,6 +23,9 @@ from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
 from ..steps import Attention, Keys, Masks, Saved, Work, by_rows, make_work, plain
 from ..tokens import Tokens
 
+par_wait_axis = ""
+"""See `par_groups.attributes.WAIT_AXIS`."""
+
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
