@@ -12,7 +12,7 @@ from torch import nn
 from par_groups import Channels, ProcessGroups, Topology
 from par_layers import Context, initialize, layer_set
 from par_layers.examples import GPT
-from par_pipeline import Pipeline, make_lanes, one_f_one_b
+from par_pipeline import Pipeline, Transport, make_lanes, one_f_one_b
 from par_testing import for_each, no_first_use
 from par_train import Strategy
 from par_zero import shard
@@ -127,7 +127,9 @@ def test_pipeline_with_tensors_apart_connects_neighbours():
 
     stage = nn.Linear(4, 4)
     loss = nn.functional.mse_loss
-    pipeline = Pipeline(stage, one_f_one_b(4, 4), dist.group.WORLD, loss_fn=loss, lanes=lanes, broadcast_loss=True)
+    pipeline = Pipeline(
+        stage, one_f_one_b(4, 4), dist.group.WORLD, loss_fn=loss, transport=Transport(lanes=lanes), broadcast_loss=True
+    )
     with no_first_use():  # it is not closed, which would abort all strict groups of the world
         pipeline.evaluate(torch.ones(8, 4), target=torch.ones(8, 4))
         pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))

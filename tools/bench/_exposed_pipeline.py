@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from par_groups import ProcessGroups, Topology
 from par_layers import LayerSet, PartialGradientReducer, layer_set
-from par_pipeline import Lanes, Pipeline, interleaved, make_lanes, one_f_one_b, partition, zb_h1
+from par_pipeline import Lanes, Pipeline, Transport, interleaved, make_lanes, one_f_one_b, partition, zb_h1
 from par_testing import Times, strict_time
 from par_zero import DataParallelGroup, Overlap, shard
 
@@ -63,7 +63,9 @@ def pipelined(size: Size, name: str, stages: int, beside: Beside = "nothing") ->
             for stage, optimizer in zip(mine, optimizers, strict=True):
                 group = DataParallelGroup(place.data, index_of=lambda rank: rank % ranks)
                 shard(stage, optimizer, stage=1, group=group, overlap=Overlap(bucket=size.bucket(BUCKET)))
-        pipeline = Pipeline([*mine], schedule, place.pipeline, loss_fn=loss_of(size, layers), lanes=strict_lanes)
+        pipeline = Pipeline(
+            [*mine], schedule, place.pipeline, loss_fn=loss_of(size, layers), transport=Transport(lanes=strict_lanes)
+        )
         ids, targets = size.batch(MICROBATCHES)
         return last_step(lambda: pipeline.step(ids, target=targets), optimizers, mine, place)
 

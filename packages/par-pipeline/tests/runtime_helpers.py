@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from par_pipeline import (
     Pipeline,
+    Transport,
     dualpipe_v,
     gpipe,
     interleaved,
@@ -58,7 +60,8 @@ def mine(stages, schedule):
 
 
 def pipeline(stages, schedule, **options):
-    given = {"loss_fn": mse, "timeout": TIMEOUT, "lanes": LANES[-1], **options}
+    transport = replace(Transport(timeout=TIMEOUT, lanes=LANES[-1]), **options.pop("transport", {}))
+    given = {"loss_fn": mse, "transport": transport, **options}
     return Pipeline(mine(stages, schedule), schedule, dist.group.WORLD, **given)
 
 

@@ -27,7 +27,7 @@ from .stages.partition import partition
 if TYPE_CHECKING:
     from .runtime.microbatches import Microbatches, split_rows
     from .runtime.offload import Offload
-    from .runtime.options import PipelineOptions
+    from .runtime.options import LossWeight, Transport
     from .runtime.pipeline import Batch, Pipeline, Result
     from .runtime.shared import Shared
     from .stages.build import build_stage
@@ -43,15 +43,16 @@ __all__ = [
     "Event",
     "Lanes",
     "Lazy",
+    "LossWeight",
     "Microbatches",
     "Offload",
     "Pipeline",
     "PipelineError",
-    "PipelineOptions",
     "Result",
     "Schedule",
     "Shared",
     "Timeline",
+    "Transport",
     "build_stage",
     "dualpipe_v",
     "gpipe",
@@ -76,7 +77,7 @@ _LATE = {
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Microbatches", "split_rows"),
     "runtime.offload": ("Offload",),
-    "runtime.options": ("PipelineOptions",),
+    "runtime.options": ("LossWeight", "Transport"),
     "runtime.pipeline": ("Batch", "Pipeline", "Result"),
     "runtime.shared": ("Shared",),
     "wire.lanes": ("Lanes", "make_lanes"),

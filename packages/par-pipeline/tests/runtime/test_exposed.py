@@ -54,7 +54,7 @@ def makespan(run):
 
 def check(name, share):
     schedule, stages, expected = prepared(name, share)
-    takes = makespan(pipeline(stages, schedule, lanes=strict_apart))
+    takes = makespan(pipeline(stages, schedule, transport={"lanes": strict_apart}))
     if name == "dualpipe_v":  # whose whole backwards are split, too: gradients leave before those of weights are there
         expected = min(takes, expected)
     # Transfers of a lane follow each other here, and the simulator has them overlap.
@@ -86,10 +86,12 @@ def test_hooks_hold_nothing_up_and_shared_parameters_add_no_more_than_their_exch
     heard, rank = [], dist.get_rank()
     for parameter in stages[rank].parameters():
         parameter.register_hook(lambda gradient: heard.append(gradient.shape))
-    takes = makespan(pipeline(stages, schedule, lanes=strict_apart))
+    takes = makespan(pipeline(stages, schedule, transport={"lanes": strict_apart}))
     assert takes == pytest.approx(expected, rel=0.01)
     assert len(heard) == 2 * MICROBATCHES * LAYERS[0.25]  # in two steps
     mine = {"0.weight": stages[rank][0].weight} if rank in (0, RANKS - 1) else {}
-    shared = makespan(pipeline(stages, schedule, lanes=strict_apart, shared=[Shared(mine, dist.group.WORLD)]))
+    shared = makespan(
+        pipeline(stages, schedule, transport={"lanes": strict_apart}, shared=[Shared(mine, dist.group.WORLD)])
+    )
     exchange = TRANSFER * WIDTH / ROWS  # in each direction at once
     assert takes < shared < takes + 1.05 * exchange  # and small numbers: whether there was a gradient

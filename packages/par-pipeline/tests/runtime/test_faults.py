@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Pipeline, PipelineError, gpipe, make_lanes, one_f_one_b, split_rows
+from par_pipeline import Pipeline, PipelineError, Transport, gpipe, make_lanes, one_f_one_b, split_rows
 from par_pipeline.wire import inbox
 from par_testing import for_each, storm
 
@@ -228,7 +228,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
     def lanes(group, device, timeout):
         return make_lanes(group, device, timeout)._replace(timeout=limits.pop())
 
-    run = pipeline(stages, schedule, lanes=lanes)
+    run = pipeline(stages, schedule, transport={"lanes": lanes})
     x, y = data(8)
     stages[1].fault = ("F", 2, lambda: waited.append(dist.barrier()))  # until the others have given up
     with pytest.raises(PipelineError, match=r"did not answer within 0.5 s|rank \d is gone"):
@@ -313,16 +313,21 @@ def test_what_does_not_fit_together_is_refused_at_construction_on_every_rank():
         (stages, one_f_one_b(2, 4), {}, r"rank \d the stages \[\d\], but it was given 2 modules"),
         ([] if rank else stages[0], one_f_one_b(2, 4), {}, r"rank 1 the stages \[1\], but it was given 0 modules"),
         (stages[rank], one_f_one_b(2, 4 + rank), {}, r"ranks \[1\] have another schedule than rank 0"),
-        (stages[rank], one_f_one_b(2, 4), {"timeout": -rank}, "timeout is 0|timeout is -1"),
-        (stages[rank], one_f_one_b(2, 4), {"border_dtype": torch.int8}, "border_dtype is torch.int8; give a floating"),
+        (stages[rank], one_f_one_b(2, 4), {"transport": Transport(timeout=-rank)}, "timeout=0|timeout=-1"),
+        (
+            stages[rank],
+            one_f_one_b(2, 4),
+            {"transport": Transport(dtype=torch.int8)},
+            "dtype=torch.int8: tensors",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, schedule, group, loss_fn=mse, **options)
     for schedule, options, message in [
         ("1f1b" if rank else one_f_one_b(2, 4), {}, "schedule is '1f1b'; give a Schedule"),
         (one_f_one_b(2, 4), {"shared": object() if rank else ()}, "shared is a object; give a list of Shared"),
-        (one_f_one_b(2, 4), {"border_dtype": "bfloat16" if rank else None}, "border_dtype is bfloat16; give a float"),
-        (one_f_one_b(2, 4), {"timeout": math.inf if rank else 1}, "timeout is inf s"),
+        (one_f_one_b(2, 4), {"transport": Transport(dtype="bfloat16" if rank else None)}, "dtype=bfloat16: tensors"),
+        (one_f_one_b(2, 4), {"transport": Transport(timeout=math.inf if rank else 1)}, "timeout=inf: seconds"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             Pipeline(stages[rank], schedule, group, loss_fn=mse, **options)

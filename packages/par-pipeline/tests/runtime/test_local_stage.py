@@ -134,7 +134,7 @@ def test_a_border_dtype_rounds_what_travels_between_ranks_and_nothing_else(name)
     schedule = SCHEDULES[name](2, 5)
     stages = stages_of(schedule)
     reference = copied(stages)
-    run = pipeline(stages, schedule, border_dtype=torch.bfloat16)
+    run = pipeline(stages, schedule, transport={"dtype": torch.bfloat16})
     crossed = []
     for number, stage in enumerate(reference):
         crossed.append(stage)

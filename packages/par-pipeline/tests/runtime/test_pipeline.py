@@ -1,7 +1,5 @@
 """A step of a pipeline: what goes in, what comes out, and what is refused."""
 
-import dataclasses
-import inspect
 import warnings
 from itertools import product
 from types import SimpleNamespace
@@ -14,9 +12,9 @@ from torch import nn
 from par_pipeline import (
     Action,
     Batch,
+    LossWeight,
     Pipeline,
     PipelineError,
-    PipelineOptions,
     Schedule,
     gpipe,
     interleaved,
@@ -142,7 +140,7 @@ def check_receives_are_posted(name, budget):
     schedule = SCHEDULES[name](2, 3)
     stages = stages_of(schedule)
     reference = copied(stages)
-    run = pipeline(stages, schedule, ahead=ahead)
+    run = pipeline(stages, schedule, transport={"prefetch": ahead})
     for number, (trains, rows) in enumerate(KINDS_OF_STEPS):
         clear([*stages, *reference])
         x, y = data(rows, seed=number)
@@ -170,7 +168,7 @@ def check_receives_are_posted(name, budget):
 @pytest.mark.ranks(2)
 def test_a_weight_of_targets_without_targets_is_refused_on_all_ranks():
     schedule = one_f_one_b(2, 2)
-    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output: output.sum(), weight=len)
+    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output: output.sum(), weight=LossWeight(of=len))
     x, _ = data(4)
     with pytest.raises(ValueError, match="weight counts what a target holds, but this step has none; give it target="):
         run.step(x)
@@ -185,7 +183,7 @@ def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
     schedule = SCHEDULES[name](2, 4)
     stages = stages_of(schedule)
     reference = copied(stages)
-    run = pipeline(stages, schedule, loss_fn=loss_fn, weight=lambda target: (target >= 0).sum())
+    run = pipeline(stages, schedule, loss_fn=loss_fn, weight=LossWeight(of=lambda target: (target >= 0).sum()))
     x, _ = data(9)
     target = torch.tensor([0, -100, -100, 3, 4, -100, -100, 1, 2])  # the third of 3 2 2 2 has none that counts
     loss = run.step(x, target=target).loss
@@ -197,12 +195,6 @@ def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
     assert_gradients(stages, reference, schedule, exact=False)
     if run.is_last:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-
-
-def test_an_editor_shows_every_keyword_with_the_default_that_is_used():
-    listed = inspect.signature(Pipeline).parameters.values()
-    keywords = {each.name: each.default for each in listed if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert keywords == {each.name: each.default for each in dataclasses.fields(PipelineOptions)}
 
 
 @pytest.mark.ranks(4)
@@ -221,8 +213,7 @@ def test_weights_are_averaged_over_the_data_ranks_so_that_averaged_gradients_are
         schedule,
         pipelines[which],
         loss_fn=loss_fn,
-        weight=lambda target: (target >= 0).sum(),
-        weight_group=replicas[rank],
+        weight=LossWeight(of=lambda target: (target >= 0).sum(), group=replicas[rank]),
     )
     x, _ = data(12)
     target = torch.tensor([0, 1, 2, -100, 4, 0, 1, -100, -100, -100, 3, 4])

@@ -31,7 +31,7 @@ def check(name, rows=(17, 17, 31), microbatches=5):
     schedule = SCHEDULES[name](ranks, max(microbatches, 2 * ranks) if name == "dualpipe_v" else microbatches)
     batches = [data(size, seed=number) for number, size in enumerate(rows)]  # whose microbatches change their shapes
     with count_collectives() as counted:
-        check_steps(schedule, lambda number: block(5, number), batches, lanes=strict_apart)
+        check_steps(schedule, lambda number: block(5, number), batches, transport={"lanes": strict_apart})
     assert counted.elements("send") > 0  # headers, over gloo, are not seen
 
 
@@ -70,7 +70,7 @@ def fails_soon(run, words):
 def stages_at_fault(schedule, fault):
     """Stages that have run one step, and of which the middle one calls something once, in its next third forward."""
     stages = stages_of(schedule)
-    run = pipeline(stages, schedule, lanes=strict_lanes_to_reset)
+    run = pipeline(stages, schedule, transport={"lanes": strict_lanes_to_reset})
     x, y = data(12)
     run.step(x, target=y)  # so that receives are posted in the next one
     forwards = []
@@ -113,11 +113,11 @@ def test_a_rank_that_vanishes_while_others_have_posted_receives_is_named():
 def test_losses_and_gradients_of_shared_parameters_go_over_strict_communicators_too(make):
     schedule = make(3, 4)
     gradients = []
-    for lanes in ({}, {"lanes": strict_apart}):
+    for transport in ({}, {"lanes": strict_apart}):
         stages = stages_of(schedule)
         together = schedule.rank_of(0) == schedule.rank_of(schedule.stages - 1)
         shared = [] if together else [tied(stages, schedule)]
-        run = pipeline(stages, schedule, broadcast_loss=True, shared=shared, **lanes)
+        run = pipeline(stages, schedule, broadcast_loss=True, shared=shared, transport=transport)
         x, y = data(8)
         losses = [run.step(x, target=y).loss, run.evaluate(x, target=y).loss]
         assert run.evaluate(x).loss is None

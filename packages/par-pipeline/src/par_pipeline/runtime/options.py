@@ -1,56 +1,62 @@
-"""The keywords of a `Pipeline` as one value."""
+"""Policies of a `Pipeline`: how tensors travel between its ranks, and how the losses of microbatches are weighed."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from ..wire.lanes import MakeLanes, make_lanes
 from .feed import Weight
-from .microbatches import Split, split_rows
-from .offload import Offload
-from .run import Loss
-from .shared import Shared
 
 SplitWhere = Literal["required", "where possible"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """The keywords of `Pipeline`, checked, as one value: `pipeline.options`. `Pipeline` says what each of them means.
+class Transport:
+    """How activations and gradients travel between the ranks of a pipeline.
 
-    Raises:
-        ValueError: A timeout or a number of bytes is not positive, or `border_dtype` is not floating point.
-        TypeError: The shared parameters are no sequence.
+    Args:
+        dtype: A dtype such as torch.bfloat16. Wider outputs and gradients are cast to it for the transfer and arrive in
+            their own dtype. Default: no cast.
+        prefetch: Bytes of receives that are posted ahead, beyond one from each neighbouring rank. Over gloo these are
+            messages, whose buffers are kept from step to step. Over NCCL they are tensors, allocated for one step.
+        timeout: Seconds after which a rank that waits for another rank raises an error.
+        lanes: Function that makes the connections: `lanes(group, device, timeout)` returns `Lanes`, on all ranks. Tests
+            pass their own, to send tensors over other communicators.
     """
 
-    loss_fn: Loss | None = None
-    split: Split = split_rows
-    weight: Weight | None = None
-    weight_group: dist.ProcessGroup | None = None
-    shared: Sequence[Shared] = ()
-    offload: Offload | None = None
-    broadcast_loss: bool = False
-    complete: Callable[[int], None] | None = None
-    border_dtype: torch.dtype | None = None
-    ahead: int = 1 << 28
+    dtype: torch.dtype | None = None
+    prefetch: int = 1 << 28
     timeout: float = 600.0
-    split_backward: SplitWhere = "required"
     lanes: MakeLanes = make_lanes
 
-    def __post_init__(self) -> None:
-        if not (0 < self.timeout < math.inf and self.ahead > 0):
-            raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
-        if not isinstance(self.shared, Sequence):
-            raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
-        stranger = next((each for each in self.shared if not isinstance(each, Shared)), None)
-        if stranger is not None:
-            raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
-        if self.split_backward not in get_args(SplitWhere):
-            raise ValueError(f"split_backward is {self.split_backward!r}; give 'required' or 'where possible'")
-        dtype = self.border_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
+    def check(self) -> None:
+        """Check the values. `Pipeline` calls this, so that all ranks raise an error that one rank finds.
+
+        Raises:
+            ValueError: A number is not positive, or the dtype is not floating point.
+        """
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout={self.timeout}: seconds are positive and finite; pass such a number")
+        if self.prefetch <= 0:
+            raise ValueError(f"prefetch={self.prefetch}: a number of bytes is positive; pass such a number")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"dtype={self.dtype}: tensors travel in floating point; pass such a dtype, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeight:
+    """How much the loss of a microbatch counts in the loss of the batch.
+
+    Args:
+        of: Function that returns the weight of a microbatch from its target, such as the number of tokens.
+        group: The data-parallel ranks over which gradients are averaged, if weights differ between them.
+    """
+
+    of: Weight
+    group: dist.ProcessGroup | None = None
+
+
+DEFAULT_TRANSPORT = Transport()

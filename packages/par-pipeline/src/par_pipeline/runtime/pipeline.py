@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,16 @@ from .._structure import flatten
 from ..analysis.timeline import Timeline
 from ..schedules.schedule import Schedule
 from ..schedules.walk import Event
-from ..wire.lanes import MakeLanes, make_lanes
 from ..wire.message import NOTHING
 from ..wire.wire import WaitFor, Wire
 from .agreement import Terms, agree_on, check, digest, split_stages
 from .clock import clock_of
-from .feed import Weight, make_feed, shares
+from .feed import make_feed, shares
 from .gradient_sync import GradientSync
 from .local_stage import LocalStage, across_border
 from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
-from .options import PipelineOptions, SplitWhere
+from .options import DEFAULT_TRANSPORT, LossWeight, SplitWhere, Transport
 from .run import Equipment, Loss, Recorded, Run
 from .shared import Cuts, Shared
 from .weight_gradients import SplitBackward
@@ -74,23 +73,16 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the rows of a
             microbatch. The ranks without the last stage need none.
         split: Splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at most.
-        weight: `weight(target)` is what the loss of a microbatch weighs, such as its number of tokens. Default: rows.
-        weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
+        weight: How much the loss of a microbatch counts. Default: its number of rows.
         shared: Parameters used by several stages; their gradients are summed at the end of each step.
         offload: Where activations wait for their backward. Default: where they are made.
         broadcast_loss: Whether every rank gets the loss, once all of them have come to the end of the step, so that it
             ends well on all or on none. Without it, an error of a higher rank may end the next step of a lower one.
         complete: Called with a stage's number when its gradients are complete, to begin their reduction.
-        border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
-            ranks; they arrive in the dtype that they had. Default: they travel as they are.
-        ahead: Bytes of receives that are posted ahead, if more than one from each neighbouring rank: of messages over
-            gloo, whose buffers are kept from step to step, and as many of tensors over NCCL, in a step alone.
-        timeout: Seconds after which a rank that waits for another one gives up.
         split_backward: What happens to a stage whose weight gradients cannot be put off, under FSDP2, torch.compile or
             in torch's RNNs, if the schedule splits its backward: "required" refuses it; with "where possible" it runs
             whole backwards where the schedule has the first halves, and a warning says so.
-        lanes: Makes the connections: `lanes(group, device, timeout)`, on all ranks, gives `Lanes`. Default:
-            `make_lanes`. For tests, which may let tensors travel over other communicators.
+        transport: How tensors travel between the ranks.
 
     Raises:
         ValueError, TypeError: Something does not fit together; on every rank.
@@ -109,38 +101,25 @@ class Pipeline:
         *,
         loss_fn: Loss | None = None,
         split: Split = split_rows,
-        weight: Weight | None = None,
-        weight_group: dist.ProcessGroup | None = None,
+        weight: LossWeight | None = None,
         shared: Sequence[Shared] = (),
         offload: Offload | None = None,
         broadcast_loss: bool = False,
         complete: Callable[[int], None] | None = None,
-        border_dtype: torch.dtype | None = None,
-        ahead: int = 1 << 28,
-        timeout: float = 600.0,
         split_backward: SplitWhere = "required",
-        lanes: MakeLanes = make_lanes,
+        transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
         self.schedule, self.group = schedule, group
+        self._split, self._weight, self._shared = split, weight, shared
+        self._broadcasts_loss = broadcast_loss
         self.rank = dist.get_rank(group)
         problem: Exception | None = None
         terms = Terms("", has_loss=False, broadcasts_loss=False, holders=())
         try:
-            self.options = PipelineOptions(
-                loss_fn=loss_fn,
-                split=split,
-                weight=weight,
-                weight_group=weight_group,
-                shared=shared,
-                offload=offload,
-                broadcast_loss=broadcast_loss,
-                complete=complete,
-                border_dtype=border_dtype,
-                ahead=ahead,
-                timeout=timeout,
-                split_backward=split_backward,
-                lanes=lanes,
-            )
+            if split_backward not in get_args(SplitWhere):
+                raise ValueError(f"split_backward is {split_backward!r}; give 'required' or 'where possible'")
+            _check_shared(shared)
+            transport.check()
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(check(modules, schedule, group, self.rank), modules, strict=True))
             splittable = split_stages(self.stages, schedule, self.rank, split_backward)
@@ -163,13 +142,19 @@ class Pipeline:
             },
             split=SplitBackward(splittable),
             syncs=syncs,
-            wire=Wire(group, _device_of(group), timedelta(seconds=timeout), ahead, lanes),
+            wire=Wire(
+                group,
+                _device_of(group),
+                timedelta(seconds=transport.timeout),
+                transport.prefetch,
+                transport.lanes,
+            ),
             rank=self.rank,
             last=last,
             loss_fn=loss_fn,
             complete=complete,
             activations=Activations(offload, self.stages.values()),
-            border=border_dtype,
+            border=transport.dtype,
             clock=clock_of(self.stages.values()),
         )
         self._holders = terms.holders
@@ -178,7 +163,7 @@ class Pipeline:
         self._failed = self._closed = False
         self._is_spent = False  # whether the connections have told of the end of the data, and are to be made anew
         self._equipment.wire.connect(self._program(training=self._has_loss).arrivals)
-        _connect(group if broadcast_loss else None, weight_group if self.is_last else None)
+        _connect(group if broadcast_loss else None, weight.group if weight and self.is_last else None)
 
     def __enter__(self) -> Self:
         return self
@@ -353,7 +338,7 @@ class Pipeline:
         if self._failed:
             raise PipelineError("the step before failed; call reset() on all ranks first")
         if self._is_spent:
-            self.reset(timeout=self.options.timeout)
+            self.reset(timeout=self._equipment.wire.timeout.total_seconds())
         program = self._program(training=training)
         run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
         try:
@@ -371,41 +356,41 @@ class Pipeline:
                 self.rank,
                 forward_only=not training,
                 holders=self._holders,
-                broadcasts_loss=self.options.broadcast_loss,
+                broadcasts_loss=self._broadcasts_loss,
             )
         return self._programs[training]
 
     def _execute(self, run: Run, fetch: Callable[[], Batch]) -> Result:
         """Runs a step to its end: whatever fails here, the other ranks hear of it."""
-        options, microbatches = self.options, self.schedule.microbatches
+        microbatches = self.schedule.microbatches
         inputs, kwargs, target = fetch()
         if run.training:
-            for shared in options.shared:
+            for shared in self._shared:
                 shared.begin_step()
-        run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
-        if self.is_last and options.loss_fn is not None:
-            if options.weight is not None and run.training and not run.feed.targets:
+        run.feed = make_feed(inputs, kwargs, target, microbatches, self._split)
+        if self.is_last and self._equipment.loss_fn is not None:
+            if self._weight is not None and run.training and not run.feed.targets:
                 raise ValueError("weight counts what a target holds, but this step has none; give it target=")
-            run.has_blind_shares = run.training and options.weight is None and not any(run.feed.rows)
-            group = options.weight_group
+            run.has_blind_shares = run.training and self._weight is None and not any(run.feed.rows)
+            count, group = (None, None) if self._weight is None else (self._weight.of, self._weight.group)
             device = torch.device("cpu") if group is None else _device_of(group)
-            run.shares = shares(run.feed, options.weight, group, device)
+            run.shares = shares(run.feed, count, group, device)
         run.execute()
         if run.training:
             self._recorded = run.recorded
             run.doing = "summing the gradients of shared parameters"
-            for number, shared in enumerate(options.shared):
+            for number, shared in enumerate(self._shared):
                 if self.rank in self._holders[number] and len(self._holders[number]) > 1:
                     shared.sum_gradients(partial(self._exchange, number))
         run.doing = "joining the outputs"
         outputs = merge([run.outputs[i] for i in range(len(run.outputs))]) if run.outputs else None
         run.doing = "summing the loss"
         loss = run.loss()
-        if options.broadcast_loss:
+        if self._broadcasts_loss:
             run.doing = "sharing the loss"
             loss = self._broadcast(loss)
         run.doing = "waiting for the other ranks"
-        wait_for: WaitFor = "none" if options.broadcast_loss else "lower" if run.training else "all"
+        wait_for: WaitFor = "none" if self._broadcasts_loss else "lower" if run.training else "all"
         self._equipment.wire.end(run.program, wait_for)
         return Result(loss, outputs)
 
@@ -490,6 +475,15 @@ class Pipeline:
         value = torch.empty((), dtype=word, device=device) if loss is None else loss.to(device)
         dist.broadcast(value, group=self.group, group_src=root)
         return value
+
+
+def _check_shared(shared: object) -> None:
+    """Raise TypeError if this is no sequence of `Shared`."""
+    if not isinstance(shared, Sequence):
+        raise TypeError(f"shared is a {type(shared).__name__}; give a list of Shared")
+    stranger = next((each for each in shared if not isinstance(each, Shared)), None)
+    if stranger is not None:
+        raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
 
 
 def _connect(*groups: dist.ProcessGroup | None) -> None:

@@ -39,7 +39,8 @@ class Wire:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int, make_lanes: MakeLanes
     ) -> None:
-        self._group, self._device, self._timeout, self._ahead = group, device, timeout, ahead
+        self.timeout = timeout
+        self._group, self._device, self._ahead = group, device, ahead
         self._make_lanes = make_lanes
         self._rank = dist.get_rank(group)
         self._outboxes: dict[int, Outbox] = {}
@@ -63,7 +64,7 @@ class Wire:
         """
         self.close("reset() was called on it", is_idle=False)
         self._meeting.meet(timeout)
-        self._lanes = self._make_lanes(self._group, self._device, self._timeout)
+        self._lanes = self._make_lanes(self._group, self._device, self.timeout)
         self.connect(self._peers)
 
     def connect(self, peers: Iterable[int]) -> None:
@@ -119,7 +120,7 @@ class Wire:
         Returns:
             The ranks that say yes within the timeout, ascending.
         """
-        return self._meeting.who_says_so(word, self._timeout if waits else None)
+        return self._meeting.who_says_so(word, self.timeout if waits else None)
 
     def begin(self, program: Program) -> None:
         """Begins a step.
@@ -219,7 +220,7 @@ class Wire:
         """
         if self._lanes is None:
             return
-        until = time.monotonic() + self._timeout.total_seconds()
+        until = time.monotonic() + self.timeout.total_seconds()
         while self._last_step is not None and not self._last_step.query() and time.monotonic() < until:
             time.sleep(_PAUSE)
         self._lanes.abort()
