@@ -134,7 +134,7 @@ def test_what_does_not_divide_is_named(changes, parallel, message):
 def test_loads_that_are_none():
     with pytest.raises(ValueError, match=r"imbalance is 0\.9"):
         TrainingJob(batch=8, imbalance=0.9)
-    with pytest.raises(ValueError, match="give the number of rows of each expert"):
+    with pytest.raises(ValueError, match="pass the token count of each expert"):
         TrainingJob(batch=8, imbalance=(0, 0))
     with pytest.raises(ValueError, match="rows of 2 experts, but the model has 8"):
         predict(SHAPE, Topology.from_config({"expert": 2}, 8), replace(JOB, imbalance=(1, 2)))

@@ -153,7 +153,7 @@ def test_configurations_are_those_that_the_model_allows():
 def test_a_model_that_was_cut_and_a_context_without_tokens_are_refused():
     model = make()
     model.lm_head.weight.par_sharding = None
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' was cut over ranks already; plan the whole model"):
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is sharded already; plan the model before"):
         PretrainedShape(model)
     with pytest.raises(ValueError, match="context is 0; it"):
         PretrainedShape(on_meta(), context=0)

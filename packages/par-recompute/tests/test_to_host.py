@@ -100,9 +100,9 @@ def test_the_report_has_a_column_for_it():
     model(torch.randn(2, 15, 32, requires_grad=True)).sum().backward()
     assert str(saved(model)).splitlines() == [
         "layer  predicted  counted  on host  again",
-        "0      -          3.8 KB   0 B      the layer",
-        "1      -          3.8 KB   3.8 KB   the layer",
-        "all    -          7.7 KB   3.8 KB",
+        "0      -          3.8 kB   0 B      the layer",
+        "1      -          3.8 kB   3.8 kB   the layer",
+        "all    -          7.7 kB   3.8 kB",
     ]
 
 

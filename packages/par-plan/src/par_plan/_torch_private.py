@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Tells whether tensors share memory, also on the meta device, where no memory has an address.
+    """Return a key that is equal for tensors that share memory, also on the meta device without addresses.
 
     `UntypedStorage._cdata` exists since torch 2.0; `data_ptr()` is 0 there, and Python's own objects come and go.
     """

@@ -160,7 +160,7 @@ def model_sizes(
 
 
 def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> ModelSizes:
-    """The sizes of some chunks."""
+    """Return the sizes of some chunks."""
     trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
     frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
     units: dict[int, int] = {0: 0}

@@ -63,7 +63,7 @@ class RankPrediction:
 
 
 def _rounded_up(room: float) -> float:
-    """A limit that what was cut to it exactly is not above."""
+    """Return a limit with a tolerance for rounding, so that an exact fit does not exceed it."""
     return room * (1 + 1e-9) + 1
 
 
@@ -112,7 +112,7 @@ class Prediction:
         return max(seconds, key=lambda term: seconds[term])
 
     def fits(self, machine: Machine) -> bool:
-        """Whether the configuration leaves the margins of a device and of its host free, and the disk has room."""
+        """Return whether the configuration fits on device, host and disk, with the reserved margins."""
         rooms = machine.offload_capacity(self.topology.world_size)
         return (
             all(rank.memory.total <= _rounded_up((1 - MARGIN) * machine.memory) for rank in self.ranks)
@@ -121,7 +121,7 @@ class Prediction:
         )
 
     def binds(self, machine: Machine) -> str:
-        """The tier for whose sake the step takes longer than it would: "device", "host", or "" for none of them."""
+        """Return the tier that makes the step slower: "device", "host", or "" for neither."""
         job = self.job
         if (job.disk or job.parameters_disk) and machine.tiers.host_memory:
             return "host"
@@ -182,7 +182,7 @@ class Predictor:
         self._work: dict[tuple[ModelSlice, int, int, bool, str], _StageWork] = {}
 
     def predict(self, job: TrainingJob) -> Prediction:
-        """Predicts a step.
+        """Return the prediction of a step.
 
         Args:
             job: The frame's job, with the schedule, the stage and all else that it leaves open.
@@ -287,7 +287,7 @@ class Predictor:
         return self._work[key]
 
     def _check(self, job: TrainingJob) -> None:
-        """Raises ValueError if topology, model and batch make no sense together."""
+        """Raise ValueError if topology, model and batch do not fit together."""
         model, topology, split, sequence = self.model, self.topology, self.split, self.sequence
         data, spread = self._data, split.experts
         ranks = data * topology.size("pipeline") * sequence.ranks * split.ranks
@@ -315,7 +315,7 @@ class Predictor:
             )
 
     def _pipeline(self, job: TrainingJob) -> PipelineCost:
-        """The pipeline of a job's schedule.
+        """Return the pipeline cost of a job's schedule.
 
         Raises:
             ValueError: It does not go with the model, or with the job's stage.
@@ -362,7 +362,7 @@ class _StageState:
         return sum(each.elements / (each.ranks if each.zero else 1) for each in self.replicas)
 
     def memory_of(self, job: TrainingJob) -> MemoryUse:
-        """Bytes where parts of it lie elsewhere, as a job says."""
+        """Return the bytes with the job's offloaded fractions."""
         if not job.optimizer_offloaded and not job.parameters_offloaded:
             return self.memory
         numbers = self.numbers
@@ -387,7 +387,7 @@ class _StageWork:
 
 
 def planned(shape: Shape | PlannedModel) -> PlannedModel:
-    """A model as the planner sees it.
+    """Return the planner's interface of a model.
 
     Args:
         shape: The sizes of a GPT, or what is a model already.
@@ -399,7 +399,7 @@ def planned(shape: Shape | PlannedModel) -> PlannedModel:
 def _kinds_of_places(
     model: PlannedModel, pipeline: PipelineCost
 ) -> tuple[tuple[PipelineRank, ModelSlice, tuple[int, ...]], ...]:
-    """The first rank, the last, and of those between that have as much of the model the one that keeps most.
+    """Return the first rank, the last rank, and for each middle slice the rank that saves most.
 
     Each with what it has of the model, and the ranks that it stands for.
     """
@@ -414,7 +414,7 @@ def _kinds_of_places(
 
 
 def why_not_sequenced(model: PlannedModel, split: TensorSplit, sequence: SequenceSplit) -> str | None:
-    """Why a model cannot attend over the ranks of a sequence, and what to change; None if it can.
+    """Return why a model cannot use sequence ranks, and the fix; None if it can.
 
     Args:
         model: The model.
@@ -440,7 +440,7 @@ def why_not_sequenced(model: PlannedModel, split: TensorSplit, sequence: Sequenc
 
 
 def attentions_of(model: PlannedModel, split: TensorSplit, sequence: SequenceSplit) -> Mapping[RankAttention, int]:
-    """The attentions of all layers of a model; see `PlannedModel.attentions`."""
+    """Return the attentions of all layers of a model; see `PlannedModel.attentions`."""
     alone = pipeline_cost("1f1b", 1, 1)
     return model.attentions(split, sequence, model.part(alone, alone.places[0]))
 

@@ -128,7 +128,7 @@ class _Search:
         return self._machine.memory + self.short.missing * (self.short.tier == "device")
 
     def look_at(self, bound: "_Bound", room: float) -> None:
-        """Considers the frames of a topology that take no more than some bytes, and are of use."""
+        """Inspect the predictors of a topology whose lower bounds are within the limits."""
         for job in bound.jobs if bound.memory <= room else ():
             frame = Predictor(self._model, bound.topology, job, self._machine)
             least_seconds, least_memory = _least(frame, job)
@@ -136,7 +136,7 @@ class _Search:
                 self._consider(least_seconds, frame, job)
 
     def _consider(self, least_seconds: float, frame: Predictor, job: TrainingJob) -> None:
-        """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
+        """Predict all variants of a predictor, and store the best fit and the one with the least memory."""
         topology = frame.topology
         best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
         # More than this topology's best, or of a new one more than all that are wanted, is of no use.
@@ -157,7 +157,7 @@ class _Search:
                 best[name] = made
 
     def _note(self, made: Prediction, problem: TooSmallError) -> None:
-        """Keeps what does not fit, if nothing came nearer."""
+        """Store a prediction that does not fit, if it lacks fewer bytes than the last one."""
         if self.nearest is None or _lacks(made, problem) < _lacks(self.nearest, self.short):
             self.nearest, self.short = made, problem
 
@@ -175,7 +175,7 @@ class _Bound:
 def _bounds(
     model: PlannedModel, world: int, job: TrainingJob, machine: Machine, sequence: int | None
 ) -> Iterator[_Bound]:
-    """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
+    """Yield every topology with lower bounds. The fewest microbatches send the fewest messages."""
     for topology, jobs in _frames(model, world, job, sequence):
         fewest = min(jobs, key=lambda frame: frame.microbatches)
         seconds, memory = _least(Predictor(model, topology, fewest, machine), fewest, activations=False)
@@ -183,7 +183,7 @@ def _bounds(
 
 
 def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> tuple[float, float]:
-    """Seconds, and bytes of the device, below which no variant of a frame comes.
+    """Return lower bounds of seconds and device bytes for all variants of a predictor.
 
     The highest useful stage needs the least state, full recomputation the fewest activations, and the mode "gather"
     saves the least for backward. The time that all variants have in common is a bound for each of them.
@@ -215,7 +215,7 @@ def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float
 def configurations(
     shape: Shape | PlannedModel, world: int, job: TrainingJob, sequence: int | None = None
 ) -> Iterator[tuple[Topology, TrainingJob]]:
-    """Every frame of a world that a model and its batch divide over, as a topology and a job.
+    """Yield every topology and job of a world that the sizes of the model and the batch allow.
 
     Args:
         shape: The model's sizes.
@@ -230,7 +230,7 @@ def configurations(
 def _frames(
     model: PlannedModel, world: int, job: TrainingJob, sequence: int | None
 ) -> Iterator[tuple[Topology, tuple[TrainingJob, ...]]]:
-    """Every topology, with a job for each number of microbatches; arguments as those of `configurations`."""
+    """Yield every topology with a job for each number of microbatches; arguments as in `configurations`."""
     for tensor in tensor_configs(model, world, job.precision):
         left = world // tensor.get("size", 1)
         for pipeline, ranks in product(
@@ -273,7 +273,7 @@ def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
 
 
 def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
-    """A frame in those of `sequence_modes` that may be best: no other one waits less and takes less memory.
+    """Return the sequence modes that no other mode beats in both time and memory.
 
     That is so in whatever schedule.
 
@@ -299,7 +299,7 @@ def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
 
 
 def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Machine) -> list[Topology]:
-    """A topology in each of the modes in which attention may reach other ranks' tokens; itself where none is cut.
+    """Return a topology in each context-parallel mode; itself without sequence ranks.
 
     In mode 2d as many ranks exchange tokens for heads as a node has, and heads allow.
 
@@ -328,7 +328,7 @@ def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Mac
 
 
 def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> Iterator[dict[str, Any]]:
-    """The tensor modes and sizes that a model allows, as a config writes them; {} stands for none.
+    """Yield the tensor modes and sizes that a model allows, as entries of a config; {} means none.
 
     Args:
         shape: The model's sizes.
@@ -345,7 +345,7 @@ def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> I
 
 
 def variants(topology: Topology, job: TrainingJob, *, elsewhere: bool = False) -> Iterator[TrainingJob]:
-    """The schedules and ZeRO stages of a frame.
+    """Yield the schedules and ZeRO stages of a predictor.
 
     Stages 2 and 3 are skipped with gradient accumulation, as in every pipeline. There, gradients are unsharded until
     the last microbatch and parameters stay gathered, so stage 1 needs no more memory. Without data ranks, stage 3 is
@@ -363,12 +363,12 @@ def variants(topology: Topology, job: TrainingJob, *, elsewhere: bool = False) -
 
 
 def _shares(topology: Topology) -> bool:
-    """Whether there are replicas to share anything among."""
+    """Return whether data ranks exist that can shard state."""
     return averaged_ranks(topology) > 1
 
 
 def _last_stage(topology: Topology, job: TrainingJob, *, elsewhere: bool) -> int:
-    """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
+    """Return the highest useful ZeRO stage; autocast excludes stage 3, because it saves casts of all weights."""
     if job.microbatches > 1 or topology.size("pipeline") > 1:
         return 1 if _shares(topology) else 0
     highest = 2 if NUMBER_WIDTHS[job.precision].cast else 3

@@ -113,7 +113,7 @@ class Shape:
         )
 
     def mixtures(self, start: int, stop: int) -> int:
-        """Number of blocks with experts among those from one number up to another."""
+        """Return the number of blocks with experts in a range of block numbers."""
         return 0 if self.experts is None else max(0, stop - max(start, self.experts.dense_layers))
 
     @property
@@ -133,7 +133,7 @@ class Shape:
         return count(self, TensorSplit(), whole).total
 
     def flops(self, part: "ModelSlice") -> tuple[float, float]:
-        """Floating-point operations for one token in forward and backward: of matrices, and of attention.
+        """Return the floating-point operations per token of matmuls and of attention.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
         Attention is causal, so that half of its products, 4 * context * width operations, are computed. It includes
@@ -365,7 +365,7 @@ class _BlockCount:
 
 @lru_cache(maxsize=4096)
 def _block(shape: Shape, split: TensorSplit) -> _BlockCount:
-    """A block with an MLP."""
+    """Return the elements of a block with an MLP."""
     h, matrices = shape.width, shape.block_matrices // split.matrix
     biases_and_norms = (shape.attended + shape.mlp) // split.inner + 6 * h // split.features
     return _BlockCount(matrices + biases_and_norms, h * max(shape.mlp, shape.attended) // split.matrix, 12)
@@ -406,5 +406,5 @@ def count_experts(mixture: Mixture, spread: ExpertPlacement, layers: int) -> Par
 
 
 def padded(length: int, parts: int) -> int:
-    """The least multiple of `parts` that is not below `length`."""
+    """Return the smallest multiple of `parts` that is at least `length`."""
     return math.ceil(length / parts) * parts

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from par_groups import format_bytes
+
 from .observe.measure import ATTRIBUTE
-from .plan.sizes import readable
 from .plan.table import WHOLE
 from .run.layer import Layer
 from .run.planner import Choices, Planner
@@ -158,7 +159,7 @@ def _line(layer: Layer) -> Line:
 
 
 def _text(size: int | None) -> str:
-    return "-" if size is None else readable(size)
+    return "-" if size is None else format_bytes(size)
 
 
 def _names(dropped: tuple[str, ...]) -> str:

@@ -47,7 +47,7 @@ class MeasuredPlan:
 
 
 def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
-    """Spends what state leaves free on what saves most seconds. Pure.
+    """Return the use of free device memory that saves most seconds.
 
     A layer that does not save everything is recomputed. The largest layer must fit during recomputation.
 
@@ -126,7 +126,7 @@ def _increments(frontier: Iterable[Choice]) -> list[tuple[int, float]]:
 
 
 def _about_disk(there: float, recall: float, seconds: float, disk: DiskUsage, *, full: bool) -> str:
-    """Which part of the state comes back from the disk, and why."""
+    """Return a sentence about the state that returns from the disk."""
     rates = f"{format_bytes(disk.read)}/s read and {format_bytes(disk.write)}/s written"
     took = f"{format_bytes(there)} of state were there, {format_seconds(seconds)} a step at {rates}"
     if not recall:
@@ -140,7 +140,7 @@ def _about_disk(there: float, recall: float, seconds: float, disk: DiskUsage, *,
 
 
 def _about_layers(keeps: float, most: float, again: float) -> str:
-    """How much of what autograd would keep the layers do keep, and what the rest takes."""
+    """Return a sentence about saved activations, and the time to recompute the rest."""
     if keeps >= most:
         return f"activations: layers keep all they can, {format_bytes(most)}."
     return (

@@ -79,7 +79,7 @@ class BudgetPlan:
 
 
 def read_budget(given: object) -> Budget | None:
-    """The budget that a mapping says.
+    """Return the budget that a mapping describes.
 
     Args:
         given: A mapping such as {"device": "80GB", "host": "200GB", "disk": "1TB", "path": "/scratch"}, with sizes as
@@ -160,7 +160,7 @@ def place_within(
 def _staying(
     kinds: Mapping[str, float], sources: Sequence[Offloadable], part: Callable[[str], float]
 ) -> dict[str, float]:
-    """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state.
+    """Return the remaining device bytes by kind; gradients follow the optimizer's state.
 
     A unit that crosses the border between tiers stays in one tier, so the offloaded fraction may be smaller.
     """
@@ -175,7 +175,7 @@ def _staying(
 def _refusal(
     error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Offloadable], budget: Budget, step: float
 ) -> TooSmallError:
-    """Says what the least is of the tier that is short."""
+    """Return the error with the minimum of the tier that is too small."""
     alone = not budget.host and not budget.disk
     if alone or error.tier == "device":
         parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0)
@@ -210,7 +210,7 @@ def least_in_words(tier: str, given: float, parts: Mapping[str, float]) -> str:
 
 
 def in_parts(parts: Mapping[str, float]) -> str:
-    """Bytes by what they are, in the unit of their sum, such as "parameters 1.2, two units 0.9, gradients 0.5"."""
+    """Return bytes by kind as text in the unit of their sum, such as "parameters 1.2, gradients 0.5"."""
     number, unit = format_bytes(sum(parts.values())).split()
     digits = 1 if "." in number else 0
     size = parse_size(f"1{unit}")

@@ -37,7 +37,7 @@ class Saving:
 
 
 def spend(items: Sequence[Saving], budget: float) -> list[Saving]:
-    """The items that save most seconds together within a budget. Pure, and the same on every rank.
+    """Return the items that save most seconds within a budget, identically on every rank.
 
     Up to `EXACT` items the choice is the best there is; of more, it saves less than the best by no more than one item.
 

@@ -66,7 +66,7 @@ class TierFractions:
     bytes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(AWAY, 0.0))
 
     def part(self, name: str) -> float:
-        """The part of a source that is away, from 0 to 1."""
+        """Return the offloaded fraction of a source, from 0 to 1."""
         return sum(self.parts.get(name, {}).values())
 
     def describe(self) -> str:
@@ -96,7 +96,7 @@ class TooSmallError(ValueError):
 
 
 def offload_missing(missing: float, sources: Sequence[Offloadable], rooms: Mapping[str, float]) -> TierFractions:
-    """Moves as much of the sources as is missing on the device, the first source first, to the quickest tier with room.
+    """Return fractions that offload the missing bytes: the first source first, to the fastest tier with capacity.
 
     Args:
         missing: Bytes that the device has too few of, with everything on it; 0 or less: it has room.
@@ -144,7 +144,7 @@ def _no_room(
     left: Mapping[str, float],
     rooms: Mapping[str, float],
 ) -> TooSmallError:
-    """The error for a part of the last source in `parts` that no tier has room for.
+    """Return the error for a part of the last source in `parts` that fits on no tier.
 
     The last tier that has any room at all is short.
     """

@@ -1,4 +1,4 @@
-"""Counts for one rank: bytes of memory, traffic, pipeline idle time, and attention over a split sequence.
+"""Counts for one rank: bytes of memory, traffic, idle time of the pipeline, and attention over a split sequence.
 
-Each module imports `shape` and `inputs` only, or the module before it: pipeline, memory, traffic, sequence.
+`traffic` uses `memory` and `pipeline`, and `sequence` uses `traffic`.
 """

@@ -163,7 +163,7 @@ def zero_sharding(
 
 
 def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
-    """Replicas of several parts of a model, such as of experts, as they are beside each other.
+    """Return the shardings of several parts of a model, such as experts, with common buffers.
 
     One after the other is reduced in the same buffers. With sharded gradients, all reductions may be in flight at once,
     because backward does not wait for ranks outside its group.
@@ -182,7 +182,7 @@ def share_buffers(replicas: Sequence[ZeroSharding]) -> tuple[ZeroSharding, ...]:
 
 
 def added(memories: Sequence[MemoryUse]) -> MemoryUse:
-    """The bytes of several parts of a model; gradients arrive of one of them at a time.
+    """Return the sum of the memory of several parts; gradients of one part arrive at a time.
 
     Args:
         memories: Those of each part.
@@ -216,7 +216,7 @@ def sources_of(replicas: Sequence[ZeroSharding], numbers: NumberWidths, slots: i
 
 
 def state_memory(replicas: ZeroSharding, numbers: NumberWidths, slots: int = 2) -> MemoryUse:
-    """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
+    """Return the bytes of parameters, gradients, Adam's state and the buffers of reductions and gathers.
 
     While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
 
@@ -287,7 +287,7 @@ def parameters_offloaded(replicas: ZeroSharding, numbers: NumberWidths) -> Offlo
 
 
 def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidths, job: TrainingJob) -> MemoryUse:
-    """A rank's memory where parts of its optimizer and of its parameters lie elsewhere.
+    """Return a rank's memory with the job's offloaded fractions.
 
     If parameters are in host memory in the master's dtype, the host's step needs no copies of them.
 
@@ -332,7 +332,7 @@ def saved_block(
     cheap: bool = False,
     mixture: float | None = None,
 ) -> float:
-    """Bytes that autograd keeps of one block for one microbatch.
+    """Return the bytes that autograd saves of one block for one microbatch.
 
     In the residual layout, autograd saves the inputs of both norms and of both column layers, and the statistics of the
     norms. In the inner layout, it saves queries, keys, values, the output of attention, and the MLP before and after
@@ -370,7 +370,7 @@ def saved_block(
 def saved_ends(
     shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens: int, *, first: bool = False, last: bool = False
 ) -> float:
-    """Bytes that autograd keeps of token ids, last norm, logits and loss for one microbatch.
+    """Return the bytes that autograd saves of token ids, last norm, logits and loss per microbatch.
 
     Args:
         shape: The model's sizes.

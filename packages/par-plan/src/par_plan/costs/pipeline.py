@@ -74,7 +74,7 @@ class PipelineCost:
     places: tuple[PipelineRank, ...]
 
     def bubble(self, microbatches: int) -> float:
-        """The part of a step's time in which a rank waits."""
+        """Return the fraction of a step in which a rank is idle."""
         return self.idle / (microbatches + self.idle)
 
     def part(self, place: PipelineRank, layers: int) -> ModelSlice:
@@ -90,7 +90,7 @@ def stage_size(layers: int, stages: int, stage: int) -> int:
 
 
 def stage_run(layers: int, stages: int, stage: int) -> tuple[int, int]:
-    """The number of a stage's first block, and that of the next one's."""
+    """Return the number of a stage's first block, and of the next stage's first block."""
     size, larger = divmod(layers, stages)
     start = stage * size + max(0, stage - (stages - larger))
     return start, start + stage_size(layers, stages, stage)
@@ -123,7 +123,7 @@ def pipeline_cost(name: str, ranks: int, microbatches: int) -> PipelineCost:
 
 @lru_cache(maxsize=4096)
 def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
-    """A schedule as the simulator runs it, on few ranks with no more microbatches than make a difference."""
+    """Return the simulated cost of a schedule on few ranks, with as many microbatches as matter."""
     made = schedule(name, ranks, min(microbatches, ENOUGH * ranks) if ranks <= EXACT else microbatches)
     timeline = simulate(made)
     longest = max(timeline.span(rank) for rank in range(ranks))
@@ -156,7 +156,7 @@ def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
 
 
 def _kept(made: Schedule, rank: int, stages: Collection[int]) -> int:
-    """The largest number of activations of these stages that a rank keeps at once."""
+    """Return the largest number of activations of these stages that a rank saves at once."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}  # a backward in two parts lets go with its second, W
     kept = largest = 0
     for action in made.ranks[rank]:
@@ -181,7 +181,7 @@ def _stages_of(layout: str, rank: int, ranks: int, stages: int) -> tuple[int, ..
 
 
 def _extended(short: PipelineCost, long: PipelineCost, layout: str, ranks: int, microbatches: int) -> PipelineCost:
-    """A pipeline on the line through two short ones."""
+    """Return the cost of a long pipeline, extrapolated from two short ones."""
     stages_a_rank = long.stages // long.ranks
     stages = stages_a_rank * ranks
 

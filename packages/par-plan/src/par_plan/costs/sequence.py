@@ -57,7 +57,7 @@ class SequenceSplit:
 
 
 def sequence_split(topology: Topology) -> SequenceSplit:
-    """How a topology cuts a sequence.
+    """Return how a topology splits a sequence.
 
     Raises:
         ValueError: There are no formulas for its mode, or for its tensor mode.
@@ -133,7 +133,7 @@ class AttentionTraffic:
 
 @lru_cache(maxsize=4096)
 def local_tokens(sequence: SequenceSplit, length: int, documents: tuple[int, ...] | None = None) -> int:
-    """Number of tokens of a row that each rank has; rows that do not divide are filled up.
+    """Return the number of tokens of a row on each rank, with padding if they do not divide.
 
     Args:
         sequence: How the sequence is cut.
@@ -155,7 +155,7 @@ def reach(
     *,
     again: bool = False,
 ) -> AttentionTraffic:
-    """What one attention takes.
+    """Return the traffic and memory of one attention.
 
     Args:
         sequence: How the sequence is cut.
@@ -254,7 +254,7 @@ def _sum_of(found: list[tuple[AttentionTraffic, int]], name: str) -> float:
 
 
 def _work(shape: AttentionShape, sequence: SequenceSplit) -> float:
-    """The work of the busiest group of ranks by its part of a row of one document; see `AttentionTraffic`."""
+    """Return the work of the busiest group of ranks; see `AttentionTraffic.work`."""
     alone = replace(shape, documents=None)
     if sequence.ranks == 1 and shape.documents == alone.documents:
         return 1.0

@@ -57,7 +57,7 @@ def over(transfer: AxisTraffic, topology: Topology) -> str:
 def data_traffic(
     replicas: ZeroSharding, numbers: NumberWidths, axis: str = "data", *, flags: bool = True
 ) -> list[AxisTraffic]:
-    """Gradients and parameters over the ranks that share them, and at the end of each reduction some flags.
+    """Return the traffic of gradients and parameters between data ranks, and of the flags after a reduction.
 
     Flags report whether a rank computed all gradients and whether the order of reductions is unchanged; at stage 3 also
     how the pass ended.
@@ -100,7 +100,7 @@ def tensor_traffic(
     microbatches: Mapping[int, int],
     replicas: ZeroSharding,
 ) -> list[AxisTraffic]:
-    """Activations, weights and partial gradients over the tensor axis.
+    """Return the traffic of activations, weights and partial gradients over the tensor axis.
 
     Args:
         shape: The model's sizes.
@@ -188,7 +188,7 @@ def pipeline_traffic(
     microbatches: Mapping[int, int],
     table: float,
 ) -> list[AxisTraffic]:
-    """Activations and their gradients from neighbouring stages; at the end each neighbour says that it is done.
+    """Return the traffic between neighbouring stages, with a final message from each neighbour.
 
     Args:
         shape: The model's sizes.
@@ -212,7 +212,7 @@ def pipeline_traffic(
 
 @lru_cache(maxsize=4096)
 def _microbatch_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, part: ModelSlice, tokens: int) -> float:
-    """Bytes over the tensor axis for forward and backward of one microbatch."""
+    """Return the bytes over the tensor axis for forward and backward of one microbatch."""
     total = (part.blocks - part.mixtures) * _block_bytes(shape, split.dense, numbers, tokens)
     if shape.mixture is not None:
         attention = _block_bytes(shape, split.dense, numbers, tokens, halves=1)
@@ -230,7 +230,7 @@ def _microbatch_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, p
 
 @lru_cache(maxsize=4096)
 def _block_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens: int, halves: int = 2) -> float:
-    """Bytes over the tensor axis for forward and backward of one block and microbatch; of one half, attention's."""
+    """Return the bytes over the tensor axis for one block and microbatch; one half is attention."""
     linears = sum((_cost(split, linear) for linear in _linears(shape, tokens)[: 2 * halves]), LayerCost())
     products = linears.each
     if _keeps_gathered_input(split, numbers):
@@ -240,13 +240,13 @@ def _block_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens
 
 
 def _keeps_gathered_input(split: TensorSplit, numbers: NumberWidths) -> bool:
-    """Whether column layers keep their gathered input, in float8, and so need not gather it again for backward."""
+    """Return whether column layers save their gathered input in float8, which saves a gather in backward."""
     return split.sequence and numbers.saved < numbers.product
 
 
 @lru_cache(maxsize=4096)
 def _partial_gradients(shape: Shape, split: TensorSplit, part: ModelSlice) -> float:
-    """Elements that are received once a step to sum partial gradients.
+    """Return the elements that a rank receives per step to sum partial gradients.
 
     Gradients of weights are summed over the depth axis, gradients of biases, norms and positions over the tokens.
     """
@@ -269,12 +269,12 @@ def _partial_gradients(shape: Shape, split: TensorSplit, part: ModelSlice) -> fl
 
 @lru_cache(maxsize=4096)
 def _once_of_linears(shape: Shape, split: TensorSplit) -> float:
-    """Elements that are received once a step to sum partial gradients of the weights of a block's linear layers."""
+    """Return the elements that a rank receives per step to sum partial gradients of a block's weights."""
     return float(sum((_cost(split, linear).once for linear in _linears(shape, 1)), Fraction(0)))
 
 
 def _microbatch_operations(shape: Shape, split: TensorSplit, numbers: NumberWidths, part: ModelSlice) -> int:
-    """Number of collectives over the tensor axis for forward and backward of one microbatch."""
+    """Return the number of collectives over the tensor axis for one microbatch."""
     q = split.inner
     column, row, embedding = {
         "1d": (3, 2, 2) if split.sequence else (1, 1, 1),
@@ -293,7 +293,7 @@ def _microbatch_operations(shape: Shape, split: TensorSplit, numbers: NumberWidt
 
 
 def _linears(shape: Shape, tokens: int) -> list[LinearShape]:
-    """The four linear layers of a block."""
+    """Return the four linear layers of a block."""
     h = shape.width
     return [
         LinearShape(tokens=tokens, k=h, n=shape.attended),
@@ -311,7 +311,7 @@ def _classifier(shape: Shape, split: TensorSplit, tokens: int) -> LinearShape | 
 
 
 def _table_rows(shape: Shape, split: TensorSplit) -> int:
-    """Rows of the embedding's table with their padding."""
+    """Return the rows of the embedding's table with padding."""
     return padded(shape.vocabulary, split.matrix // split.features)
 
 

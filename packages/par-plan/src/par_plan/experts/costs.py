@@ -82,7 +82,7 @@ def routed_tokens(spread: ExpertPlacement, tokens: int) -> int:
 
 
 def saved_mixture(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int, load: Load) -> float:
-    """Bytes that autograd keeps of a `LayerSet.MoE` for one microbatch.
+    """Return the bytes that autograd saves of a `LayerSet.MoE` for one microbatch.
 
     Args:
         mixture: The layer.
@@ -101,7 +101,7 @@ def saved_mixture(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidt
 
 
 def tensor_bytes(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidths, tokens: int) -> float:
-    """Bytes over the tensor axis for forward and backward of a `LayerSet.MoE` and one microbatch."""
+    """Return the bytes over the tensor axis for a `LayerSet.MoE` and one microbatch."""
     if spread.group == 1:
         return 0.0
     received = float(layer_cost(mixture, spread, tokens, numbers.residual, joins=not spread.sequence).tensor)
@@ -111,14 +111,14 @@ def tensor_bytes(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidth
 
 
 def tensor_operations(mixture: Mixture, spread: ExpertPlacement) -> int:
-    """Number of collectives of these."""
+    """Return the number of collectives over the tensor axis for a `LayerSet.MoE` and one microbatch."""
     if spread.tensor > 1:
         return 5 if spread.sequence else 3
     return (4 if spread.sequence else 2) * (mixture.shared > 0) + (0 if spread.sequence else 2)
 
 
 def partial_elements(mixture: Mixture, spread: ExpertPlacement) -> float:
-    """Elements that are received once a step to sum gradients of a router that sees a part of the tokens."""
+    """Return the elements that a rank receives per step to sum the router's partial gradients."""
     return all_reduced(spread.group, mixture.router) if spread.tensor == 1 and spread.group > 1 else 0.0
 
 
@@ -155,7 +155,7 @@ def routed_traffic(
 
 
 def all_reduced(ranks: int, elements: float) -> float:
-    """Elements that a rank receives in an all-reduce."""
+    """Return the elements that a rank receives in an all-reduce."""
     return 2 * (ranks - 1) / ranks * elements
 
 

@@ -44,16 +44,16 @@ class Mixture:
 
 
 def check_load(load: Load) -> None:
-    """Raises ValueError if a load is none: below 1, or of experts that have no rows at all."""
+    """Raise ValueError if an imbalance is below 1, or if no expert has tokens."""
     if isinstance(load, tuple):
         if min(load, default=-1.0) < 0 or not sum(load):
-            raise ValueError(f"imbalance is {load}; give the number of rows of each expert, some of them above 0")
+            raise ValueError(f"imbalance is {load}; pass the token count of each expert, with at least one above 0")
     elif not load >= 1:
-        raise ValueError(f"imbalance is {load}; the busiest rank has 1 time the mean at least")
+        raise ValueError(f"imbalance is {load}; it is relative to the mean; pass 1 or more")
 
 
 def imbalance_of(load: Load, ranks: int) -> float:
-    """How many times the mean the busiest of some ranks has.
+    """Return the tokens of the busiest rank, relative to the mean.
 
     Args:
         load: Imbalance as given, or token counts of every expert; consecutive experts share a rank.

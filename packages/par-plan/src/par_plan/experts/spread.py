@@ -53,7 +53,7 @@ ALONE = ExpertPlacement()
 
 
 def expert_placement(topology: Topology) -> ExpertPlacement:
-    """How a topology spreads experts; without a view of them, each is cut over the tensor group."""
+    """Return the placement of experts in a topology; without a view, the tensor group shards each expert."""
     group, (_, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     sequence = group > 1 and bool(options.get("sequence_parallel", False))
     if VIEW not in topology.views:
@@ -70,7 +70,7 @@ def expert_placement(topology: Topology) -> ExpertPlacement:
 
 
 def expert_axis_size(topology: Topology) -> int:
-    """Number of ranks on the axis "expert"; 1 where a topology has no such axis."""
+    """Return the number of ranks on the axis "expert"; 1 without such an axis."""
     return topology.size("expert") if "expert" in (*topology.axes, *topology.products) else 1
 
 
@@ -107,7 +107,7 @@ def expert_configs(mixture: Mixture | None, tensor: int, sequence: int, ranks: i
 
 
 def why_not_placed(mixture: Mixture | None, spread: ExpertPlacement, load: Load = 1.0) -> str | None:
-    """Why a model's experts cannot lie so, and what to change; None if they can.
+    """Return why a placement of experts is impossible, and the fix; None if it is possible.
 
     Args:
         mixture: The model's experts; None: it has none.
@@ -137,7 +137,7 @@ def why_not_placed(mixture: Mixture | None, spread: ExpertPlacement, load: Load 
 
 
 def expert_tensors(mixture: Mixture, spread: ExpertPlacement) -> tuple[int, int]:
-    """Elements of a rank's two packed tensors of a layer of experts: those into them, and those out of them.
+    """Return the elements of a rank's two packed tensors of experts: input and output weights.
 
     Args:
         mixture: The layer.

@@ -62,7 +62,7 @@ class GPTPlan:
         return RECOMPUTES
 
     def with_recompute(self, recompute: str) -> "GPTPlan":
-        """The same sizes, with something that is computed again."""
+        """Return the same sizes with another kind of recomputation."""
         return self if recompute == self.recompute else replace(self, recompute=recompute)
 
     @property
@@ -76,7 +76,7 @@ class GPTPlan:
         return {"heads": "model.heads", "layers": "model.layers", "context": "model.context"}
 
     def describe(self) -> str:
-        """The line of a report."""
+        """Return the model's line in a report."""
         shape = self.shape
         return (
             f"{shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
@@ -86,7 +86,7 @@ class GPTPlan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The sizes as plain values."""
+        """Return the sizes as plain values."""
         return {**asdict(self.shape), "parameters": self.shape.parameters}
 
     def part(self, pipeline: PipelineCost, place: PipelineRank) -> ModelSlice:
@@ -95,20 +95,20 @@ class GPTPlan:
         return replace(pipeline.part(place, self.layers), mixtures=sum(self.shape.mixtures(*run) for run in runs))
 
     def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
-        """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change."""
+        """Return why a tensor mode cannot split the model or a microbatch, and the fix."""
         problem = why_not_sharded(self.shape, split, rows)
         return None if problem is None else f"{problem}; change one of the two"
 
     def why_no_stages(self) -> None:
-        """None: the GPT is made of blocks, which stages share out."""
+        """Return None, since stages consist of blocks."""
         return
 
     def why_no_tensor_ranks(self) -> None:
-        """None: every tensor mode has layers that cut the GPT."""
+        """Return None, since every tensor mode has layers for the GPT."""
         return
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
-        """Every mode that takes some ranks, and that a precision multiplies in."""
+        """Yield every mode that supports this number of ranks and the precision."""
         yield {"mode": "1d"}
         yield {"mode": "1d", "sequence_parallel": True}
         if precision == "fp8":  # which multiplies in mode 1d alone
@@ -132,7 +132,7 @@ class GPTPlan:
         return count(self.shape, split, part)
 
     def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
-        """The parameters of a rank in experts that are dealt out; None if it has none."""
+        """Return the parameter count of a rank's distributed experts; None without them."""
         if self.mixture is None or not split.experts.is_dealt or not part.mixtures:
             return None
         return count_experts(self.mixture, split.experts, part.mixtures)
@@ -146,7 +146,7 @@ class GPTPlan:
         job: TrainingJob,
         rows: int,
     ) -> tuple[float, float]:
-        """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
+        """Return the saved bytes; logits over 256 tokens are part of the activations."""
         shape, part, numbers = self.shape, self.part(pipeline, place), job.numbers
         tokens = rows * local_tokens(sequence, shape.context, job.documents)
         first = saved_ends(shape, split, numbers, tokens, first=part.first)
@@ -172,7 +172,7 @@ class GPTPlan:
         return kept + once, 0.0
 
     def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> dict[RankAttention, int]:
-        """The attentions of a rank, which are all alike."""
+        """Return the attentions of a rank, which are identical."""
         del sequence
         return {self._attention(split): part.blocks}
 
@@ -182,7 +182,7 @@ class GPTPlan:
         return RankAttention(heads=self.shape.heads // split.inner, key_heads=keys, width=head, key_width=head)
 
     def why_no_sequence_ranks(self) -> None:
-        """None: every layer knows of a sequence that is cut."""
+        """Return None, since every layer supports a split sequence."""
         return
 
     def tensor_traffic(
@@ -197,11 +197,11 @@ class GPTPlan:
         return tensor_traffic(self.shape, split, numbers, part, microbatches, replicas)
 
     def flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token in forward and backward: of matrices, and of attention."""
+        """Return the floating-point operations per token of matmuls and of attention."""
         return self.shape.flops(part)
 
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token that backward does again.
+        """Return the floating-point operations per token that backward repeats.
 
         A block is recomputed up to the input of its last matmul, so this matmul is not repeated. The last matmul of
         experts is repeated, since its output is exchanged. Memory traffic of norms and activation functions counts as

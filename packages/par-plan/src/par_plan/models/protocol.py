@@ -53,7 +53,7 @@ class PlannedModel(Protocol):
         """
 
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token that backward does again: of matrices, and of attention."""
+        """Return the floating-point operations per token that backward repeats: matmuls, and attention."""
 
     @property
     def sums_losses(self) -> bool:
@@ -73,7 +73,7 @@ class PlannedModel(Protocol):
         """Return the slice of the model on a pipeline rank."""
 
     def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
-        """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change; None if it can.
+        """Return why a tensor mode cannot split the model or a microbatch, and the fix; None if it can.
 
         Args:
             split: The cut of the tensor mode.
@@ -87,7 +87,7 @@ class PlannedModel(Protocol):
         """Return why the model has no tensor parallelism, and the fix; None if some number of ranks works."""
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
-        """The tensor modes for some ranks, as a config writes them; not all of them need to fit."""
+        """Yield the tensor modes for a number of ranks, as entries of a config; some may not fit the model."""
 
     @property
     def mixture(self) -> Mixture | None:
@@ -108,7 +108,7 @@ class PlannedModel(Protocol):
         job: TrainingJob,
         rows: int,
     ) -> tuple[float, float]:
-        """Bytes that wait for backward of all microbatches that wait at a time, and of those the bytes of logits.
+        """Return the bytes saved for all microbatches in flight, and the bytes of logits.
 
         Args:
             split: The cut of the tensor mode.
@@ -145,7 +145,7 @@ class PlannedModel(Protocol):
         """Return the traffic over the tensor axis; arguments as in `costs.traffic.tensor_traffic`."""
 
     def flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token in forward and backward: all but attention's, and attention's.
+        """Return the floating-point operations per token without attention, and of attention.
 
         The latter are those of a causal mask over a row of one document.
         """

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from par_groups import format_bytes
+
 from .frontier import Choice
-from .sizes import readable
 
 GRID = 8192
 """Steps of the dynamic program over bytes. Sizes with a common divisor that divides them into no more are exact."""
@@ -33,8 +34,8 @@ def knapsack(frontiers: Sequence[Sequence[Choice]], budget: int) -> list[Choice]
     needed = sum(choice.bytes for choice in least)
     if needed > budget:
         raise ValueError(
-            f"the budget is {budget} bytes ({readable(budget)}), and {needed} bytes ({readable(needed)}) are the least "
-            "that these layers can keep; give at least that"
+            f"the budget is {budget} bytes ({format_bytes(budget)}), and {needed} bytes ({format_bytes(needed)}) are "
+            "the least that these layers can keep; give at least that"
         )
     options = [
         [choice for choice in choices if choice.bytes - low.bytes <= budget - needed]

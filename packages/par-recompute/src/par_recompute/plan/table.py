@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .sizes import readable
+from par_groups import format_bytes
 
 WHOLE = ""
 """The name of the layer itself, relative to itself: who drops it keeps its inputs alone."""
@@ -103,10 +103,10 @@ class Table:
         rows = [("module", "GFLOPs", "saves", "again?")]
         for name, module in self.modules.items():
             saves = everything - kept(self, {name}) if name == WHOLE or module.obstacle is None else 0
-            rows.append((name or "(layer)", f"{module.flops / 1e9:.3f}", readable(saves), module.obstacle or "yes"))
+            rows.append((name or "(layer)", f"{module.flops / 1e9:.3f}", format_bytes(saves), module.obstacle or "yes"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, f"all together {readable(everything)}"])
+        return "\n".join([*lines, f"all together {format_bytes(everything)}"])
 
 
 def _table(*values: object) -> Table:

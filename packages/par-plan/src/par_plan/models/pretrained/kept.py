@@ -69,7 +69,7 @@ class SavedActivations:
     cut_heads: list[RankAttention] = field(default_factory=list)
 
     def attentions(self, ranks: int) -> list[RankAttention]:
-        """The attentions as each of some tensor ranks computes them; fewer heads of keys than ranks are copied.
+        """Return the attentions on each tensor rank; key heads are copied if there are fewer heads than ranks.
 
         Args:
             ranks: Number of ranks of a tensor group.
@@ -79,7 +79,7 @@ class SavedActivations:
         """
         for each in self.cut_heads:
             if each.heads % ranks:
-                raise ValueError(f"{each.heads} heads do not divide by {ranks} tensor ranks; take fewer of these")
+                raise ValueError(f"{each.heads} heads do not divide by {ranks} tensor ranks; use fewer tensor ranks")
         of_rank = [
             replace(each, heads=each.heads // ranks, key_heads=max(1, each.key_heads // ranks))
             for each in self.cut_heads
@@ -87,7 +87,7 @@ class SavedActivations:
         return [*self.whole_heads, *of_rank]
 
     def on_rank(self, ranks: int, *, sequence: bool, experts: bool = True) -> float:
-        """Bytes for one row on each of some tensor ranks, without what is fixed.
+        """Return the bytes for one row on each tensor rank, without `fixed`.
 
         Args:
             ranks: Number of ranks of a tensor group.
@@ -172,20 +172,19 @@ def trace_saved(
     except Exception as error:  # it is the code of any family
         if over_ranks:
             raise ValueError(
-                f"the sequence of {type(model).__name__} cannot be cut over ranks ({error}); give these ranks to data, "
-                "tensor or pipeline"
+                f"the sequence of {type(model).__name__} cannot be split over ranks ({error}); use these ranks for "
+                "data, tensor or pipeline parallelism"
             ) from error
         raise ValueError(
-            f"the forward of {type(model).__name__} cannot be followed on the meta device, where there are no values "
-            f"({type(error).__name__}: {error}), so nobody knows its activations; plan a model of another family with "
-            "the same sizes, or give predict() a par_plan.Shape"
+            f"the forward of {type(model).__name__} fails on the meta device ({type(error).__name__}: {error}), so its "
+            "activations are unknown; plan a model of another family with the same sizes, or pass a par_plan.Shape"
         ) from error
     return trace.kept
 
 
 @contextmanager
 def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-    """A context in which transformers knows an attention of this name; it makes no masks for it."""
+    """Register an attention under this name in transformers while a context lasts, without masks."""
     known: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     known[ATTENTION] = attend
     try:
@@ -238,12 +237,12 @@ class _ForwardTrace:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which everything that autograd keeps is counted."""
+        """Count all tensors that autograd saves while a context lasts."""
         with saved_tensors_hooks(self.keep, lambda tensor: tensor), torch.enable_grad():
             yield
 
     def keep(self, tensor: Tensor, layout: str | None = None) -> Tensor:
-        """Counts a tensor that is kept, once for all that share its storage, and gives it back.
+        """Count a saved tensor, once per storage, and return it.
 
         Args:
             tensor: The tensor.
@@ -268,7 +267,7 @@ class _ForwardTrace:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
     ) -> tuple[Tensor, None]:
-        """A fused attention, of [B, heads, S, features] each; gives [B, S, heads, features].
+        """Return a fused attention's output [B, S, heads, features], from inputs [B, heads, S, features].
 
         As in torch's, the output lies in memory as the queries do, and is copied where that is another order.
         """
@@ -292,7 +291,7 @@ class _ForwardTrace:
         return output.transpose(1, 2).contiguous(), None
 
     def attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """The attention of a context, of [B, S, heads, features] each; gives [B, S, heads, features]."""
+        """Return a context-parallel attention's output, from inputs [B, S, heads, features]."""
         rows, time, heads, _ = query.shape
         query, key, value = (each.to(self.product) for each in (query, key, value))
         output: Tensor = _AttentionFunction.apply(query, key, value)  # type: ignore[no-untyped-call]
@@ -339,7 +338,7 @@ class _ForwardTrace:
         self._layouts.pop()
 
     def _experts(self, experts: Any, chosen: int, is_cut: bool, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        """In the place of experts: as many rows as tokens have experts, through the weights of one of them."""
+        """Replace experts by one expert that processes all routed rows."""
         del others, named
         kept = self.kept[self._part]
         before = {name: getattr(kept, name) for name in ("residual", "inner", "whole")}
@@ -421,7 +420,7 @@ class _MatmulMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls the function, or stands in for a linear."""
+        """Call the function, or replace a linear."""
         del types
         if not self.is_native and function is functional.linear:
             return _Matmul.apply(args[0], args[1].shape[0], self.product, self.saved)  # type: ignore[no-untyped-call]

@@ -79,7 +79,7 @@ class PretrainedShape:
         return ("",) if self.checkpointing else ("", "layers")
 
     def with_recompute(self, recompute: str) -> "PretrainedShape":
-        """The same model, and all that is known of it, with layers that are computed again."""
+        """Return the same model, with its traces, and with recomputed layers."""
         if recompute == "" or (recompute == "layers" and self.checkpointing):
             return self
         if recompute != "layers":
@@ -113,7 +113,7 @@ class PretrainedShape:
         return {"heads": "the model", "layers": "layers", "context": "data.context"}
 
     def describe(self) -> str:
-        """The line of a report."""
+        """Return the model's line in a report."""
         return (
             f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
             f"{self._structure.config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
@@ -122,7 +122,7 @@ class PretrainedShape:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The sizes as plain values."""
+        """Return the sizes as plain values."""
         names = ("layers", "width", "context", "vocabulary", "tied", "packed", "checkpointing", "parameters")
         return {"class": type(self.model).__name__, **{name: getattr(self, name) for name in names}}
 
@@ -145,7 +145,7 @@ class PretrainedShape:
         )
 
     def why_not_sharded(self, split: TensorSplit, rows: int = 0) -> str | None:
-        """Why a tensor mode cannot cut the model, and what to change; None if it can. Rows are never cut."""
+        """Return why a tensor mode cannot split the model, and the fix; None if it can. Rows are never split."""
         del rows
         if split.mode not in (None, "1d"):
             return f"tensor mode {split.label} cuts activations that this model's code takes whole; use mode 1d"
@@ -158,11 +158,11 @@ class PretrainedShape:
         return found if isinstance(found, str) else None
 
     def why_no_stages(self) -> str | None:
-        """Why the model cannot be cut into pipeline stages, and what to do; None if it can."""
+        """Return why the model has no pipeline stages, and the fix; None if stages are possible."""
         return self._structure.ends if isinstance(self._structure.ends, str) else None
 
     def why_no_tensor_ranks(self) -> str | None:
-        """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
+        """Return why the model has no tensor parallelism, and the fix; None if some number of ranks works."""
         try:
             plan_shardings(self._structure.sampled, alone({"mode": "1d"}, SMALL[0]))
         except TypeError as error:  # there is no plan
@@ -172,7 +172,7 @@ class PretrainedShape:
         return None
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
-        """Mode 1d, with and without sequence parallelism; heads of keys are copied where they are fewer than ranks."""
+        """Yield mode 1d with and without sequence parallelism; key heads are copied if there are too few."""
         del precision
         keys = getattr(self._structure.config, "num_key_value_heads", None)
         copied = {"kv_heads": keys} if isinstance(keys, int) and keys < size and size % keys == 0 else {}
@@ -185,7 +185,7 @@ class PretrainedShape:
         return self._structure.mixture
 
     def count_experts(self, split: TensorSplit, part: ModelSlice) -> ParameterCount | None:
-        """The parameters of a rank in experts that are dealt out; None if it has none."""
+        """Return the parameter count of a rank's distributed experts; None without them."""
         dealt = [(share.experts, times) for share, times in in_runs(part, self._known(split).kinds) if share.experts]
         if not dealt:
             return None
@@ -201,7 +201,7 @@ class PretrainedShape:
         )
 
     def count(self, split: TensorSplit, part: ModelSlice) -> ParameterCount:
-        """The parameters of a rank: what `par_layers.cuts` gives it of the layers and ends that it has."""
+        """Return the parameter count of a rank, as `par_layers.plan_shardings` shards its layers and ends."""
         rank = self._known(split)
         ends, shares = rank.ends[part.first, part.last], in_runs(part, rank.kinds)
         return ParameterCount(
@@ -223,7 +223,7 @@ class PretrainedShape:
         job: TrainingJob,
         rows: int,
     ) -> tuple[float, float]:
-        """Bytes that wait for backward, without logits, and the bytes of these."""
+        """Return the saved bytes without logits, and the bytes of logits."""
         is_cut, numbers = sequence.ranks > 1, job.numbers
         rank, part, kept = self._known(split), self.part(pipeline, place), self._kept_in(numbers, over_ranks=is_cut)
         tokens = rows * local_tokens(sequence, self.context, job.documents)
@@ -257,7 +257,7 @@ class PretrainedShape:
         return total + kept[-1].fixed, logits
 
     def attentions(self, split: TensorSplit, sequence: SequenceSplit, part: ModelSlice) -> Mapping[RankAttention, int]:
-        """The attentions of a rank, and how many of them are alike.
+        """Return the different attentions of a rank, with the number of each.
 
         Without sequence ranks, they are assumed to be causal with the sizes of the config.
         """
@@ -273,7 +273,7 @@ class PretrainedShape:
         return found
 
     def why_no_sequence_ranks(self) -> str | None:
-        """Why the sequence cannot be cut over ranks, and what to do; None if it can."""
+        """Return why the sequence cannot be split, and the fix; None if it can."""
         try:
             self._kept_over_ranks()
         except ValueError as error:
@@ -286,7 +286,7 @@ class PretrainedShape:
         return self._kept_in(NumberWidths(), over_ranks=True) if known is None else known
 
     def _logits(self, split: TensorSplit, numbers: NumberWidths, place: PipelineRank, tokens: float) -> float:
-        """Bytes of logits at the beginning of backward.
+        """Return the bytes of logits at the beginning of backward.
 
         Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
         logits in less. Unsharded logits save a log-softmax in fp32, and backward holds two gradients.
@@ -332,7 +332,7 @@ class PretrainedShape:
         return transfers
 
     def flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token in forward and backward; of experts, those that it goes to.
+        """Return the floating-point operations per token, with the experts that it is routed to.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
         Attention is causal, so that half of its products are computed.
@@ -342,7 +342,7 @@ class PretrainedShape:
         return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
 
     def recompute_flops(self, part: ModelSlice) -> tuple[float, float]:
-        """Floating-point operations for one token that backward does again: those of a forward of the layers."""
+        """Return the floating-point operations per token that backward repeats: a forward of the layers."""
         if not self.checkpointing:
             return 0.0, 0.0
         layers = [times * self._flops_of_layers[kind] for run in part.runs for kind, times in run]

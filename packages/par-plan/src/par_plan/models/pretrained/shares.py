@@ -130,15 +130,15 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
 
 
 def in_runs(part: ModelSlice, shares: tuple[LayerShard, ...]) -> list[tuple[LayerShard, int]]:
-    """The shares of all layers of a rank, and how many layers are of each."""
+    """Return the shards of all layers of a rank, with the number of layers of each."""
     return [(shares[kind], times) for run in part.runs for kind, times in run]
 
 
 def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether a name is that of one of these modules, or of one within."""
+    """Return whether a name belongs to one of these modules, or to a submodule."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _sizes(record: Sharding) -> list[tuple[int, ...]]:
-    """The shapes of what the first rank has, which has no padding, and so as much as any other."""
+    """Return the shapes on the first rank, which has no padding and so the largest shard."""
     return [box.size for box in record.boxes]

@@ -112,7 +112,7 @@ class Structure:
         return next(name for name, own in self.parameters.items() if own is parameter)
 
     def _with_samples_alone(self) -> Any:
-        """A copy of the model whose list of layers lacks all but the samples, which keep their numbers."""
+        """Return a copy of the model with only the sampled layers, which keep their numbers."""
         kept = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         sampled = copy.deepcopy(self.model, kept)
         layers = sampled.get_submodule(self.layers)
@@ -121,7 +121,7 @@ class Structure:
         return sampled
 
     def _kinds_of_layers(self) -> list[int]:
-        """The kind of every layer: alike are those whose parameters have the same names and shapes, but for both ends.
+        """Return the kind of every layer; layers of one kind have identical parameter names and shapes.
 
         Layers with different attention masks in the config are different kinds, too. The first and the last one are
         kinds of their own: under sequence parallelism they cut and gather.
@@ -140,7 +140,7 @@ class Structure:
         ]
 
     def _ends_of_stages(self) -> dict[str, frozenset[str]] | str:
-        """The names of the parameters outside of the layers that the first, a middle and the last stage have."""
+        """Return the parameter names outside the layers, for the first, a middle and the last stage."""
         stages = min(3, len(self.kinds))
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         found: list[frozenset[str]] = []
@@ -181,7 +181,7 @@ class Structure:
 
 
 def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None = None) -> Topology:
-    """A world of one tensor group.
+    """Return a topology with one tensor group.
 
     Args:
         tensor: Its mode.
@@ -194,7 +194,7 @@ def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None 
 
 
 def _layers_of(model: nn.Module) -> str:
-    """The name of the list of layers: the nn.ModuleList that has most of the parameters.
+    """Return the name of the list of layers: the nn.ModuleList with most parameters.
 
     Raises:
         TypeError: There is none.
@@ -213,7 +213,7 @@ def _layers_of(model: nn.Module) -> str:
 
 
 def _on_meta(model: nn.Module) -> Any:
-    """A copy of a model on the meta device, of which nothing is read.
+    """Return a copy of a model on the meta device, without reading its values.
 
     Raises:
         ValueError: Its parameters are parts.
@@ -221,7 +221,7 @@ def _on_meta(model: nn.Module) -> Any:
     kept: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if attributes.SHARDING.is_on(parameter):
-            raise ValueError(f"{name!r} was cut over ranks already; plan the whole model, before it is cut")
+            raise ValueError(f"{name!r} is sharded already; plan the model before it is sharded")
         data = torch.empty_like(parameter, device="meta")
         kept[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
