@@ -34,7 +34,6 @@ EXCEPTIONS = {
         "there is no linear layer to convert to float8: none is chosen, or none has fitting sizes",
     ),
     "what is wrong has no name": (
-        "a plugin controls precision here, so the criterion must give a mean, not (sum, count)",
         "some ranks of the group gave their losses a weight, and others gave theirs none, so the step was skipped; "
         "give every loss its number of items, 0 where there are none, or give none of them one",
         "the shared table is of another layer set; make both layers with the same one",

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_layers import initialize, layer_set
 from par_layers.examples import GPT
 from par_pipeline import Batch
-from par_train import Stages, Strategy
+from par_train import PipelineStages, Strategy
 
 WORDS, ROWS, LENGTH, STEPS, CLIP_NORM = 29, 4, 16, 2, 0.5
 DOCUMENTS = [[5, 2, 9], [16], [1, 15], [8, 8]]  # of the rows of a batch
@@ -45,7 +45,7 @@ def stages(layers, number):
     own = (model.tokens, model.positions) if number == 0 else (model.norm, model.head)
     kept = {name: child for name, child in model.named_children() if any(child is one for one in own)}
     blocks = nn.ModuleDict({str(number): model.blocks[number]})
-    return Stages({number: Part(model, number)}, {**kept, "blocks": blocks})
+    return PipelineStages({number: Part(model, number)}, {**kept, "blocks": blocks})
 
 
 def loader():

@@ -14,7 +14,7 @@ from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
-from par_train import Stages, Strategy
+from par_train import PipelineStages, Strategy
 from par_train.jobs.byte_gpt import fill_, gpt_stages, make_gpt
 from par_train.jobs.options import ModelOptions
 
@@ -177,7 +177,7 @@ def assert_same(found, expected, what, *, begin=0, end=STEPS):
     losses, norms, model = found
     assert losses == pytest.approx(expected[0][begin:end], rel=1e-10), what
     assert norms == pytest.approx(expected[1][begin:end], rel=1e-9), what
-    if model is not None and end == STEPS and not isinstance(model, Stages):
+    if model is not None and end == STEPS and not isinstance(model, PipelineStages):
         assert_equal_to_one_device(model, expected[2], rtol=1e-7, atol=1e-10, reason=f"as above: {what}")
 
 

@@ -12,31 +12,31 @@ if TYPE_CHECKING:
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
-    from .strategy.pretrained.causal import token_loss
-    from .strategy.stages import Stages
+    from .strategy.pretrained.causal import causal_lm_loss
+    from .strategy.stages import PipelineStages
     from .strategy.strategy import Strategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GradientHandler",
+    "PipelineStages",
     "Plugin",
     "Run",
-    "Stages",
     "Strategy",
     "StrategyOptions",
+    "causal_lm_loss",
     "load_model",
     "register_gradient_handler",
-    "token_loss",
 ]
 
 _LATE = {
     "jobs.byte_gpt": ("load_model",),
-    "strategy.pretrained.causal": ("token_loss",),
+    "strategy.pretrained.causal": ("causal_lm_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),
-    "strategy.stages": ("Stages",),
+    "strategy.stages": ("PipelineStages",),
     "strategy.strategy": ("Strategy",),
     "strategy.options": ("StrategyOptions",),
 }

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from par_train import Strategy, token_loss
+from par_train import Strategy, causal_lm_loss
 from par_train.strategy.pretrained.causal import split_keywords
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
@@ -59,7 +59,7 @@ def test_wrong_plans_are_refused_on_every_rank():
         model = Mlp()
         with pytest.raises(ValueError, match="upp"):
             strategy.initialize(model, plans={model: {"upp": "colwise"}})
-        with pytest.raises(ValueError, match="says nothing of the 2 ranks"):
+        with pytest.raises(ValueError, match="has no sharding metadata for the 2 ranks"):
             strategy.initialize(Mlp())
 
 
@@ -85,7 +85,7 @@ def test_optimizer_of_whole_tensors_is_refused_for_a_module_that_a_plan_cuts():
         zero={"stage": 0, "update": {"atomic": True}},
     ) as strategy:
         model = Mlp()
-        with pytest.raises(ValueError, match=r"would step a part of 'up\.weight' as if it were the whole"):
+        with pytest.raises(ValueError, match=r"would treat a shard of 'up\.weight' as the full"):
             strategy.initialize(model, Normed(model.parameters(), lr=0.1), plans={model: PLAN})
 
 
@@ -94,19 +94,19 @@ def test_without_a_criterion_a_model_of_transformers_is_wanted():
     with Strategy() as strategy:
         model = nn.Linear(3, 3)
         model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(TypeError, match=r"this is a Linear with a dict.*give a criterion\(outputs, target\)"):
+        with pytest.raises(TypeError, match=r"this is a Linear with a dict.*pass a criterion\(outputs, target\)"):
             strategy.execute_pipeline(iter([{"input_ids": torch.zeros(2, 3)}]), model, None, optimizer)
 
 
-def test_token_loss_counts_the_tokens_after_the_first():
+def test_causal_lm_loss_counts_the_tokens_after_the_first():
     logits, ids = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
     labels = ids.clone()
     labels[0, :3] = -100
-    total, count = token_loss(logits, {"input_ids": ids, "labels": labels})
+    total, count = causal_lm_loss(logits, {"input_ids": ids, "labels": labels})
     expected = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert int(count) == 6
     assert torch.allclose(total / count, expected)
-    again, of_all = token_loss(logits, {"input_ids": ids})
+    again, of_all = causal_lm_loss(logits, {"input_ids": ids})
     assert int(of_all) == 8
     assert again > total
 

@@ -218,7 +218,7 @@ def test_a_step_that_fp16_skips_still_moves_the_bias_of_the_choice():
 def test_the_topology_deals_out_experts_that_no_model_has():
     with Strategy(parallel={"expert": 2}) as strategy:
         model = nn.Sequential(strategy.layers.LayerNorm(WIDTH))
-        with pytest.raises(ValueError, match=r"deals experts out over 2 ranks, and Sequential has none"):
+        with pytest.raises(ValueError, match=r"distributes experts over 2 ranks, and Sequential has no"):
             strategy.initialize(model, adamw(model))
         model = blocks(strategy.layers)
         strategy.initialize(model, adamw(model))  # nothing was changed
@@ -252,7 +252,7 @@ def test_the_plan_shares_experts_over_those_who_have_copies():
             assert abs(plan.memory[0].optimizer - state) <= padding
             assert abs(plan.memory[0].gradients - gradients) <= padding
             received = dict.fromkeys(("data", "expert_data"), 0.0)
-            for move in plan.moves:
+            for move in plan.transfers:
                 received[move.axis] += move.bytes * (move.what == "gradients")
             experts, others = 2 * 3 * WIDTH * 8, 4 * WIDTH + 3 * WIDTH * 8 + 2 * WIDTH  # router, shared expert, norm
             times = 1 if zero else 2

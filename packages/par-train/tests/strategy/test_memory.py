@@ -290,7 +290,7 @@ def test_what_makes_no_sense_is_refused(options, words):
 def test_one_budget_is_for_one_optimizer():
     with Strategy(memory={"device": "1GB"}) as strategy:
         start(strategy)
-        with pytest.raises(ValueError, match="spent on another optimizer; give each a Strategy of its own"):
+        with pytest.raises(ValueError, match="used for another optimizer; use a Strategy for each"):
             start(strategy)
 
 

@@ -151,7 +151,7 @@ def test_batches_of_another_kind_are_cut_by_a_function():
         context, model = strategy.context, gpt(strategy.layers)
         inputs, targets = tokens_and_targets()
         model, optimizer, batches = strategy.initialize(model, adamw(model), loader(inputs, targets, inputs.float()))
-        with pytest.raises(TypeError, match=r"a list of a tensor \[8, 16\] of int64, .* set dataloader\.cut to a"):
+        with pytest.raises(TypeError, match=r"a list of a tensor \[8, 16\] of int64, .* dataloader\.transform to a"):
             next(iter(batches))
 
         def cut(batch):

@@ -442,7 +442,7 @@ def test_the_plan_is_what_is_there():
             padding = 64 * len(held)
             assert abs(plan.memory[0].optimizer - state) <= padding
             assert abs(plan.memory[0].gradients - gradients) <= padding
-            predicted = sum(move.bytes for move in plan.moves)
+            predicted = sum(move.bytes for move in plan.transfers)
             # At stage 3 the plan says that everything is gathered twice; what backward begins with stays from forward.
             assert 4 * moved <= predicted + padding if zero == 3 else abs(predicted - 4 * moved) <= padding, zero
             assert str(plan).count("\n") >= 2

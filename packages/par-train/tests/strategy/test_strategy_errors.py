@@ -42,7 +42,7 @@ def test_options_that_make_no_sense():
     raises(r"plugins='my.mod:Plugin': it must be a list; pass plugins=\['my", Strategy, plugins="my.mod:Plugin")
     raises("gradient_handlers='data_parallel': it must be a list", Strategy, gradient_handlers="data_parallel")
     raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
-    raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
+    raises("pass dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
     raises("zero=1: .* lacks 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
     raises(
         "no pipeline schedule is called 'x'|no schedule is called 'x'",
@@ -114,13 +114,13 @@ def test_an_error_on_one_rank_is_everybodys():
 @pytest.mark.ranks(2)
 def test_layers_that_do_not_know_of_a_tensor_group():
     strategy = Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}})
-    raises("'weight' says nothing of the 2 ranks of its tensor group", strategy.initialize, nn.Linear(2, 2))
+    raises("'weight' has no sharding metadata for the 2 ranks", strategy.initialize, nn.Linear(2, 2))
 
 
 @pytest.mark.ranks(2)
 def test_modules_that_cannot_be_cut():
     strategy = Strategy(parallel={"pipeline": 2})
-    raises("a Linear cannot be cut into pipeline stages", strategy.initialize, nn.Linear(2, 2))
+    raises("a Linear cannot be split into pipeline stages", strategy.initialize, nn.Linear(2, 2))
 
 
 class Recorded(Plugin):
@@ -290,7 +290,7 @@ Listed = type("Prodigy", (JointlyScaled,), {"__module__": "prodigyopt", "__qualn
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     """Without par-zero, too, where nobody else looks."""
-    part = r"the {} would step a part of 'weight' as if it were the whole: this rank has 32 of 64 elements"
+    part = r"optimizer={}: it would treat a shard of 'weight' .* this rank has 32 of 64 elements"
     tensor = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     for zero in (0, 1):
         strategy = Strategy(**tensor, zero={"stage": zero, "update": {"elementwise": True}})
@@ -306,9 +306,7 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     strategy.initialize(model, sgd(model))
     strategy = Strategy(gradient_handlers=[{"type": "partial"}])
     model = strategy.layers.ColumnLinear(8, 24, bias=False, blocks=3)
-    words = (
-        "the Muon would step 'weight' as one tensor, of which the record says that it is 3, .* leave 'data_parallel'"
-    )
+    words = "optimizer=Muon: it would update 'weight' as one tensor, .* lists 3 in it, .* use 'data_parallel'"
     raises(words, strategy.initialize, model, torch.optim.Muon(model.parameters()))
     for parallel in (tensor["parallel"], {"pipeline": 2}):
         ranks = f"each of 2 {next(iter(parallel))} ranks"
@@ -316,7 +314,7 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
             ("atomic", JointlyScaled, "atomic=True for .* of the JointlyScaled: a trial shows .* in other tensors"),
             ("elementwise", JointlyScaled, "elementwise=True for .* of the JointlyScaled: a trial shows"),
             ("", JointlyScaled, f"optimizer=JointlyScaled: par-zero does not know .* {ranks} .*dict.elementwise=True"),
-            ("", Listed, f"Prodigy steps a parameter by what it sees of all .* {ranks} sees a part"),
+            ("", Listed, f"optimizer=Prodigy: .* by a quantity of all of them, .* {ranks} has only"),
         ):
             strategy = Strategy(parallel=parallel, zero={"stage": 0, "update": {option: True} if option else {}})
             layers = strategy.layers

@@ -24,7 +24,7 @@ from .. import __version__
 from .._errors import UserError
 from ..config.settings import build
 from ..strategy.execute import Criterion
-from ..strategy.stages import Stages
+from ..strategy.stages import PipelineStages
 from ..strategy.strategy import Strategy
 from .byte_rows import PADDING
 from .checkpoint import load_state
@@ -153,7 +153,7 @@ def make_gpt(options: ModelOptions, layers: LayerSet | None = None) -> GPT:
     )
 
 
-def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> Stages:
+def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> PipelineStages:
     """Take this rank's pipeline stages of a GPT that is still on the meta device.
 
     Parameters keep the names that they have in the full model.
@@ -178,7 +178,7 @@ def gpt_stages(model: GPT, schedule: Schedule, rank: int) -> Stages:
     if last:
         children |= {"norm": model.norm, "head": model.head}
     tied = {"tokens.weight": model.tokens.weight} if first or last else {}
-    return Stages(parts, children, [tied] if is_tied else [])
+    return PipelineStages(parts, children, [tied] if is_tied else [])
 
 
 class _GPTStage(nn.Module):

@@ -1,13 +1,13 @@
-"""The axes of a strategy: over which ranks samples differ, gradients are averaged, and batches are the same."""
+"""The axes of a strategy: those over which samples differ, gradients are averaged, and batches are identical."""
 
 from par_groups import Axes, Topology
 
 EXPERTS = "experts"
-"""The view of a topology that says who has which experts, where they are dealt out over ranks."""
+"""The name of the topology's view that defines which ranks hold which experts, if they are distributed."""
 
 
 def data_axes(topology: Topology) -> Axes:
-    """The axes whose ranks see other samples: "data", and "expert" where experts have ranks of their own.
+    """Return the axes whose ranks read different samples: "data", and "expert" if experts have ranks of their own.
 
     Args:
         topology: The axes of a strategy, "data" among them.
@@ -16,7 +16,7 @@ def data_axes(topology: Topology) -> Axes:
 
 
 def averaged_over(topology: Topology) -> Axes:
-    """The axes over which gradients are averaged: their ranks see other samples, or other tokens of the same ones.
+    """Return the axes over which gradients are averaged: their ranks see other samples, or other tokens of them.
 
     Args:
         topology: The axes of a strategy, "data" among them.
@@ -26,7 +26,7 @@ def averaged_over(topology: Topology) -> Axes:
 
 
 def replica_axes(topology: Topology) -> tuple[str, ...]:
-    """The axes over which ranks are one replica of the model, with the same batches: all but the data axes.
+    """Return the axes over which ranks form one replica of the model, with identical batches: all but the data axes.
 
     Args:
         topology: The axes of a strategy, "data" among them.
@@ -36,7 +36,7 @@ def replica_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def cuts_sequence(topology: Topology) -> bool:
-    """Whether each sequence is cut over several ranks."""
+    """Return whether each sequence is split over several ranks."""
     return _has_ranks(topology, "sequence")
 
 

@@ -1,4 +1,4 @@
-"""One batch through a model in microbatches: with a pipeline or without, the same loop."""
+"""The run of one batch through a model in microbatches: the same loop with a pipeline and without."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -18,22 +18,22 @@ from .axes import cuts_sequence, data_axes
 from .batches import read_once
 from .mixture.factor import LossFactor
 from .pretrained.causal import CausalModel, pretrained_of, split_keywords, unlike_causal
-from .stages import Stages
+from .stages import PipelineStages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
-"""`criterion(outputs, target)`: the mean over a microbatch's rows; or a sum, and the number of things summed."""
+"""`criterion(outputs, target)`: the mean over a microbatch's rows; or a sum and the number of its items."""
 
 
 class Execution:
-    """Runs a model's pipeline, of one stage if it is not cut, and takes the mean of its losses.
+    """The pipeline of a model, of a single stage if the model is not split, and the mean of its losses.
 
     Args:
-        model: A module, or `Stages`.
-        schedule: A schedule for as many ranks as the pipeline group has.
+        model: A module, or `PipelineStages`.
+        schedule: The schedule, for as many ranks as the pipeline group has.
         groups: The groups of the strategy.
-        optimizer: The model's optimizer; a MixedOptimizer scales losses, any other one, or None, leaves them.
-        options: Further keywords of `par_pipeline.Pipeline`.
-        factor: What tells the model's routers what the loss is multiplied by.
+        optimizer: The model's optimizer. A MixedOptimizer scales losses; another one, or None, does not.
+        options: Other keywords of `par_pipeline.Pipeline`.
+        factor: The object that passes the factor of the loss to the model's routers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Execution:
         self._weights: list[float] = []  # what each microbatch of the batch weighs
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
-        stages = model.runners(schedule.stages - 1, factor) if isinstance(model, Stages) else [model]
+        stages = model.runners(schedule.stages - 1, factor) if isinstance(model, PipelineStages) else [model]
         group = groups["pipeline"]
         self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
             stages, plan, group, loss_fn=self._loss, weight=self._weigh, **options
@@ -68,24 +68,24 @@ class Execution:
     def run(
         self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, return_outputs: bool
     ) -> tuple[Any, Any]:
-        """The loss of the batch, on all ranks of the pipeline, and the outputs, where the last stage is.
+        """Run a batch. Return its loss, on all ranks of the pipeline, and the outputs, on the ranks of the last stage.
 
         Args:
-            next_batch: Gives the batch, or raises StopIteration; other ranks of the pipeline hear of what it raises. A
-                batch is a pair of inputs and target; inputs that are a tuple are several arguments. Anything else,
-                such as a dict, is both; a model of transformers is called with the keywords that it names.
-            criterion: A function of outputs and target; None: the causal loss of a model of transformers.
-            forward_only: Whether to leave out the backward.
-            return_outputs: Whether outputs are kept.
+            next_batch: A function that returns the batch or raises StopIteration; the pipeline reports its errors to
+                other ranks. A batch is a pair of inputs and target; inputs that are a tuple are several arguments. Any
+                other batch, such as a dict, is both; a transformers model receives the keywords that it names.
+            criterion: A function of outputs and target. None for the causal loss of a transformers model.
+            forward_only: Whether to omit the backward pass.
+            return_outputs: Whether to return outputs.
 
         Raises:
-            ValueError: There is no criterion, and the loss of the model of transformers is not the causal one.
-            TypeError, PipelineError: There is no criterion, and no model of transformers, or no batch of one.
+            ValueError: There is no criterion, and the loss of the transformers model is not the causal one.
+            TypeError, PipelineError: There is no criterion, and the model or the batch is not of transformers' kind.
         """
         if criterion is None and self._other_loss is not None:
             raise ValueError(
-                f"criterion=None: it stands for the loss of the next token, and {self._other_loss}; pass a "
-                "criterion(outputs, batch) that gives the loss, a mean over rows, or a sum and its count"
+                f"criterion=None: it means the loss of the next token, and {self._other_loss}; pass a "
+                "criterion(outputs, batch) that returns a mean over rows, or a sum and the number of its items"
             )
         self._weights, self._sum, self._count = [], 0.0, 0.0
         causal = None if criterion is not None else self._causal
@@ -96,16 +96,16 @@ class Execution:
             pipeline = self._fit_for(rows_of(batch))
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = pipeline.forward_backward_step(
-                _Batches(lambda: self._called_with(next_batch(), criterion, pipeline.schedule.microbatches)),
+                _CalledBatches(lambda: self._called_with(next_batch(), criterion, pipeline.schedule.microbatches)),
                 forward_only=forward_only,
                 return_outputs=return_outputs,
             )
         return self._mean(), outputs
 
     def _fit_for(self, rows: int) -> Pipeline:
-        """The pipeline, or one of fewer microbatches where a batch has fewer rows than they are.
+        """Return a pipeline that has no more microbatches than the batch has rows.
 
-        Only where no other rank has as many: stage 3, for example, gathers parameters in each microbatch.
+        Only a rank without peers may choose a number: at stage 3, for example, all ranks gather in each microbatch.
         """
         if not 0 < rows < self._schedule.microbatches:
             return self.pipeline
@@ -114,10 +114,10 @@ class Execution:
         return self._smaller[rows]
 
     def _called_with(self, batch: Any, criterion: Criterion | None, microbatches: int) -> Any:
-        """The batch as the pipeline takes it.
+        """Return the batch as the pipeline takes it.
 
         Raises:
-            TypeError: There is no criterion, and no model of transformers, or no batch of one.
+            TypeError: There is no criterion, and the model or the batch is not of transformers' kind.
         """
         if self._causal is not None and isinstance(batch, Mapping):
             inputs, keywords, labels = self._causal.fed(batch)
@@ -126,34 +126,36 @@ class Execution:
             return Batch(inputs, keywords, labels if criterion is None else dict(batch))
         if criterion is None:
             raise TypeError(
-                f"criterion is None, which is the causal loss of a transformers model called with a dict; this is a "
-                f"{self._kind} with a {type(batch).__name__} for a batch; give a criterion(outputs, target)"
+                f"criterion=None: it means the causal loss of a transformers model called with a dict, and this is a "
+                f"{self._kind} with a {type(batch).__name__} for a batch; pass a criterion(outputs, target)"
             )
         return batch
 
     @property
     def takes_dicts(self) -> bool:
-        """Whether batches that are dicts are the keywords of a model of transformers."""
+        """Whether batches that are dicts are the keywords of a transformers model."""
         return self._causal is not None
 
     def close(self) -> None:
-        """Releases the pipeline's connections, and waits for no other rank."""
+        """Release the pipeline's connections. It waits for no other rank."""
         for pipeline in (self.pipeline, *self._smaller.values()):
             pipeline.close()
 
     def _weigh(self, target: Any) -> float:
-        """A microbatch weighs its rows: the pipeline multiplies each loss by its part of the sum of all weights.
+        """Return the weight of a microbatch, its rows.
 
-        It asks for all weights before the first microbatch.
+        The pipeline multiplies each loss by the microbatch's part of the sum of all weights. It asks for all weights
+        before the first microbatch, so `_loss` can read them all.
         """
         self._weights.append(float(rows_of(target) or 1))
         return self._weights[-1]
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
-        """What backward begins with: the criterion's mean, or its mean without the part that rows have in the batch.
+        """Return the scalar from which backward starts, and add the criterion's result to the loss of the batch.
 
-        A mean is over rows, which the pipeline weighs. A sum comes with a count that is its weight on all ranks and in
-        all microbatches, and which the optimizer applies: the weight of the rows is taken out.
+        The pipeline multiplies it by the part that the microbatch has of the batch's rows, which is right for a mean
+        over rows. The count of a sum is its weight over all ranks and microbatches, which the optimizer applies:
+        therefore the pipeline's factor is divided out again.
         """
         given = self._criterion(outputs, target)
         rows = float(rows_of(target) or 1)
@@ -162,7 +164,7 @@ class Execution:
         if not isinstance(given, tuple):
             return self._scaled(self._factor.of(given), None)
         weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of nothing is 0
+        mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of no items is 0, not NaN
         return self._scaled(self._factor.of(mean) * (sum(self._weights) / rows), weight)
 
     def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
@@ -171,15 +173,16 @@ class Execution:
         if self._optimizer is None:
             if weight is not None:
                 raise ValueError(
-                    "a plugin controls precision here, so the criterion must give a mean, not (sum, count)"
+                    "criterion() returned (sum, count): a plugin controls precision here and cannot weigh by counts; "
+                    "return a mean from criterion(), or remove the plugin"
                 )
             return loss
         return self._optimizer.scale(loss, weight=weight)
 
     def _mean(self) -> Tensor:
-        """The mean loss of this replica's batch, of which sequence ranks have parts.
+        """Return the mean loss of this replica's batch, of which each sequence rank has a shard.
 
-        An all-reduce of two numbers over the sequence group, a broadcast of one over the pipeline group.
+        It all-reduces two numbers over the sequence group and broadcasts one over the pipeline group.
         """
         device = self._groups.device
         mean = torch.zeros((), dtype=torch.float64, device=device)
@@ -196,8 +199,8 @@ class Execution:
         return mean
 
 
-class _Batches(Iterator[Any]):
-    """What a function gives, again and again, as an iterator."""
+class _CalledBatches(Iterator[Any]):
+    """The results of a function, called for each batch, as an iterator."""
 
     def __init__(self, next_batch: Callable[[], Any]) -> None:
         self._next_batch = next_batch
@@ -207,7 +210,7 @@ class _Batches(Iterator[Any]):
 
 
 def rows_of(value: Any) -> int:
-    """The length of the first tensor in a nested value; 0 if there is none that has one."""
+    """Return the length of the first tensor with dims in a nested value; 0 if there is no such tensor."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
@@ -215,4 +218,4 @@ def rows_of(value: Any) -> int:
 
 
 def _none(_: Any, __: Any) -> Tensor:
-    raise RuntimeError("the pipeline was run without a criterion; call Strategy.execute_pipeline()")
+    raise RuntimeError("the pipeline ran without a criterion; call Strategy.execute_pipeline(), which sets it")

@@ -1,4 +1,4 @@
-"""Gradient handlers: what completes gradients before a step, each over axes of its own, exactly once."""
+"""Gradient handlers: they complete the gradients before a step, each over its own axes, once per step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 from par_groups import ProcessGroups, Registry
 from par_layers import PartialGradientReducer, Router, update_correction_bias_
 
-from .stages import Stages
+from .stages import PipelineStages
 
 
 @runtime_checkable
 class GradientHandler(Protocol):
-    """Completes gradients."""
+    """An object that completes gradients, such as sums over an axis."""
 
     def handle_gradient(self) -> None:
-        """Called on all ranks once a step, after the last backward and before the norm."""
+        """Complete the gradients. All ranks call it once per step, after the last backward and before the norm."""
 
 
 Make = Callable[..., GradientHandler]
@@ -33,16 +33,16 @@ DEFAULT: Sequence[Mapping[str, Any]] = (
     {"type": "pipeline_shared"},
     {"type": "correction_bias"},
 )
-"""What a strategy uses unless it is told otherwise."""
+"""The default of `Strategy(gradient_handlers=...)`."""
 
 
 def register_gradient_handler(name: str) -> Callable[[F], F]:
-    """Registers a gradient handler under `name`, as a decorator on a class or a function.
+    """Return a decorator that registers a class or a function as the gradient handler `name`.
 
-    It is called as `handler(model, optimizer, groups, **options)`, the options being the further keys of
-    `dict(type=name, ...)` in a config, and gives an object with `handle_gradient()`. It finds gradients, wherever they
-    live, by `par_groups.gradients(optimizer)`. Another wheel can provide one without being imported: by an entry point
-    `name = "module:Class"` in the group `par_train.gradient_handlers`.
+    A strategy calls it as `handler(model, optimizer, groups, **options)`, with the other keys of `dict(type=name, ...)`
+    as options, and uses the `handle_gradient()` of the result. `par_groups.gradients(optimizer)` returns the gradients
+    wherever they are stored. An installed package can provide a handler by an entry point `name = "module:Class"` in
+    the group `par_train.gradient_handlers`.
 
     Raises:
         ValueError: The name is taken.
@@ -62,16 +62,19 @@ def register_gradient_handler(name: str) -> Callable[[F], F]:
 
 
 def kinds_of(given: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Names and options of the handlers that a config lists, in order.
+    """Return the names and options of the handlers in a config, in order.
 
     Raises:
-        ValueError: An entry without a type, or a type that nobody provides.
+        ValueError: An entry has no type, or no handler has this type.
     """
     found: list[tuple[str, Mapping[str, Any]]] = []
     for each in given:
         kind = each.get("type") if isinstance(each, Mapping) else None
         if not isinstance(kind, str):
-            raise ValueError(f"gradient_handlers holds {each!r}; give dict(type=NAME, ...). Names: {HANDLERS.names()}")
+            raise ValueError(
+                f"gradient_handlers has {each!r}: each must be a dict with a type; pass dict(type=NAME, ...), with one "
+                f"of {HANDLERS.names()}"
+            )
         HANDLERS[kind]
         found.append((kind, {key: value for key, value in each.items() if key != "type"}))
     return found
@@ -80,10 +83,10 @@ def kinds_of(given: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str,
 def make_handlers(
     kinds: Sequence[tuple[str, Mapping[str, Any]]], model: nn.Module, optimizer: Optimizer, groups: ProcessGroups
 ) -> list[GradientHandler]:
-    """The handlers of one optimizer.
+    """Make the handlers of one optimizer.
 
     Raises:
-        ValueError: Options that one does not take, or an object without `handle_gradient`.
+        ValueError: A handler does not take its options, or has no `handle_gradient`.
     """
     made = []
     for kind, options in kinds:
@@ -99,55 +102,56 @@ def make_handlers(
 
 @register_gradient_handler(DATA_PARALLEL)
 class DataParallel:
-    """The mean over the data ranks, which par-zero takes during backward: here nothing is left to do.
+    """The mean over the data ranks, which par-zero computes during backward; this object has nothing left to do.
 
-    Without it in the list a strategy shards nothing, and gradients are the parameters' own.
+    Without it in the list the strategy does not shard, and gradients stay in the parameters' own `grad`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
         del model, optimizer, groups
 
     def handle_gradient(self) -> None:
-        """It is done."""
+        """Do nothing."""
 
 
 @register_gradient_handler("partial")
 def _partial(model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> PartialGradientReducer:
-    """Sums over the tensor axes over which a gradient is partial."""
+    """Make the handler that sums partial gradients over tensor axes."""
     del model
     return PartialGradientReducer(optimizer, groups)
 
 
 @register_gradient_handler("pipeline_shared")
 class PipelineShared:
-    """Sums for parameters that several pipeline stages use."""
+    """The sum of the gradients of each parameter that several pipeline stages use."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
         del optimizer, groups
-        stages = [each for each in model.modules() if isinstance(each, Stages)]
+        stages = [each for each in model.modules() if isinstance(each, PipelineStages)]
         self._shared = [shared for each in stages for shared in each.shared]
 
     def handle_gradient(self) -> None:
-        """Makes the copies' gradients their sum."""
+        """Replace the gradient of each replica by the sum."""
         for each in self._shared:
             each.handle_gradient()
 
 
 @register_gradient_handler("correction_bias")
-class ChoiceBias:
-    """Ends the step of all routers: token counts are reset, and the correction biases, if any, are updated.
+class CorrectionBiasUpdate:
+    """The end of a step for all routers: it resets token counts, and updates correction biases.
 
-    It runs once a step, however many microbatches there were, and also where fp16 skips the step.
+    It runs once per step, for any number of microbatches, also if fp16 skips the step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
         del optimizer
-        # The optimizer holds its handlers, and the model the optimizer: nothing but the garbage collector would end it.
+        # Weak: the optimizer holds its handlers and the model holds the optimizer, a cycle that only the garbage
+        # collector would free.
         self._routers = [ref(module) for module in model.modules() if isinstance(module, Router)]
         self._groups = groups
 
     def handle_gradient(self) -> None:
-        """One all-reduce of the counts of all layers, where there are routers."""
+        """Run the update, with one all-reduce of the token counts of all layers if there are routers."""
         if self._routers:
             routers = (router() for router in self._routers)
             update_correction_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)

@@ -1,4 +1,4 @@
-"""Whether an optimizer sees of a model what it needs: some look at whole tensors, or at all of them."""
+"""Checks that each optimizer receives the full tensors, or all tensors, that its update reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from par_zero import UpdateScope, find_scope_violation, update_scope_of
 
 
 def joined(given: Any) -> Any:
-    """A list of optimizers as one optimizer; anything else as it is."""
+    """Return a list of optimizers as one optimizer, and any other object unchanged."""
     if isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
         return JointOptimizer(*given)
     return given
@@ -54,17 +54,18 @@ def check_sees_enough(
     *,
     alone: bool,
 ) -> None:
-    """Checks that what an optimizer does to a parameter does not depend on how many ranks there are.
+    """Check that the update of an optimizer does not depend on the number of ranks.
 
     Args:
-        optimizer: The optimizer, which has not stepped.
-        models: What it trains.
+        optimizer: The optimizer, before its first step.
+        models: The models of its parameters.
         groups: The groups of ranks along each axis.
-        options: Arguments of `par_zero.OptimizerUpdate`, by which a user declares how an optimizer works.
-        alone: Whether it will step the models' own parameters. Else par-zero has a look, which can gather tensors.
+        options: Arguments of `par_zero.OptimizerUpdate`, in which a user declares the kind of the optimizer.
+        alone: Whether it will step the models' own parameters. Otherwise par-zero checks it again, and can gather
+            tensors for it.
 
     Raises:
-        ValueError: It looks at all tensors, of which ranks have parts; or at whole ones, which are cut.
+        ValueError: It reads all tensors, or full tensors, and a rank has only some of them or shards of them.
     """
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:
@@ -77,15 +78,15 @@ def check_sees_enough(
         by_element, whole = (declared(options.get(name, False), group) for name in ("elementwise", "atomic"))
         if parts and scope is UpdateScope.MODEL:
             raise ValueError(
-                f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
-                f"all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks sees a part; take another "
-                f"optimizer, or {parts[0]}=1"
+                f"optimizer={kind}: it updates each parameter of param_groups[{number}] by a quantity of all of them, "
+                f"such as one norm of all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks has only "
+                f"some of them; use another optimizer, or set {parts[0]}=1"
             )
         if parts and scope is UpdateScope.UNKNOWN and not (by_element or whole):
             raise ValueError(
-                f"optimizer={kind}: par-zero does not know what this class looks at, and each of "
-                f"{groups.size(parts[0])} {parts[0]} ranks has some of the parameters; pass zero=dict(stage=..., "
-                "update=dict(elementwise=True)) if it treats each element by itself, or else update=dict(atomic=True)"
+                f"optimizer={kind}: par-zero does not know whether this class updates each element separately, and "
+                f"each of {groups.size(parts[0])} {parts[0]} ranks has only some of the parameters; pass "
+                "zero=dict(stage=..., update=dict(elementwise=True)) if it does, and atomic=True instead if it does not"
             )
         if parts and scope is UpdateScope.UNKNOWN:
             problem = find_scope_violation(optimizer, group, UpdateScope.ELEMENT if by_element else UpdateScope.TENSOR)
@@ -100,35 +101,35 @@ def check_sees_enough(
             record = sharding_of(parameter)
             if record.local_numel < record.numel:
                 raise ValueError(
-                    f"the {kind} would step a part of {names[parameter]!r} as if it were the whole: this rank has "
-                    f"{record.local_numel} of {record.numel} elements; give it to an optimizer that works element by "
-                    "element, or tensor=1"
+                    f"optimizer={kind}: it would treat a shard of {names[parameter]!r} as the full tensor, "
+                    f"since this rank has {record.local_numel} of {record.numel} elements; use an optimizer that "
+                    "updates each element separately, or set tensor=1"
                 )
             if len(record.boxes) > 1:
                 raise ValueError(
-                    f"the {kind} would step {names[parameter]!r} as one tensor, of which the record says that it is "
-                    f"{len(record.boxes)}, such as q, k and v; leave 'data_parallel' in gradient_handlers, which takes "
-                    "them apart with zero=dict(stage=0, update=dict(atomic=True))"
+                    f"optimizer={kind}: it would update {names[parameter]!r} as one tensor, and the sharding metadata "
+                    f"lists {len(record.boxes)} in it, such as q, k and v; use 'data_parallel' in gradient_handlers, "
+                    "which separates them with zero=dict(stage=0, update=dict(atomic=True))"
                 )
 
 
 def cut_state_(optimizer: Optimizer, model: nn.Module) -> None:
-    """Cuts what an optimizer's constructor has made for whole parameters, as Adagrad's does, as they are cut."""
+    """Shard state that an optimizer's constructor has made for full parameters, such as Adagrad's, like these."""
     for parameter in model.parameters():
         state, record = optimizer.state.get(parameter, {}), sharding_of(parameter)
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == record.shape != parameter.shape:
-                part = value.new_ones(parameter.shape)  # by which padding can be divided
+                part = value.new_ones(parameter.shape)  # ones, since some optimizers divide by their state
                 for box in record.boxes:
                     box.of(part).copy_(value[box.slices])
                 state[name] = part
 
 
 def check_partial_sums(model: nn.Module, groups: ProcessGroups) -> None:
-    """Checks that a gradient that is a partial sum is so over all tensor ranks that have a copy, as par-zero takes it.
+    """Check that a partial gradient is partial over all tensor ranks that hold a replica, as par-zero assumes.
 
     Raises:
-        ValueError: A record that says otherwise.
+        ValueError: The sharding metadata of a parameter contradicts this.
     """
     tensor = set(groups.ranks("tensor"))
     for name, parameter in model.named_parameters():
@@ -137,7 +138,7 @@ def check_partial_sums(model: nn.Module, groups: ProcessGroups) -> None:
             copies = len(tensor.intersection(box.copies))
             if box.sum_over and box.numel < record.numel and groups.size(box.sum_over) != copies:
                 raise ValueError(
-                    f"the gradient of {name!r} is a sum over {box.sum_over} of {groups.size(box.sum_over)} ranks, and "
-                    f"{copies} tensor ranks have copies, so it cannot be put together for an optimizer that must see "
-                    "whole tensors; give it to one that works element by element"
+                    f"{name!r}: its gradient is partial over {groups.size(box.sum_over)} ranks of {box.sum_over}, and "
+                    f"{copies} tensor ranks hold replicas, so it cannot be gathered for an optimizer that needs full "
+                    "tensors; use an optimizer that updates each element separately"
                 )

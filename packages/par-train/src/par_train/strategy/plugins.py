@@ -28,6 +28,7 @@ from par_zero import (
     sync_module_states_,
 )
 
+from .._torch_private import buffers_of, unsaved_buffers_of
 from .handlers import kinds_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
@@ -36,7 +37,7 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .pretrained.causal import pretrained_of
 from .settings import policy_of
 from .setup import Setup
-from .stages import Stages, build_model_stages, build_stages, leave_foreign_
+from .stages import PipelineStages, build_model_stages, build_stages, leave_foreign_
 
 
 def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
@@ -60,45 +61,43 @@ def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
 
 
 class TensorPlugin(Plugin):
-    """Cuts models that know nothing of ranks over the tensor group, and deals their experts out over ranks.
-
-    Those are models of transformers, and those with a plan.
-    """
+    """Shards transformers models, and models with a plan, over the tensor group, and distributes their experts."""
 
     name = "tensor"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """Parameters stay the objects that they are. A model that was cut already stays as it is."""
+        """Shard the model in place. Parameters stay the same objects. A sharded model does not change."""
         if strategy.groups.size("tensor") == 1 and not strategy.deals_experts:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             plan = strategy.plans.get(each)
             if plan is None and pretrained_of(each) is None:
                 continue
-            if not isinstance(each, Stages):  # whoever made these has cut the model before
+            if not isinstance(each, PipelineStages):  # the code that made them has sharded the model
                 parallelize(each, strategy.groups, "auto" if plan is None else plan)
         if optimizer is not None:
             cut_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins):
             options = strategy.options.zero_policy("update")
-            check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)  # only now are there records
+            # Checked once more, since models have sharding metadata only now.
+            check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)
         return model
 
 
 class PipelinePlugin(Plugin):
-    """Keeps this rank's stages of a model, and takes the others' parameters out of its optimizer."""
+    """Keeps this rank's stages of a model, and removes the parameters of other stages from its optimizer."""
 
     name = "pipeline"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """An nn.Sequential is cut, and a model of transformers; `Stages` are cut already."""
+        """Split an nn.Sequential or a transformers model; `PipelineStages` are split already."""
         if strategy.schedule is None:
             return model
         several = isinstance(model, nn.ModuleList)
         rank = strategy.groups.rank("pipeline")
         cut: list[nn.Module] = []
         for whole in model.children() if several else [model]:
-            if isinstance(whole, Stages):
+            if isinstance(whole, PipelineStages):
                 cut.append(whole)
             elif pretrained_of(whole) is whole:
                 cut.append(build_model_stages(whole, strategy.schedule, rank, strategy.sequence_ranks))
@@ -106,9 +105,9 @@ class PipelinePlugin(Plugin):
                 cut.append(build_stages(whole, strategy.schedule, rank))
             else:
                 raise ValueError(
-                    f"a {type(whole).__name__} cannot be cut into pipeline stages; give a model of transformers, an "
-                    "nn.Sequential, what Strategy.build(layers) makes of a list of layers, or par_train.Stages of your "
-                    "own; for a model with adapters, Strategy.from_pretrained(adapter=...)"
+                    f"a {type(whole).__name__} cannot be split into pipeline stages; pass a transformers model, an "
+                    "nn.Sequential, the result of Strategy.build(layers), or par_train.PipelineStages of your own; for "
+                    "a model with adapters, use Strategy.from_pretrained(adapter=...)"
                 )
         model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:
@@ -117,45 +116,46 @@ class PipelinePlugin(Plugin):
 
 
 class DevicePlugin(Plugin):
-    """Brings what this rank has to the device, and batches. par-layers' layers get their memory and values there.
+    """Moves this rank's part of a model and its batches to the device. Layers of par-layers are initialized there.
 
-    At stage 3 `ZeroPlugin` does that, one unit after the other, so that the whole model never needs memory.
+    At stage 3 `ZeroPlugin` initializes one unit after another, so that the full model never needs memory.
     """
 
     name = "device"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """Parameters stay the objects that they are."""
+        """Move or initialize the model. Parameters stay the same objects."""
         del optimizer
         later = _is_abstract(model) and _zero_fills(strategy)
         if _is_abstract(model) and not later:
             initialize(model, strategy.options.seed, device=strategy.device)
         ranks = strategy.groups.size("tensor")
-        for name, parameter in model.named_parameters():  # ranks must not each count a copy that nobody calls one
+        # A parameter without sharding metadata may be a replica or a shard: norms and checkpoints would guess.
+        for name, parameter in model.named_parameters():
             if ranks > 1 and not attributes.SHARDING.is_on(parameter):
                 raise ValueError(
-                    f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with "
-                    "Strategy.layers, or say how it is cut with par_groups.set_sharding"
+                    f"{name!r} has no sharding metadata for the {ranks} ranks of its tensor group; make its layer with "
+                    "Strategy.layers, or set the metadata with par_groups.set_sharding"
                 )
         return model if later else model.to(strategy.device)
 
     def setup_dataloader(self, dataloader: Any, strategy: Setup) -> Any:
-        """It gives batches on the device."""
+        """Let the data loader return batches on the device."""
         dataloader.device = strategy.device
         return dataloader
 
 
 class RecomputePlugin(Plugin):
-    """Lets layers of models that are trained keep less for backward, and compute the rest again.
+    """Activation checkpointing of models that are trained, and the use of a memory budget.
 
-    Where there is a budget of memory it is spent here, where this rank's part of the model is known. It comes after
-    plugins that replace modules, for it puts hooks on those that are there.
+    The budget is used here because this rank's part of the model is known here. The plugin comes after plugins that
+    replace modules, because it registers hooks on the modules.
     """
 
     name = "recompute"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """Modules, parameters and names stay what they are. Collective where there is a budget."""
+        """Register the hooks; modules, parameters and names do not change. Collective if there is a budget."""
         policy = policy_of(strategy.options.recompute)
         budget = read_budget(strategy.options.memory)
         if optimizer is not None and budget is not None:
@@ -164,11 +164,11 @@ class RecomputePlugin(Plugin):
             measures = policy is None and any(has_layers.values())
             strategy.spent = _spent(model, optimizer, strategy, budget, measures=measures)
             if measures and has_layers[dist.get_rank()]:
-                policy = Keep(None)  # until the first step is measured
+                policy = Keep(None)  # everything is recomputed until the first step is measured
         if optimizer is None or policy is None:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
-            if isinstance(each, Stages):
+            if isinstance(each, PipelineStages):
                 layers = _layers_of(each)
                 has_some = agree(None, bool(layers), strategy.groups["pipeline"])
                 if layers or not any(has_some.values()):
@@ -179,15 +179,15 @@ class RecomputePlugin(Plugin):
 
 
 def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget, *, measures: bool) -> BudgetPlan:
-    """What a budget is spent on for this rank's part of a model; the same for all that share it.
+    """Return the use of a memory budget for this rank's part of a model, identical on all ranks that share it.
 
     Raises:
-        ValueError: A tier is too small, or the budget was spent on another model.
+        ValueError: A tier is too small, or the budget was used for another model.
     """
     if strategy.spent is not None:
         raise ValueError(
-            "memory is one budget, and was spent on another optimizer; give each a Strategy of its own, or say what "
-            "lies where with zero=dict(stage=..., offload=...)"
+            "memory: the budget was used for another optimizer; use a Strategy for each optimizer, or place tensors "
+            "with zero=dict(stage=..., offload=...)"
         )
     optimizers = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
     groups = [(one, group) for one in optimizers for group in one.param_groups]
@@ -199,7 +199,7 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     sizes = strategy.sizes_of(model, optimizer)
     tensors = (number for part in sizes.parts for number in part.tensors)
     counts = sum(state_counter_bytes(*groups[number], torch.float32) for number in tensors)
-    most = 1 + bool(budget.host) + bool(budget.disk)  # tensors that one is cut into, of a tier each
+    most = 1 + bool(budget.host) + bool(budget.disk)  # a tensor of the optimizer becomes one tensor in each tier
     return plan_budget(
         replace(sizes, beside=sizes.beside + counts * most),
         budget,
@@ -212,17 +212,17 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
 
 
 def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
-    """Spends the rest of a budget when the first step was measured. Collective over the world.
+    """Use the rest of a memory budget after the first step was measured. Collective over the world.
 
     Args:
-        models: What shares the budget.
-        strategy: The strategy, whose budget it is.
+        models: The models that share the budget.
+        strategy: The strategy with the budget.
 
     Raises:
-        ValueError: The budget is too small for what layers have to keep; on all ranks.
+        ValueError: The budget is too small for the activations that layers must save; on all ranks.
     """
     spent, both = strategy.spent, nn.ModuleList(models)
-    assert spent is not None  # noqa: S101 - who calls this has looked
+    assert spent is not None  # noqa: S101 - the caller has checked
     with together("memory", None):
         disk = disk_usage(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else DiskUsage(pieces=())
         found = choices(both) if any(_layers_of(model) for model in models) else ()
@@ -234,7 +234,7 @@ def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
 
 
 def _at_a_time(strategy: Setup) -> float:
-    """How many microbatches this rank keeps activations of at a time."""
+    """Return the number of microbatches whose activations this rank saves at a time."""
     schedule = strategy.schedule
     if schedule is None:
         return 1.0
@@ -244,37 +244,37 @@ def _at_a_time(strategy: Setup) -> float:
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """What are layers of a model; of stages, of the parts that a rank runs, which may have none."""
+    """Return the layers of a model; for stages, the layers of the parts that the rank runs, which may have none."""
     layers: list[nn.Module] = []
-    for part in model.__dict__["parts"].values() if isinstance(model, Stages) else [model]:
+    for part in model.__dict__["parts"].values() if isinstance(model, PipelineStages) else [model]:
         try:
             layers += choose_layers(part).values()
-        except ValueError:  # it has none
+        except ValueError:  # it has no layers
             continue
     return layers
 
 
 class TiedPlugin(Plugin):
-    """Makes alike, and keeps so, the parameters that stages of several ranks use, once they lie where they stay."""
+    """Makes parameters that stages of several ranks use identical, and keeps them so, once they are on the device."""
 
     name = "tied"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """Modules that are not `Stages` have none."""
+        """Tie the parameters of `PipelineStages`; other models have none to tie."""
         several = isinstance(model, nn.ModuleList)
         for number, each in enumerate(model.children() if several else [model]):
-            if isinstance(each, Stages):
+            if isinstance(each, PipelineStages):
                 each.tie_(strategy.groups, optimizer, f"{number}." if several else "")
         return model
 
 
 class ZeroPlugin(Plugin):
-    """Data parallelism: gradients are averaged during backward, and nothing is kept twice that need not be."""
+    """Data parallelism by par-zero: gradients are averaged during backward, and state is sharded by the ZeRO stage."""
 
     name = "zero"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """The parameters come to lie in flat buffers."""
+        """Move the parameters into flat buffers."""
         options, averaged = strategy.options, strategy.averaged_over
         gathers = strategy.private_group(averaged) if options.stage == 3 else None
         if optimizer is None:
@@ -288,7 +288,7 @@ class ZeroPlugin(Plugin):
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
             stay = _computed_buffers(model) | {id(buffer) for buffer in kept_buffers(model)}
-            for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts what is trained
+            for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts trained parameters
                 if id(tensor) in stay:
                     continue
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
@@ -317,19 +317,19 @@ class ZeroPlugin(Plugin):
 
 
 def _is_abstract(model: nn.Module) -> bool:
-    """Whether parameters of a model are on the meta device."""
+    """Return whether parameters of a model are on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _zero_fills(strategy: Setup) -> bool:
-    """Whether parameters may stay on the meta device until they are cut: nobody comes between that needs values."""
+    """Return whether parameters can stay on the meta device until ZeRO shards them: no plugin before needs values."""
     kinds = [type(plugin) for plugin in strategy.plugins if type(plugin) is not RecomputePlugin]  # it adds hooks only
     follows = kinds[kinds.index(DevicePlugin) + 1 :][:2] == [TiedPlugin, ZeroPlugin]
     return follows and strategy.options.stage == 3 and strategy.schedule is None
 
 
 def _fill(strategy: Setup, unit: nn.Module, prefix: str) -> None:
-    """Fills a unit's parameters in the dtypes that they are to have."""
+    """Initialize the parameters of a unit, in their final dtypes."""
     dtypes = [(parameter, parameter.dtype) for parameter in unit.parameters()]
     initialize(unit, strategy.options.seed, prefix, device=strategy.device)
     for parameter, dtype in dtypes:
@@ -337,12 +337,12 @@ def _fill(strategy: Setup, unit: nn.Module, prefix: str) -> None:
 
 
 class PrecisionPlugin(Plugin):
-    """Casts, loss scale, clipping and skipped steps."""
+    """The precision of par-precision: casts, loss scale, clipping and skipped steps."""
 
     name = "precision"
 
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Setup) -> Optimizer:
-        """The one that goes on wraps the user's."""
+        """Wrap the user's optimizer."""
         options = strategy.options
         keywords = {"replicas": strategy.groups[strategy.averaged_over], **options.precision_keywords}
         given, found = mixed(model, optimizer, group=dist.group.WORLD, **keywords)
@@ -355,7 +355,7 @@ class PrecisionPlugin(Plugin):
 
 
 def _computed_buffers(model: nn.Module) -> set[int]:
-    """The `id`s of what transformers computes from a config, such as rotary frequencies, and keeps in fp32."""
+    """Return the `id`s of buffers that transformers computes from a config, such as rotary frequencies, in fp32."""
     if pretrained_of(model) is None:
         return set()
-    return {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
+    return {id(buffers_of(module)[name]) for module in model.modules() for name in unsaved_buffers_of(module)}

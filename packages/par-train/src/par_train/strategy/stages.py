@@ -1,4 +1,4 @@
-"""What one pipeline rank has of a model."""
+"""This rank's part of a model in a pipeline: its stages, and the parameters that they share with other ranks."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,25 +11,26 @@ from torch.optim import Optimizer
 from par_groups import ProcessGroups, attributes
 from par_pipeline import Lazy, Schedule, Shared, build_stage
 
+from .._torch_private import buffers_of, children_of, parameters_of, unsaved_buffers_of
 from .axes import averaged_over
 from .mixture.factor import LossFactor
 
 Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
-"""Layers one after the other, there or only described."""
+"""The layers of a model in order: modules, or descriptions of modules."""
 
 
-class Stages(nn.Module):
-    """The stages of one rank as one module, whose parameters have the names that they have in the whole model.
+class PipelineStages(nn.Module):
+    """The pipeline stages of one rank as one module, whose parameters have their names in the full model.
 
     Args:
-        parts: By number of the stage: a module that runs it.
-        children: What the parts are made of, by its name in the whole model.
-        tied: Parameters that other ranks' stages use too: a mapping from names to them for each set; all ranks give as
-            many, in the same order, and empty ones where they use none.
-        pretrained: The model of transformers that the parts are of, with its config; None: they are of none.
+        parts: The module that runs each stage, by the number of the stage.
+        children: The modules that the parts consist of, by their names in the full model.
+        tied: Sets of parameters that stages of other ranks use too, each a mapping from name to parameter. All ranks
+            pass the same number of sets in the same order, an empty one if they use none of its parameters.
+        pretrained: The transformers model that was split, with its config. Default: none.
 
     Attributes:
-        shared: Once it is tied: what keeps those parameters alike.
+        shared: The objects that keep the tied parameters identical, once `tie_` has run.
     """
 
     def __init__(
@@ -42,147 +43,157 @@ class Stages(nn.Module):
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
-        self.__dict__["parts"] = dict(parts)  # no children: they would be a part of all names
-        attributes.PRETRAINED.set(self, pretrained)  # where par-checkpoint looks for the config
+        # Parts are no children: their names would be a prefix of all parameter names.
+        self.__dict__["parts"] = dict(parts)
+        attributes.PRETRAINED.set(self, pretrained)  # par-checkpoint writes the config of this model
         self.tied = tuple(tied)
         self.shared: tuple[Shared, ...] = ()
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the parts too, which are no children."""
+        """Set the training mode of the parts as well, which are no children."""
         for part in self.__dict__["parts"].values():
             part.train(mode)
         return super().train(mode)
 
     def forward(self, *inputs: Any, stage: int, **keywords: Any) -> Any:
-        """Runs one stage."""
+        """Run one stage."""
         return self.__dict__["parts"][stage](*inputs, **keywords)
 
     def tie_(self, groups: ProcessGroups, optimizer: Optimizer | None, prefix: str = "") -> None:
-        """Makes tied parameters alike, and their records copies of each other. Before anything is sharded. Collective.
+        """Make tied parameters identical on all ranks, before anything is sharded. Collective over the pipeline.
+
+        Their sharding metadata then lists these ranks as replicas of each other.
 
         Args:
-            groups: The strategy's groups.
-            optimizer: The optimizer that holds the parameters.
-            prefix: What comes before their names, where the optimizer has several models.
+            groups: The groups of the strategy.
+            optimizer: The optimizer of the parameters.
+            prefix: The prefix of their names, if the optimizer has several models.
         """
         group, replicas = groups["pipeline"], groups[averaged_over(groups.topology)]
         named = [{prefix + name: parameter for name, parameter in each.items()} for each in self.tied]
         self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in named)
 
-    def runners(self, last: int, factor: LossFactor | None = None) -> list["Stage"]:
-        """What a `par_pipeline.Pipeline` is made of.
+    def runners(self, last: int, factor: LossFactor | None = None) -> list["StageRunner"]:
+        """Return the modules to pass to `par_pipeline.Pipeline`.
 
         Args:
-            last: Number of the pipeline's last stage.
-            factor: What brings routers the factor of the loss, where it travels between stages.
+            last: The number of the pipeline's last stage.
+            factor: The object that passes the factor of the main loss to routers. Default: none.
         """
         travelling = factor if factor is not None and factor.travels else None
-        return [Stage(self, number, last, travelling) for number in self.__dict__["parts"]]
+        return [StageRunner(self, number, last, travelling) for number in self.__dict__["parts"]]
 
 
-class Stage(nn.Module):
-    """One stage, which goes through the forward of the rank's whole part, for hooks are there.
+class StageRunner(nn.Module):
+    """One stage, run through the forward of the rank's `PipelineStages`: hooks, such as those of ZeRO, are there.
 
     Args:
-        whole: The rank's part; not a child, so that its other stages are not this one's.
-        number: Number of the stage.
-        last: Number of the pipeline's last stage.
-        factor: What brings routers the factor of the loss, in a number that travels with the activations; or None.
+        stages: The stages of the rank; not a child, so that the other stages are not part of this module.
+        number: The number of the stage.
+        last: The number of the pipeline's last stage.
+        factor: The object that passes the factor of the main loss between stages. Default: none.
     """
 
-    def __init__(self, whole: Stages, number: int, last: int, factor: LossFactor | None = None) -> None:
+    def __init__(self, stages: PipelineStages, number: int, last: int, factor: LossFactor | None = None) -> None:
         super().__init__()
-        self.own = whole.__dict__["parts"][number]
+        self.own = stages.__dict__["parts"][number]
         self.number, self.last = number, last
         self.__dict__["factor"] = factor
-        self.__dict__["whole"] = whole
+        self.__dict__["stages"] = stages
         trained = any(parameter.requires_grad for parameter in self.own.parameters())
-        if "no_sync" in whole.__dict__ and trained:  # else its last backward would bring no gradient to reduce with
-            self.no_sync = whole.__dict__["no_sync"]  # of the data-parallel engine: one for all stages
+        # The pipeline leaves no_sync for the last backward of a stage, in which ZeRO reduces. A stage without trained
+        # parameters has no such backward, so it must not have the attribute. One no_sync serves all stages of a rank.
+        if "no_sync" in stages.__dict__ and trained:
+            self.no_sync = stages.__dict__["no_sync"]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """As the stage's."""
-        whole, factor = self.__dict__["whole"], self.__dict__["factor"]
+        """Run the stage."""
+        stages, factor = self.__dict__["stages"], self.__dict__["factor"]
         if factor is None:
-            return whole(*inputs, stage=self.number, **keywords)
+            return stages(*inputs, stage=self.number, **keywords)
         inputs, travelling = factor.into(inputs, is_first=self.number == 0)
-        output = whole(*inputs, stage=self.number, **keywords)
+        output = stages(*inputs, stage=self.number, **keywords)
         return factor.out_of(output, travelling, is_last=self.number == self.last)
 
 
-def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | None = None) -> Stages:
-    """The stages that a schedule gives a rank, out of a list of layers.
+def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | None = None) -> PipelineStages:
+    """Build the stages that a schedule assigns to a rank out of a list of layers.
 
     Parameters that several layers of an nn.Sequential use, in stages of different ranks, are tied.
 
     Args:
-        layers: All of them; those that are only described are built where they run.
-        schedule: Says how many stages there are, and which this rank has.
-        rank: In the pipeline.
-        seed: Seed of the weights of layers that are built here.
+        layers: All layers of the model. A layer that is only described is built on the rank that runs it.
+        schedule: The schedule, which defines the number of stages and their ranks.
+        rank: The rank in the pipeline group.
+        seed: The seed of the weights of layers that are built here.
     """
     made = build_stage(layers, schedule, rank, seed=seed)
-    children = {name: child for part in made for name, child in part._modules.items() if child is not None}
+    children = {name: child for part in made for name, child in children_of(part).items() if child is not None}
     parts = dict(zip(schedule.stage_of(rank), made, strict=True))
-    named = (  # one layer may come again
-        pair
-        for child, layer in (layers._modules.items() if isinstance(layers, nn.Sequential) else ())
-        for pair in layer.named_parameters(prefix=child)
-    )
+    sequential = children_of(layers) if isinstance(layers, nn.Sequential) else {}
+    # Not layers.named_parameters(): a layer that occurs twice in the sequence has both names here.
+    named = (pair for child, layer in sequential.items() if layer is not None for pair in layer.named_parameters(child))
     tied = [
         {names[0]: parameter} if any(name.partition(".")[0] in children for name in names) else {}
         for parameter, names in _used_often(named)
     ]
-    return Stages(parts, _named_first(tied, children), tied)
+    return PipelineStages(parts, _with_foreign(tied, children), tied)
 
 
-def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence_ranks: int = 1) -> Stages:
-    """The stages that a schedule gives a rank, out of a model of transformers, whose modules they share.
+def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence_ranks: int = 1) -> PipelineStages:
+    """Build the stages that a schedule assigns to a rank out of a transformers model, whose modules they share.
 
-    Parameters keep the names that they have in the model. A tied output embedding is tied over the ranks.
+    Parameters keep their names in the model. A tied output embedding is tied over the ranks.
 
     Args:
-        model: The model, which says by its `_pp_plan` where it may be cut; it may be on the meta device.
-        schedule: Says how many stages there are, and which this rank has.
-        rank: In the pipeline.
-        sequence_ranks: Over how many tensor ranks activations between two layers are cut along the sequence.
+        model: The model, perhaps on the meta device. Its `_pp_plan` defines where it can be split.
+        schedule: The schedule, which defines the number of stages and their ranks.
+        rank: The rank in the pipeline group.
+        sequence_ranks: The number of tensor ranks over which activations between two layers are split.
 
     Raises:
-        TypeError: The model does not say where it may be cut.
-        ValueError: It adds up a loss of its routers over all layers, of which a stage sees its own.
+        TypeError: The model has no plan for stages.
+        ValueError: The model adds a loss of the routers of all layers, and a stage has only its own layers.
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model with images, too
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # models with images have several
     if getattr(text, "output_router_logits", False):
         raise ValueError(
-            f"this {type(model).__name__} adds a loss of its routers, from all layers, and a stage sees its own alone; "
-            "set config.output_router_logits = False, or train it without a pipeline"
+            f"config.output_router_logits=True: {type(model).__name__} adds a loss of the routers of all layers, and "
+            "a pipeline stage has only its own layers; set config.output_router_logits = False, or train the model "
+            "without a pipeline"
         )
     made = build_stage(model, schedule, rank)
     own = {id(parameter) for part in made for parameter in part.parameters()}
     often = _used_often(model.named_parameters(remove_duplicate=False))
+    # A stage that uses a tied parameter under its second name only, such as the output embedding, registers it under
+    # the first one too: the optimizer, checkpoints and all ranks then agree on one name.
     for part in made:
         for parameter, (first, *_) in often:
             if any(parameter is each for each in part.parameters()):
-                _name_first(part, first, parameter)
+                path, _, last = first.rpartition(".")
+                holder = part.get_submodule(path)
+                if last not in parameters_of(holder):
+                    holder.register_parameter(last, parameter)
     parts = dict(zip(schedule.stage_of(rank), made, strict=True))
     for number, part in parts.items():
         if sequence_ranks > 1 and number > 0:
-            part.register_forward_pre_hook(_WholeLength(sequence_ranks), with_kwargs=True)
+            part.register_forward_pre_hook(_FullLength(sequence_ranks), with_kwargs=True)
     tied = [{used[0]: parameter} if id(parameter) in own else {} for parameter, used in often]
-    return Stages(parts, dict(_merged(made)._modules), tied, pretrained=made[-1])  # type: ignore[arg-type]
+    children = {name: child for name, child in children_of(_merged(made)).items() if child is not None}
+    return PipelineStages(parts, children, tied, pretrained=made[-1])
 
 
 def check_stages(models: Iterable[nn.Module], schedule: Schedule | None, rank: int) -> None:
-    """Makes sure that models of transformers can be cut into stages, before anything is changed.
+    """Check that transformers models can be split into stages, before anything changes.
 
     Args:
-        models: Models; those of other kinds are not looked at.
-        schedule: Says how many stages there are; None: there is no pipeline.
-        rank: In the pipeline.
+        models: Models of any kind; only transformers models are checked.
+        schedule: The schedule, which defines the number of stages; None without a pipeline.
+        rank: The rank in the pipeline group.
 
     Raises:
-        TypeError, ValueError: As `build_model_stages`, which shares the modules of a model and leaves it as it is.
+        TypeError, ValueError: As `build_model_stages`, which leaves the model unchanged.
     """
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if schedule is None or modeling is None:
@@ -192,14 +203,14 @@ def check_stages(models: Iterable[nn.Module], schedule: Schedule | None, rank: i
             build_model_stages(model, schedule, rank)
 
 
-class _WholeLength:
-    """What a later stage says its embeddings are: as long as the whole sequence, though the rank has a part of it.
+class _FullLength:
+    """A forward pre-hook that passes embeddings of the full sequence length to a later stage.
 
-    A model takes positions and masks from the length of its embeddings. What it computes with goes on from what the
-    stage before gave.
+    A transformers model derives positions and masks from the length of its embeddings, and this rank has a shard of the
+    sequence. The values are not read: the stage continues from the output of the stage before.
 
     Args:
-        ranks: Over how many ranks the sequence is cut where gradients may be asked for.
+        ranks: The number of ranks over which the sequence is split.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -209,6 +220,7 @@ class _WholeLength:
         self, stage: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part: Tensor = keywords["inputs_embeds"]
+        # In evaluation without gradients par-layers gathers the sequence between layers, so that it is full already.
         if stage.training or torch.is_grad_enabled():
             rows, time, width = part.shape
             keywords = {**keywords, "inputs_embeds": part.new_zeros(()).expand(rows, time * self.ranks, width)}
@@ -216,40 +228,38 @@ class _WholeLength:
 
 
 def _merged(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module with the children of several, which are alike but for what each of them leaves out."""
+    """Return a module with the children of several stages of one model, each of which lacks other layers."""
     holding = [part for part in parts if any(True for _ in part.parameters()) or any(True for _ in part.buffers())]
     holding = holding or list(parts[:1])
     if all(part is holding[0] for part in holding):
         return holding[0]
     merged = nn.Module()
     for part in holding:
-        merged._parameters.update(part._parameters)
-        for name in part._modules:
-            if name not in merged._modules:
-                merged.add_module(name, _merged([each._modules[name] for each in holding if name in each._modules]))  # type: ignore[misc]
-        for name, buffer in part._buffers.items():
-            merged.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+        parameters_of(merged).update(parameters_of(part))
+        for name in children_of(part):
+            if name not in children_of(merged):
+                same = [child for each in holding if (child := children_of(each).get(name)) is not None]
+                merged.add_module(name, _merged(same) if same else None)
+        for name, buffer in buffers_of(part).items():
+            merged.register_buffer(name, buffer, persistent=name not in unsaved_buffers_of(part))
     return merged
 
 
-def _name_first(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Gives a parameter that a stage uses under another name its first one too, in the place of an absent module."""
-    path, _, last = name.rpartition(".")
-    holder = part.get_submodule(path)
-    if last not in holder._parameters:
-        holder.register_parameter(last, parameter)
-
-
 def _used_often(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[nn.Parameter, list[str]]]:
-    """The parameters that have several names, by all of these; every rank sees the whole model, and finds the same."""
+    """List the parameters with several names, and all names of each. Every rank sees the full model: all agree."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named:
         names.setdefault(parameter, []).append(name)
     return [(parameter, used) for parameter, used in names.items() if len(used) > 1]
 
 
-def _named_first(tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The children, after those of other ranks that a tied parameter has its name from: it is the same everywhere."""
+def _with_foreign(
+    tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """Add empty modules of other ranks to the children, for tied parameters whose first name is in these modules.
+
+    A tied parameter then has one name on all ranks. These modules come first, so that this name is found first.
+    """
     foreign: dict[str, nn.Module] = {}
     for name, parameter in (pair for each in tied for pair in each.items()):
         child, *path, last = name.split(".")
@@ -257,7 +267,7 @@ def _named_first(tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[s
             continue
         holder = foreign.setdefault(child, nn.Module())
         for part in path:
-            if part not in holder._modules:
+            if part not in children_of(holder):
                 holder.add_module(part, nn.Module())
             holder = holder.get_submodule(part)
         holder.register_parameter(last, parameter)
@@ -265,13 +275,13 @@ def _named_first(tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[s
 
 
 def leave_foreign_(optimizer: Optimizer, module: nn.Module) -> None:
-    """Takes the parameters of other ranks' stages out of an optimizer, whose groups stay, even if they are empty."""
+    """Remove the parameters of other ranks' stages from an optimizer. Its groups stay, even if they are empty."""
     own = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         kept = [id(each) in own for each in group["params"]]
         for each, keep in zip(group["params"], kept, strict=True):
             if not keep:
-                optimizer.state.pop(each, None)  # a constructor's, as Adagrad's
+                optimizer.state.pop(each, None)  # Adagrad's constructor has made it
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [each for each, keep in zip(group[key], kept, strict=True) if keep]

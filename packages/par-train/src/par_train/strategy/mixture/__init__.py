@@ -1,5 +1,5 @@
-"""Mixtures of experts under a strategy, beside what the layers do themselves.
+"""Mixtures of experts under a strategy: the parts that the layers cannot do alone.
 
-`share` tells par-zero who has copies of an expert, `factor` tells routers what the main loss is multiplied by, and
-`load` says over all ranks how busy experts are.
+Arguments: `share` gives par-zero the ranks that hold replicas of an expert. In a step, `factor` passes the factor of
+the main loss to the routers. After a step, `load` reads the load of the experts over all ranks.
 """

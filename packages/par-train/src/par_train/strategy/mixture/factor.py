@@ -1,4 +1,4 @@
-"""What the main loss is multiplied by, for the losses of routers, on every stage of a pipeline."""
+"""The factor of the main loss, passed to the routers of every pipeline stage, whose own losses need it."""
 
 from typing import Any
 
@@ -10,30 +10,30 @@ from par_layers import Router, RouterLosses
 
 
 class LossFactor:
-    """Tells the routers of a model what its main loss is multiplied by, in each backward.
+    """The factor of the main loss, passed to the routers of a model in each backward pass.
 
-    A stage of a pipeline that does not compute the loss cannot know: so where a stage has losses of its routers, a
-    number of one element travels with what stages give each other, whose gradient is that factor.
+    Only the last stage of a pipeline computes the main loss. Therefore a scalar travels with the activations between
+    stages: its gradient is the factor, and arrives at each stage before the gradients of its routers are computed.
 
     Args:
-        model: What this rank has of a model.
-        travels: Whether the number travels, since some stage of the pipeline has such losses.
-        device: Where this rank computes.
+        model: This rank's part of a model.
+        travels: Whether the scalar travels, because a stage of the pipeline has losses of routers.
+        device: The device of this rank.
     """
 
     def __init__(self, model: nn.Module, *, travels: bool, device: torch.device) -> None:
         self.losses, self.travels, self._device = RouterLosses(model), travels, device
         self.is_needed = travels or adds_losses(model)
-        self._last: Tensor | None = None  # the number that has come to the last stage, for the loss that follows
+        self._last: Tensor | None = None  # the scalar at the last stage, for the loss that follows
 
     def into(self, arguments: tuple[Any, ...], *, is_first: bool) -> tuple[tuple[Any, ...], Tensor]:
-        """What a stage is called with, without the number; and the number, which begins at the first stage."""
+        """Separate the scalar from the arguments of a stage; the first stage makes it."""
         if not is_first:
             return arguments[:-1], arguments[-1]
         return arguments, torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
 
     def out_of(self, output: Any, number: Tensor, *, is_last: bool) -> Any:
-        """What a stage gives, with the number, which is made last, so that backward comes to it first."""
+        """Append the scalar to the output of a stage. It is made last, so that backward reaches it first."""
         if is_last:
             self._last = number
             return output
@@ -41,7 +41,7 @@ class LossFactor:
         return (*output, number) if type(output) is tuple else (output, number)
 
     def of(self, loss: Tensor) -> Tensor:
-        """The loss, whose backward tells the routers its gradient, before it comes to any of them."""
+        """Return the loss with a backward that passes its gradient to the routers before it reaches any of them."""
         if not self.is_needed or not loss.requires_grad:
             return loss
         number, self._last = self._last, None
@@ -56,7 +56,7 @@ class LossFactor:
 
 
 class _Join(torch.autograd.Function):
-    """Identity of a loss; its gradient is what routers' losses are multiplied by, and is the number's too."""
+    """The identity of a loss. Its gradient is the factor of the routers' losses, and the gradient of the scalar."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, number: Tensor | None, losses: RouterLosses) -> Tensor:
@@ -74,5 +74,5 @@ class _Join(torch.autograd.Function):
 
 
 def adds_losses(model: nn.Module) -> bool:
-    """Whether routers of a model add losses to the main one."""
+    """Return whether routers of a model add losses to the main loss."""
     return any(isinstance(module, Router) and module.balance.has_loss for module in model.modules())

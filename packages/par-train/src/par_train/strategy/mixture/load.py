@@ -1,4 +1,4 @@
-"""How busy experts are, over all ranks of a model."""
+"""The load of experts, over all ranks of a model."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _HIGHEST = ("imbalance",)
 
 
 def metrics_of(losses: RouterLosses, model: nn.Module, groups: ProcessGroups) -> dict[str, Tensor]:
-    """What the routers of a model say, over all its ranks. Collective over the world: two small all-reduces.
+    """Return the metrics of a model's routers over all its ranks. Collective over the world: two small all-reduces.
 
     Args:
         losses: The losses of this rank's part of the model.
@@ -50,7 +50,7 @@ def metrics_of(losses: RouterLosses, model: nn.Module, groups: ProcessGroups) ->
 
 
 def loads_of(losses: RouterLosses, groups: ProcessGroups) -> dict[str, Tensor]:
-    """Tokens of each expert in the step that ended last, by router, of all stages. Collective over the pipeline."""
+    """Return the tokens of each expert in the latest step, by router, of all stages. Collective over the pipeline."""
     mine = {name: counts.cpu() for name, counts in losses.load().items()}
     if groups.size("pipeline") == 1:
         return mine

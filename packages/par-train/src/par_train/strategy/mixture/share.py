@@ -1,4 +1,4 @@
-"""Who shares the weights of experts, and whether a model has any where the topology deals them out."""
+"""The ranks that shard and average the weights of experts together."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,19 @@ from par_zero import DataParallelGroup
 from ..axes import EXPERTS, averaged_over
 
 EXPERT_COPIES = ("data", "expert_data")
-"""The axes over which ranks have copies of the same experts, where these are not all data ranks."""
+"""The axes over which ranks hold replicas of the same experts, if these are not all data ranks."""
 
 
 def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParallelGroup]:
-    """Who shares the weights of experts in the place of all data ranks: those that have copies of the same ones.
+    """Return the group that shards the weights of experts instead of all data ranks: the ranks with replicas of them.
 
     Args:
-        model: What this rank has of a model.
+        model: This rank's part of a model.
         groups: The groups of ranks along each axis.
 
     Returns:
-        One share, whose gradients are divided by what all others are; none where all data ranks have the same experts.
+        A list of one share. Its gradients are divided by the number of all data ranks, as other gradients are, since
+        each of them has routed tokens to the experts. An empty list if all data ranks hold the same experts.
     """
     topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_over(groups.topology)
     if EXPERTS not in topology.views or topology.blocks(axes) == topology.blocks(averaged):
@@ -38,16 +39,16 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a module of the model exchanges rows with the ranks of experts, or has such weights."""
+    """Return whether a module of the model dispatches tokens to the ranks of experts, or has weights of experts."""
     return bool(expert_modules(model)) or any(
         isinstance(value, TokenDispatcher) for module in model.modules() for value in vars(module).values()
     )
 
 
 def no_experts(models: Sequence[nn.Module], ranks: int) -> ValueError:
-    """The error for models none of which has experts, where the topology deals experts out."""
+    """Return the error for models without experts under a topology that distributes experts."""
     names = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     return ValueError(
-        f"the topology deals experts out over {ranks} ranks, and {names} has none; make layers with "
-        "Strategy.layers.MoE, give a model of transformers that has experts, or give these ranks to data or tensor"
+        f"parallel: the topology distributes experts over {ranks} ranks, and {names} has no experts; make layers with "
+        "Strategy.layers.MoE, pass a transformers model that has experts, or use these ranks for data or tensor"
     )

@@ -19,7 +19,7 @@ from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
 from par_pipeline import Microbatches
 
-from ..stages import Stages
+from ..stages import PipelineStages
 
 Plan = str | Mapping[str, str | Style]
 """How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""
@@ -32,7 +32,7 @@ TOKENS = "par_tokens"
 
 def pretrained_of(model: nn.Module) -> Any:
     """The model of transformers that a module is, holds, or is this rank's part of; None if it is none."""
-    if isinstance(model, Stages):
+    if isinstance(model, PipelineStages):
         return attributes.PRETRAINED.of(model)
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -67,7 +67,7 @@ def unlike_causal(model: nn.Module) -> str | None:
     losses: Any = sys.modules.get("transformers.loss.loss_utils")
     outside = getattr(model, "_orig_mod", model)  # as torch.compile has it
     peft: Any = sys.modules.get("peft")
-    is_itself = outside is pretrained or isinstance(outside, Stages)
+    is_itself = outside is pretrained or isinstance(outside, PipelineStages)
     if not is_itself and (peft is None or not isinstance(outside, peft.PeftModel)):
         return f"a {type(outside).__name__} holds a {type(pretrained).__name__} and may compute its own"
     code = inspect.unwrap(type(pretrained).forward).__code__
@@ -140,7 +140,9 @@ class CausalModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = pretrained_of(model)
-        self._known: Parallelization | None = parallelization_of(self._model if isinstance(model, Stages) else model)
+        self._known: Parallelization | None = parallelization_of(
+            self._model if isinstance(model, PipelineStages) else model
+        )
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
 
@@ -178,7 +180,7 @@ class CausalModel:
             labels: For each token the label of the next one, [rows, time].
         """
         if self._known is None:
-            total, count = token_loss(outputs, {"shift_labels": labels})
+            total, count = causal_lm_loss(outputs, {"shift_labels": labels})
         else:
             total, count = self._known.cross_entropy(logits_of(outputs), labels, shift=False)
         balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
@@ -224,7 +226,7 @@ def split_keywords(keywords: Mapping[str, Any], rows: int, microbatches: int) ->
     return split
 
 
-def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def causal_lm_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The causal loss of whole logits: the sum over the tokens that count, in fp32 at least, and their number.
 
     Sums and numbers of several batches may be added before they are divided, which makes a mean over all tokens.

@@ -22,7 +22,7 @@ from par_groups import ProcessGroups
 from par_layers import Context, parallelization_of
 from par_pipeline import Pipeline
 
-from ..stages import Stages
+from ..stages import PipelineStages
 from .causal import TOKENS, logits_of, pretrained_of
 from .sequence import cut_dict
 
@@ -170,7 +170,7 @@ def joined_rows(texts: Sequence[Tensor]) -> Tensor:
 
 def parallel_in(model: nn.Module) -> Any:
     """How a model, or the one that a rank's stages are of, was cut over tensor ranks; None if it was not."""
-    whole = pretrained_of(model) if isinstance(model, Stages) else None
+    whole = pretrained_of(model) if isinstance(model, PipelineStages) else None
     return parallelization_of(model if whole is None else whole)
 
 
@@ -255,7 +255,7 @@ def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """A context in which a model drops nothing; afterwards each module of it is in the mode that it was in."""
-    parts = model.__dict__["parts"].values() if isinstance(model, Stages) else ()
+    parts = model.__dict__["parts"].values() if isinstance(model, PipelineStages) else ()
     before = [(module, module.training) for each in (model, *parts) for module in each.modules()]
     model.eval()
     try:

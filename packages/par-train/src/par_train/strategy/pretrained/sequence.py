@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from par_data import IGNORE_INDEX
 from par_layers import Context, LayerSet
 
-from ..stages import Stages
+from ..stages import PipelineStages
 from .causal import TOKENS, next_labels, pretrained_in, unlike_causal
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -63,9 +63,9 @@ def _first_dropout(model: nn.Module) -> str:
 def attend_over_(model: nn.Module, context: Context) -> None:
     """Lets a context compute the attention of the models of transformers in a module, in place.
 
-    `Stages` were cut out of a model for which it was done.
+    `PipelineStages` were cut out of a model for which it was done.
     """
-    for pretrained in pretrained_in(model) if context.ranks > 1 and not isinstance(model, Stages) else ():
+    for pretrained in pretrained_in(model) if context.ranks > 1 and not isinstance(model, PipelineStages) else ():
         context.transformers_(pretrained)
 
 
