@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from par_zero.offload.disk import Buffer, Disk
-from par_zero.offload.pieces import Block, blocks
+from par_zero.offload.disk import Disk, DiskBuffer
+from par_zero.offload.pieces import StateBlock, blocks
 
 Contender = tuple[Callable[[], None], Callable[[], None]]
 """What comes before a step, and the step, which is measured."""
@@ -25,9 +25,9 @@ def moving(parameters: int, folder: str, piece: int, ahead: int, threads: int) -
     sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
     places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, None) for size in sizes)
     disk = Disk(folder, sum(place.size for place in places), threads)
-    ring = [Buffer(places[0].size) for _ in range(ahead)]
+    ring = [DiskBuffer(places[0].size) for _ in range(ahead)]
 
-    def part(number: int, place: Block) -> memoryview:
+    def part(number: int, place: StateBlock) -> memoryview:
         return ring[number % ahead].bytes[: place.size]
 
     def move() -> None:

@@ -18,11 +18,11 @@ from ._policies import ParameterInit, ShardOptions
 from ._stage import STAGES
 from ._tiers import Offload
 from .known.classes import UpdateScope
-from .layout.build import Plan
+from .layout.build import ChunkPlan
 from .layout.chunk import Member
 from .layout.fill import device_of
 from .layout.sharers import DataParallelGroup
-from .layout.units import Place, tensors_of
+from .layout.units import UnitPlace, tensors_of
 from .offload.disk import check_room
 from .optimizer.check import check_way_of_working
 from .placement.policies import POLICIES
@@ -322,7 +322,7 @@ def check_expert_groups(groups: object, first: DataParallelGroup, module: nn.Mod
 
 def described(
     members: Sequence[Member],
-    place_of: Mapping[nn.Parameter, Place],
+    place_of: Mapping[nn.Parameter, UnitPlace],
     stage: int,
     options: ShardOptions,
     share: int = 0,
@@ -398,7 +398,7 @@ def agreed(
     return Agreed(tuple(heard[0]), tuple(any(is_used for *_, is_used in said.values()) for said in heard))
 
 
-class Dealt(NamedTuple):
+class PlannedChunks(NamedTuple):
     """The chunks of all ranks, and who must be asked of them.
 
     Attributes:
@@ -406,11 +406,11 @@ class Dealt(NamedTuple):
         reach: For each share, whether it has ranks that the first group of some rank has not.
     """
 
-    plans: list[Plan]
+    plans: list[ChunkPlan]
     reach: tuple[bool, ...]
 
 
-def agreed_chunks(plans: Sequence[Plan], shares: Sequence[DataParallelGroup]) -> Dealt:
+def agreed_chunks(plans: Sequence[ChunkPlan], shares: Sequence[DataParallelGroup]) -> PlannedChunks:
     """Agrees on the order of all chunks, and on which shares have ranks that the first group of some rank has not.
 
     Objects are gathered over each of the groups, unless there is one share alone.
@@ -423,7 +423,7 @@ def agreed_chunks(plans: Sequence[Plan], shares: Sequence[DataParallelGroup]) ->
         ValueError: The ranks have other chunks.
     """
     if len(shares) == 1:
-        return Dealt(list(plans), (True,))
+        return PlannedChunks(list(plans), (True,))
     first = set(dist.get_process_group_ranks(shares[0].group))
     chunks = [(plan.share, plan.place, [member.names for member in plan.members]) for plan in plans]
     reach = [not number or not set(share.near) <= first for number, share in enumerate(shares)]
@@ -432,7 +432,7 @@ def agreed_chunks(plans: Sequence[Plan], shares: Sequence[DataParallelGroup]) ->
     what, remedy = "chunks", "parameters that not all ranks share need names and sizes that are alike on all"
     check_alike({rank: theirs for rank, (theirs, *_) in said.items()}, what, remedy=remedy, show=False)
     of_all = zip(*(theirs for *_, theirs in said.values()), strict=True)
-    return Dealt(
+    return PlannedChunks(
         [
             replace(plan, most=max(size for size, _ in sizes), most_kept=max(kept for _, kept in sizes))
             for plan, sizes in zip(plans, of_all, strict=True)

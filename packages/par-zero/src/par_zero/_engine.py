@@ -17,7 +17,7 @@ from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
 from ._order import Order
 from ._reduce import Reducer
-from ._stage import Stage
+from ._stage import ZeroStage
 from ._torch_private import (
     call_first_after_step,
     call_last_before_step,
@@ -29,12 +29,12 @@ from ._unit import Unit
 from .calls.closer import Closer
 from .layout.chunk import Chunk
 from .layout.meter import Meter
-from .layout.packed import Packed
+from .layout.packed import PackedParameters
 from .layout.sharers import Sharers
 from .layout.units import called
-from .offload.away import Away
-from .offload.stream import DiskUsage, Stream
-from .optimizer.apart import Apart
+from .offload.away import OffloadPlan
+from .offload.stream import DiskStream, DiskUsage
+from .optimizer.apart import SliceSplitter
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
 from .optimizer.written import ModuleWrites, Writes
@@ -67,13 +67,13 @@ class Engine:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         chunks: Sequence[Chunk],
-        stage: Stage,
+        stage: ZeroStage,
         sharers: Sharers,
         units: Sequence[Unit],
         *,
         assemblies: Mapping[int, Assembly],
         inflight: int | None,
-        away: Away | None = None,
+        away: OffloadPlan | None = None,
         room: Room | None = None,
     ) -> None:
         self._optimizers, self._stage, self._sharers, self._chunks = tuple(optimizers), stage, sharers, tuple(chunks)
@@ -105,8 +105,8 @@ class Engine:
             sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
             recorder = Recorder(list(sizes), other)
             self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
-        self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
-        self._apart: list[Apart] = []  # by number of the optimizer
+        self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
+        self._apart: list[SliceSplitter] = []  # by number of the optimizer
         # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
         self._keeps_copies = any(
             chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
@@ -137,7 +137,7 @@ class Engine:
                 optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
             else:  # hooks of the user's are to see all gradients and all that was stepped
                 call_first_after_step(optimizer, partial(self._after_step, number))
-            self._apart.append(Apart(optimizer, self._stepped[number]))
+            self._apart.append(SliceSplitter(optimizer, self._stepped[number]))
             self._reducer.at_start(self._apart[number].leave)
             optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
             optimizer.register_state_dict_pre_hook(self._apart[number].leave)
@@ -166,7 +166,7 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
-    def _streamed(self, away: Away) -> Stream | None:
+    def _streamed(self, away: OffloadPlan) -> DiskStream | None:
         """What steps state on the disk; what the optimizers have made of it already goes there."""
         if away.disk is None:
             return None
@@ -181,7 +181,7 @@ class Engine:
                 for part, block in zip([part for part in chunk.slices if part.in_pieces], blocks[chunk], strict=True)
             ]
             first += len(optimizer.param_groups)
-        stream = Stream(away.disk, away.ahead, pieces, shares, self._sharers.agreeing, late=away.late)
+        stream = DiskStream(away.disk, away.ahead, pieces, shares, self._sharers.agreeing, late=away.late)
         for number, optimizer in enumerate(self._optimizers):
             stream.adopt_(number, optimizer)
             on_settle(stream.tensors(number), stream.settle)
@@ -191,7 +191,7 @@ class Engine:
             optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
         return stream
 
-    def _attend(self, stream: Stream, units: Sequence[Unit]) -> None:
+    def _attend(self, stream: DiskStream, units: Sequence[Unit]) -> None:
         """Has the stream told of passes, of units that are gathered, and of who looks at parameters."""
         self._reducer.at_start(partial(stream.read_ahead, self._optimizers))
         if stream.shares.are_there or stream.sums.are_there:

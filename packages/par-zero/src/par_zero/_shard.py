@@ -34,14 +34,14 @@ from ._tiers import Offload
 from ._torch_private import unsaved_buffers
 from ._unit import Unit
 from .layout.alike import make_rest_alike_
-from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
+from .layout.build import ChunkPlan, members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.sharers import DataParallelGroup, Groups, Sharers
-from .layout.units import Place, choose_units, places, tensors_of, unit_names
+from .layout.units import UnitPlace, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
-from .offload.away import Away, bring_away_, plan_away, plan_room
+from .offload.away import OffloadPlan, bring_away_, plan_away, plan_room
 from .offload.budget import within_budgets
 from .offload.stream import DiskUsage
 from .optimizer.agreement import agreed_blocks
@@ -114,7 +114,7 @@ def shard(
     """
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
-    place_of: dict[nn.Parameter, Place] = {}
+    place_of: dict[nn.Parameter, UnitPlace] = {}
     abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
     filler: Filler | None = None
     tiers, stepped, start = Offload(), list[ParamGroup](), ParameterInit()
@@ -160,8 +160,8 @@ def shard(
     texts = [f"{described(members, place_of, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
     ranks, used = tuple[int, ...](), tuple[bool, ...]()
-    records, plans = dict[nn.Parameter, Sharding](), list[Plan]()
-    away: Away | None = None
+    records, plans = dict[nn.Parameter, Sharding](), list[ChunkPlan]()
+    away: OffloadPlan | None = None
     reach: tuple[bool, ...] = (True,)
     try:
         own_use = [is_in_use([*share.groups, None if number else gathers]) for number, share in enumerate(shares)]
@@ -183,7 +183,7 @@ def shard(
     check_backends(sharers, place if first.is_meta else torch.device(device or first.device), stage)
     each = _communicators(shares, used, stage, options, gathers)
 
-    def pack_(plan: Plan) -> Chunk:
+    def pack_(plan: ChunkPlan) -> Chunk:
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(_make_alike_, share=shares[plan.share])
         chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], options, where, make_alike)
@@ -367,7 +367,7 @@ def _engine_of(module: nn.Module) -> Engine:
 
 def _planned_away(
     offload: Offload,
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     stepped: Sequence[ParamGroup],
     stage: int,
     options: ShardOptions,
@@ -375,7 +375,7 @@ def _planned_away(
     shares: Sequence[DataParallelGroup],
     module: nn.Module,
     device: torch.device | None,
-) -> tuple[Offload, Away | None]:
+) -> tuple[Offload, OffloadPlan | None]:
     """Which part of what lies in which tier, as far as nobody has said; and what lies elsewhere, if anything does."""
     if offload.auto or set(offload.budgets) - {"device"}:
         offload = within_budgets(
@@ -412,16 +412,16 @@ def _bytes_beside(module: nn.Module, packed: Iterable[nn.Parameter]) -> int:
 
 
 def _pack_filled_(
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     filler: Filler,
-    pack_: Callable[[Plan], Chunk],
+    pack_: Callable[[ChunkPlan], Chunk],
     sharers: Sequence[dist.ProcessGroup],
 ) -> list[Chunk]:
     """Fills one unit after the other, and packs every chunk whose parameters are all there.
 
     After each unit the ranks agree on whether to go on: an all-gather of short texts over each group.
     """
-    chunks: dict[Plan, Chunk] = {}
+    chunks: dict[ChunkPlan, Chunk] = {}
     for number in filler.order:
         try:
             with together("init_fn", *sharers):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ZeroStage:
     """A stage of ZeRO: of what a rank keeps its share alone, where data parallelism keeps everything on every rank.
 
     Args:
@@ -19,9 +19,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(shards_state=False, shards_gradients=False, shards_parameters=False),  # as DistributedDataParallel
-    Stage(shards_state=True, shards_gradients=False, shards_parameters=False),
-    Stage(shards_state=True, shards_gradients=True, shards_parameters=False),
-    Stage(shards_state=True, shards_gradients=True, shards_parameters=True),
+    ZeroStage(shards_state=False, shards_gradients=False, shards_parameters=False),  # as DistributedDataParallel
+    ZeroStage(shards_state=True, shards_gradients=False, shards_parameters=False),
+    ZeroStage(shards_state=True, shards_gradients=True, shards_parameters=False),
+    ZeroStage(shards_state=True, shards_gradients=True, shards_parameters=True),
 )
 """By the number that is given to `shard`."""

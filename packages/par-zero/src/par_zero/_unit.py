@@ -20,7 +20,7 @@ from .layout.chunk import Chunk
 from .watch.outputs import SideOutputs
 
 if TYPE_CHECKING:
-    from .offload.shares import Shares
+    from .offload.shares import DiskShards
 
 
 class State(Enum):
@@ -71,7 +71,7 @@ class Unit:
         self.running = 0
         self.outer: frozenset[int] = frozenset()
         self.side = SideOutputs([])
-        self.shares: Shares | None = None
+        self.shares: DiskShards | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._handles: list[Handle] = []
 

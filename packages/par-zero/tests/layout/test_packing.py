@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_zero.layout.packing import ALIGNMENT, Item, pack, pack_atomic
+from par_zero.layout.packing import ALIGNMENT, PackedItem, pack, pack_atomic
 
-items = st.lists(st.builds(Item, numel=st.integers(1, 300), group=st.integers(-1, 3)), min_size=1, max_size=12)
+items = st.lists(st.builds(PackedItem, numel=st.integers(1, 300), group=st.integers(-1, 3)), min_size=1, max_size=12)
 ranks = st.integers(1, 9)
 
 
@@ -91,7 +91,7 @@ def test_atomic_parameters_are_dealt_out_fairly(items, ranks):
 
 
 def test_a_rank_that_has_little_of_other_buffers_is_chosen_before_one_that_has_much():
-    items = [Item(numel=16 * size, group=0) for size in (4, 4, 1, 1, 1, 1)]
+    items = [PackedItem(numel=16 * size, group=0) for size in (4, 4, 1, 1, 1, 1)]
     first = pack_atomic(items, 4).loads(items)
     assert first == [64, 64, 32, 32]
     second = pack_atomic(items, 4, first).loads(items)
@@ -99,7 +99,7 @@ def test_a_rank_that_has_little_of_other_buffers_is_chosen_before_one_that_has_m
 
 
 def test_packing_as_an_example():
-    layout = pack([Item(numel=20, group=1), Item(numel=5, group=0), Item(numel=3, group=0)], 2)
+    layout = pack([PackedItem(numel=20, group=1), PackedItem(numel=5, group=0), PackedItem(numel=3, group=0)], 2)
     assert layout.slots == ((16, 36), (0, 5), (5, 8))
     assert [(each.group, each.start, each.stop) for each in layout.regions] == [(0, 0, 16), (1, 16, 48)]
     assert layout.shard == 32

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_zero.layout.packing import Range
+from par_zero.layout.packing import SliceRange
 from par_zero.offload.pieces import PAGE, blocks, cut
 
 CHUNKS = st.lists(
@@ -20,7 +20,7 @@ def test_every_element_is_in_one_piece_and_tiers_have_their_parts(chunks, host, 
     for chunk in chunks:
         start, made = 0, []
         for group, count in chunk:
-            made.append(Range(group=group, start=start, stop=start + 16 * count))
+            made.append(SliceRange(group=group, start=start, stop=start + 16 * count))
             start += 16 * count
         ranges.append(made)
     pieces = cut(ranges, parts, limit)

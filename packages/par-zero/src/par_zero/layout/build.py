@@ -11,19 +11,19 @@ from par_groups import Sharding
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
-from .._stage import Stage
+from .._stage import ZeroStage
 from .chunk import Chunk, Member
 from .fill import make_real_
-from .packing import Item, Layout, pack, pack_atomic
+from .packing import ChunkLayout, PackedItem, pack, pack_atomic
 from .records import is_assembled, own_record
 from .sharers import DataParallelGroup, Groups
-from .units import Place
+from .units import UnitPlace
 
 
 def members_of(
     module: nn.Module,
     groups: Sequence[ParamGroup],
-    stage: Stage,
+    stage: ZeroStage,
     shares: Sequence[DataParallelGroup] = (),
     tensor: Sequence[int] = (),
 ) -> list[Member]:
@@ -129,7 +129,7 @@ def _is_of_one_device(record: Sharding) -> bool:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Plan:
+class ChunkPlan:
     """A chunk that has no memory yet.
 
     Args:
@@ -142,8 +142,8 @@ class Plan:
     """
 
     members: tuple[Member, ...]
-    place: Place
-    layout: Layout
+    place: UnitPlace
+    layout: ChunkLayout
     most: int
     most_kept: int
 
@@ -165,14 +165,14 @@ class Plan:
 
 def plan_chunks(
     members: Sequence[Member],
-    place_of: Mapping[nn.Parameter, Place],
+    place_of: Mapping[nn.Parameter, UnitPlace],
     records: Mapping[nn.Parameter, Sharding],
-    stage: Stage,
+    stage: ZeroStage,
     ranks: Sequence[int],
     options: ShardOptions,
     *,
     tensor: int = 1,
-) -> list[Plan]:
+) -> list[ChunkPlan]:
     """Deals parameters out to chunks, the last first: their gradients come first.
 
     A chunk holds parameters of one share, place, dtype and device that are trained, by one optimizer, or that are not.
@@ -202,15 +202,15 @@ def plan_chunks(
     def numel(member: Member) -> int:
         return -(-records[member.parameter].numel // tensor) if member.assembled else member.shape.numel()
 
-    def item(member: Member) -> Item:
+    def item(member: Member) -> PackedItem:
         weight = records[member.parameter].numel if member.assembled else 0
-        return Item(numel=member.shape.numel(), group=member.group, weight=weight)
+        return PackedItem(numel=member.shape.numel(), group=member.group, weight=weight)
 
     def wastes(part: Sequence[Member]) -> bool:
         """Whether whole parameters are dealt out to the ranks so unevenly that a quarter of the chunk is padding."""
         if not part[0].atomic:
             return False
-        items = [Item(numel=records[member.parameter].numel, group=0) for member in part]
+        items = [PackedItem(numel=records[member.parameter].numel, group=0) for member in part]
         layout = pack_atomic(items, ranks[part[0].share])
         return layout.padding > layout.size / 4
 
@@ -235,7 +235,9 @@ def plan_chunks(
             layout = pack_atomic(items, among, before)
             dealt[kind_of_deal] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
         place = place_of[part[0].parameter]
-        plans.append(Plan(members=tuple(part), place=place, layout=layout, most=layout.size, most_kept=layout.shard))
+        plans.append(
+            ChunkPlan(members=tuple(part), place=place, layout=layout, most=layout.size, most_kept=layout.shard)
+        )
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))
@@ -269,9 +271,9 @@ def _buckets(
 
 
 def pack_chunk_(
-    plan: Plan,
+    plan: ChunkPlan,
     groups: Groups,
-    stage: Stage,
+    stage: ZeroStage,
     options: ShardOptions,
     device: torch.device | None,
     make_alike: Callable[[torch.Tensor], None],

@@ -9,14 +9,14 @@ from torch import nn
 
 from par_groups import attributes
 
-from .._stage import Stage
+from .._stage import ZeroStage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
 from ..watch.elsewhere import GradientElsewhere
 from ..watch.freed import Freed, FreedParameter
 from .buffers import Buffers
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
-from .packing import Layout
+from .packing import ChunkLayout
 from .sharers import Groups
 
 
@@ -69,7 +69,7 @@ class Slice:
         return self.start + self.tensor.numel()
 
 
-class Sums(Protocol):
+class GradientStore(Protocol):
     """Keeps this rank's sums of gradients elsewhere than in a chunk."""
 
     def add_earlier_(self, chunk: "Chunk", total: torch.Tensor) -> None:
@@ -119,10 +119,10 @@ class Chunk:
     def __init__(
         self,
         members: Sequence[Member],
-        layout: Layout,
+        layout: ChunkLayout,
         groups: Groups,
         *,
-        stage: Stage,
+        stage: ZeroStage,
         packed: torch.Tensor,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -133,7 +133,7 @@ class Chunk:
         self.updated = self.share if stage.shards_state else (0, layout.size)
         self.meter, self.home = Meter(), Home()
         self._guards = False
-        self.sums: Sums | None = None
+        self.sums: GradientStore | None = None
         low, high = self.updated
         if stage.shards_parameters:
             self.own = packed[low:high].to(dtype, copy=True)

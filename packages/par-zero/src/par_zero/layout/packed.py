@@ -8,7 +8,7 @@ from .._torch_private import own_parameters
 from .chunk import Chunk
 
 
-class Packed:
+class PackedParameters:
     """The parameters of a module that lie in chunks.
 
     Args:

@@ -13,7 +13,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class PackedItem:
     """A parameter to be packed.
 
     Args:
@@ -29,7 +29,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class SliceRange:
     """Elements start to stop - 1 of a buffer, all of one param group, or padding behind it.
 
     Args:
@@ -48,7 +48,7 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ChunkLayout:
     """Where parameters lie in a buffer.
 
     Args:
@@ -61,7 +61,7 @@ class Layout:
     """
 
     slots: tuple[tuple[int, int], ...]
-    regions: tuple[Range, ...]
+    regions: tuple[SliceRange, ...]
     shard: int
     ranks: int
     atomic: bool = False
@@ -77,7 +77,7 @@ class Layout:
         """Number of elements that belong to no parameter."""
         return self.size - sum(stop - start for start, stop in self.slots)
 
-    def loads(self, items: Sequence[Item]) -> list[int]:
+    def loads(self, items: Sequence[PackedItem]) -> list[int]:
         """Where no parameter is cut: by how many elements each rank has parameters, counted by their weights.
 
         Args:
@@ -99,15 +99,15 @@ class Layout:
         """The first element of a rank's share, and one past its last."""
         return rank * self.shard, (rank + 1) * self.shard
 
-    def slices(self, low: int, high: int) -> Iterator[Range]:
+    def slices(self, low: int, high: int) -> Iterator[SliceRange]:
         """What the elements low to high - 1 have of each region."""
         for region in self.regions:
             start, stop = max(low, region.start), min(high, region.stop)
             if start < stop:
-                yield Range(group=region.group, start=start, stop=stop)
+                yield SliceRange(group=region.group, start=start, stop=stop)
 
 
-def pack(items: Sequence[Item], ranks: int) -> Layout:
+def pack(items: Sequence[PackedItem], ranks: int) -> ChunkLayout:
     """Packs parameters one behind the other, group by group, and cuts the buffer evenly.
 
     Padding is below 16 elements for each group and each rank.
@@ -123,11 +123,11 @@ def pack(items: Sequence[Item], ranks: int) -> Layout:
                 end += item.numel
         # The region ends on a multiple too, in padding, so that no kernel has a scalar tail that another cut lacks.
         end = _aligned(end)
-        regions.append(Range(group=group, start=start, stop=end))
-    return Layout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
+        regions.append(SliceRange(group=group, start=start, stop=end))
+    return ChunkLayout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
 
 
-def pack_atomic(items: Sequence[Item], ranks: int, dealt: Sequence[int] = ()) -> Layout:
+def pack_atomic(items: Sequence[PackedItem], ranks: int, dealt: Sequence[int] = ()) -> ChunkLayout:
     """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far.
 
     Args:
@@ -150,9 +150,9 @@ def pack_atomic(items: Sequence[Item], ranks: int, dealt: Sequence[int] = ()) ->
     )
     owners = tuple(rank for rank, _ in places)
     regions = tuple(
-        Range(group=item.group, start=start, stop=stop) for item, (start, stop) in zip(items, slots, strict=True)
+        SliceRange(group=item.group, start=start, stop=stop) for item, (start, stop) in zip(items, slots, strict=True)
     )
-    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, atomic=True, owners=owners)
+    return ChunkLayout(slots=slots, regions=regions, shard=shard, ranks=ranks, atomic=True, owners=owners)
 
 
 def _aligned(count: int) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 from .._policies import Units
 
 
-class Place(NamedTuple):
+class UnitPlace(NamedTuple):
     """Where a parameter belongs. Parameters of different places lie in different chunks.
 
     Args:
@@ -134,14 +134,14 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, Place]:
+def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, UnitPlace]:
     """Where each parameter of a module belongs."""
     items: dict[nn.Parameter, tuple[int, ...]] = {}
     for number, module in enumerate(called(root)):
         for parameter in module.parameters():
             items[parameter] = (*items.get(parameter, ()), number)
     return {
-        tensor: Place(unit, items[tensor])
+        tensor: UnitPlace(unit, items[tensor])
         for tensor, unit in owners(root, units).items()
         if isinstance(tensor, nn.Parameter)
     }

@@ -10,19 +10,19 @@ from par_groups import together
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
-from .._stage import Stage
+from .._stage import ZeroStage
 from .._tiers import Home, Offload
-from ..layout.build import Plan
+from ..layout.build import ChunkPlan
 from ..layout.chunk import Chunk
-from ..layout.packing import Range
+from ..layout.packing import SliceRange
 from ..optimizer.probe import state_slots
 from ..placement.room import Room
 from .disk import Disk, tensors_in
-from .pieces import COPY, Block, Slots, blocks, cut, pages, spread
+from .pieces import COPY, Slots, StateBlock, blocks, cut, pages, spread
 
 
 @dataclass(frozen=True, kw_only=True)
-class Away:
+class OffloadPlan:
     """Which state of the optimizers lies elsewhere than where they make it, and where parameters and gradients lie.
 
     Args:
@@ -37,8 +37,8 @@ class Away:
     """
 
     homes: Sequence[Home]
-    cuts: Sequence[Sequence[Range] | None]
-    blocks: Sequence[Sequence[Block]]
+    cuts: Sequence[Sequence[SliceRange] | None]
+    blocks: Sequence[Sequence[StateBlock]]
     shares: Sequence[int | None]
     disk: Disk | None
     ahead: int
@@ -46,13 +46,13 @@ class Away:
 
 
 def plan_away(
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     groups: Sequence[ParamGroup],
-    stage: Stage,
+    stage: ZeroStage,
     ranks: Sequence[int],
     offload: Offload,
     options: ShardOptions,
-) -> Away:
+) -> OffloadPlan:
     """Says what lies where, and makes the file for what lies on a disk.
 
     Args:
@@ -69,12 +69,12 @@ def plan_away(
     """
     laid = lay_out(plans, held_of(plans, stage, ranks), slots_by_group(plans, groups, options), offload, options)
     size = max((block.stop for found in laid.blocks.values() for block in found), default=0)
-    shares: dict[Plan, int] = {}
+    shares: dict[ChunkPlan, int] = {}
     for plan in plans:
         if laid.homes[plan].parameters == "disk":
             shares[plan] = size
             size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize)
-    return Away(
+    return OffloadPlan(
         homes=list(laid.homes.values()),
         cuts=[laid.pieces.get(plan) for plan in plans],
         blocks=list(laid.blocks.values()),
@@ -86,7 +86,7 @@ def plan_away(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Laid:
+class TierLayout:
     """What lies where of chunks, before there is a file.
 
     Args:
@@ -95,16 +95,16 @@ class Laid:
         blocks: What the pieces of each chunk of which anything is on the disk have in the file, in their order.
     """
 
-    homes: Mapping[Plan, Home]
-    pieces: Mapping[Plan, Sequence[Range]]
-    blocks: Mapping[Plan, Sequence[Block]]
+    homes: Mapping[ChunkPlan, Home]
+    pieces: Mapping[ChunkPlan, Sequence[SliceRange]]
+    blocks: Mapping[ChunkPlan, Sequence[StateBlock]]
 
 
-Held = Sequence[Sequence[Range]]
+Held = Sequence[Sequence[SliceRange]]
 """What a rank's optimizers hold of each chunk that is stepped, the first that runs first."""
 
 
-def held_of(plans: Sequence[Plan], stage: Stage, ranks: Sequence[int]) -> Held:
+def held_of(plans: Sequence[ChunkPlan], stage: ZeroStage, ranks: Sequence[int]) -> Held:
     """What a rank's optimizers hold.
 
     Args:
@@ -120,7 +120,7 @@ def held_of(plans: Sequence[Plan], stage: Stage, ranks: Sequence[int]) -> Held:
 
 
 def slots_by_group(
-    plans: Sequence[Plan], groups: Sequence[ParamGroup], options: ShardOptions
+    plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], options: ShardOptions
 ) -> dict[tuple[int, torch.dtype], Slots]:
     """What an optimizer keeps for each element, by param group and dtype of the parameters.
 
@@ -138,12 +138,12 @@ def slots_by_group(
 
 
 def lay_out(
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     held: Held,
     slots: Mapping[tuple[int, torch.dtype], Slots],
     offload: Offload,
     options: ShardOptions,
-) -> Laid:
+) -> TierLayout:
     """Says what lies where. Pure arithmetic.
 
     Args:
@@ -177,18 +177,18 @@ def lay_out(
         )
         for plan, part in in_pieces
     )
-    by_plan: dict[Plan, list[Block]] = {plan: [] for plan in plans}
+    by_plan: dict[ChunkPlan, list[StateBlock]] = {plan: [] for plan in plans}
     for (plan, _), block in zip(in_pieces, in_file, strict=True):
         by_plan[plan].append(block)
-    return Laid(homes=homes, pieces=pieces, blocks=by_plan)
+    return TierLayout(homes=homes, pieces=pieces, blocks=by_plan)
 
 
-def _stepped(plans: Sequence[Plan]) -> list[Plan]:
+def _stepped(plans: Sequence[ChunkPlan]) -> list[ChunkPlan]:
     """The chunks that an optimizer has, in their order."""
     return [plan for plan in plans if plan.members[0].owner >= 0]
 
 
-def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> list[Home]:
+def homes_of(plans: Sequence[ChunkPlan], offload: Offload, options: ShardOptions) -> list[Home]:
     """Where the parameters and the gradients of each chunk lie, alike on all ranks. What runs first stays nearest.
 
     Args:
@@ -204,7 +204,7 @@ def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> 
 
 
 @torch.no_grad()
-def bring_away_(away: Away | None, number: int, chunk: Chunk) -> None:
+def bring_away_(away: OffloadPlan | None, number: int, chunk: Chunk) -> None:
     """Brings what a chunk has just been packed of to where it lies.
 
     Args:
@@ -239,7 +239,7 @@ def bring_away_(away: Away | None, number: int, chunk: Chunk) -> None:
 
 
 def plan_room(
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     groups: Sequence[ParamGroup],
     options: ShardOptions,
     offload: Offload,
@@ -267,7 +267,11 @@ def plan_room(
 
 
 def resident_bytes(
-    plans: Sequence[Plan], groups: Sequence[ParamGroup], ranks: Sequence[int], options: ShardOptions, offload: Offload
+    plans: Sequence[ChunkPlan],
+    groups: Sequence[ParamGroup],
+    ranks: Sequence[int],
+    options: ShardOptions,
+    offload: Offload,
 ) -> dict[str, int]:
     """Bytes that lie on the device of a rank throughout stage 3, by what they are.
 
@@ -300,7 +304,7 @@ def resident_bytes(
     return found
 
 
-def whole_bytes(plans: Sequence[Plan], options: ShardOptions) -> dict[int, int]:
+def whole_bytes(plans: Sequence[ChunkPlan], options: ShardOptions) -> dict[int, int]:
     """Bytes of each unit that is whole, by its number, of the rank that has most of it."""
     found: dict[int, int] = {}
     for plan in plans:

@@ -22,15 +22,15 @@ from par_groups import agree
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
-from .._stage import Stage
+from .._stage import ZeroStage
 from .._tiers import TIERS, Offload, least_in_words
 from ..layout.buffers import buffer_elements
-from ..layout.build import Plan
-from ..layout.packing import ALIGNMENT, Layout
+from ..layout.build import ChunkPlan
+from ..layout.packing import ALIGNMENT, ChunkLayout
 from ..layout.sharers import DataParallelGroup
 from ..optimizer.probe import state_counter_bytes
 from ..placement.room import units_at_once
-from .away import Held, Laid, held_of, lay_out, resident_bytes, slots_by_group, whole_bytes
+from .away import Held, TierLayout, held_of, lay_out, resident_bytes, slots_by_group, whole_bytes
 from .pieces import PAGE, pages
 
 Counted = Mapping[str, Mapping[str, int]]
@@ -54,9 +54,9 @@ class Tally:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[ChunkPlan],
         groups: Sequence[ParamGroup],
-        stage: Stage,
+        stage: ZeroStage,
         options: ShardOptions,
         *,
         receives: Sequence[bool],
@@ -106,15 +106,15 @@ class Tally:
         found["host"]["buffers"] = self._ring(laid, offload.ahead)
         return found
 
-    def _reduced(self, plan: Plan) -> torch.dtype:
+    def _reduced(self, plan: ChunkPlan) -> torch.dtype:
         used = plan.dtype_in_use(self._options)
         return self._options.precision.reduce_dtype or used if plan.dtype.is_floating_point else used
 
-    def _sum_of(self, plan: Plan) -> int:
+    def _sum_of(self, plan: ChunkPlan) -> int:
         """Bytes of what a rank keeps of a chunk's reduced gradients."""
         return _count_of(plan, is_share=self._stage.shards_gradients) * self._reduced(plan).itemsize
 
-    def _reductions(self, laid: Laid) -> int:
+    def _reductions(self, laid: TierLayout) -> int:
         """Bytes in which gradients are reduced, of as many chunks as are under way; and one chunk's that arrive."""
         inflight, stepped = self._options.overlap.inflight or 2, [plan for plan in self._plans if plan in laid.pieces]
         whole = [plan.layout.size * self._reduced(plan).itemsize for plan in stepped]
@@ -127,7 +127,7 @@ class Tally:
             lent += buffer_elements(whole, inflight + self._waiting(stepped), kept=kept)
         return lent + _largest(passing, inflight) + max(arriving, default=0)
 
-    def _waiting(self, stepped: Sequence[Plan]) -> int:
+    def _waiting(self, stepped: Sequence[ChunkPlan]) -> int:
         """How many chunks more than are reduced at a time may have gradients that wait for their turn.
 
         Where not all ranks share all chunks, those of a unit wait until backward has left it, and those of the root
@@ -141,7 +141,7 @@ class Tally:
         of_root = chunks.pop(0, 0)
         return of_root + max(chunks.values(), default=1) - 1
 
-    def _ring(self, laid: Laid, ahead: int) -> int:
+    def _ring(self, laid: TierLayout, ahead: int) -> int:
         """Bytes of the buffers through which passes what lies on a disk."""
         pieces, sums, shares = [], [], dict[int, int]()
         for plan, home in laid.homes.items():
@@ -159,7 +159,7 @@ class Tally:
         return ring + _largest(sums, 2) + _largest(list(shares.values()), 2)  # of which one may be read in vain
 
 
-def _count_of(plan: Plan, *, is_share: bool) -> int:
+def _count_of(plan: ChunkPlan, *, is_share: bool) -> int:
     """Number of elements that a rank has of a chunk."""
     return plan.layout.shard if is_share else plan.layout.size
 
@@ -191,9 +191,9 @@ Places = Mapping[str, tuple[int, int]]
 
 def within_budgets(
     offload: Offload,
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     groups: Sequence[ParamGroup],
-    stage: Stage,
+    stage: ZeroStage,
     options: ShardOptions,
     *,
     shares: Sequence[DataParallelGroup],
@@ -252,13 +252,13 @@ def within_budgets(
     return found
 
 
-def _receives(share: DataParallelGroup, stage: Stage) -> bool:
+def _receives(share: DataParallelGroup, stage: ZeroStage) -> bool:
     """Whether a reduction over those who share receives into memory of its own."""
     ranks = dist.get_world_size(share.group)
     return ranks > 1 and (stage.shards_state or ranks > 2 or share.replicas is not None)
 
 
-def _laid_as(plans: Sequence[Plan], layouts: Sequence[Layout]) -> list[Plan]:
+def _laid_as(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:
     """The chunks as another rank has them, which may have other experts than this one; no layouts: as they are."""
     if not layouts:
         return list(plans)
@@ -271,7 +271,7 @@ def _from_the_first(held: Held) -> Held:
 
 
 def _sources(
-    offload: Offload, plans: Sequence[Plan], options: ShardOptions, of_all: Sequence[Held]
+    offload: Offload, plans: Sequence[ChunkPlan], options: ShardOptions, of_all: Sequence[Held]
 ) -> dict[str, _Source]:
     """What is "auto", by name: state may be cut at multiples of some elements, all else between chunks."""
     total = max(sum(part.stop - part.start for ranges in held for part in ranges) for held in of_all)

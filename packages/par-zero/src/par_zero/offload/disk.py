@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 
 from .._tiers import text_of
-from .pieces import PAGE, Block, pages
+from .pieces import PAGE, StateBlock, pages
 
 _CALL = 2**22
 """Bytes of a read or a write; two threads with such calls reach a disk's limit."""
@@ -32,7 +32,7 @@ _STACK = 2**18
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class Handle:
+class DiskHandle:
     """Reads or writes under way.
 
     Args:
@@ -42,9 +42,9 @@ class Handle:
     def __init__(self, futures: Iterable[Future[None]] = ()) -> None:
         self._futures = tuple(futures)
 
-    def __add__(self, other: "Handle") -> "Handle":
+    def __add__(self, other: "DiskHandle") -> "DiskHandle":
         """What is over when both are."""
-        return Handle((*self._futures, *other._futures))
+        return DiskHandle((*self._futures, *other._futures))
 
     def wait(self) -> None:
         """Waits until all has been moved.
@@ -103,7 +103,7 @@ class Disk:
         """(count) elements of the file, as a tensor with a storage of its own that lies in the file."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
-    def read(self, start: int, into: memoryview, after: Handle | None = None) -> Handle:
+    def read(self, start: int, into: memoryview, after: DiskHandle | None = None) -> DiskHandle:
         """Begins to read.
 
         Args:
@@ -119,7 +119,7 @@ class Disk:
 
         return _begin(self._readers, call, start, into)
 
-    def write(self, start: int, source: memoryview) -> Handle:
+    def write(self, start: int, source: memoryview) -> DiskHandle:
         """Begins to write.
 
         A page of which others write a part goes through the kernel's cache, which puts the parts together.
@@ -149,7 +149,7 @@ class Disk:
             os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
 
 
-class Buffer:
+class DiskBuffer:
     """Memory of whole pages, of this process alone."""
 
     def __init__(self, size: int) -> None:
@@ -167,7 +167,7 @@ class Buffer:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 
-def tensors_in(disk: Disk, block: Block) -> dict[str, torch.Tensor]:
+def tensors_in(disk: Disk, block: StateBlock) -> dict[str, torch.Tensor]:
     """By slot of a block, the tensor that lies in the file."""
     return {slot.name: disk.tensor(block.start + slot.start, slot.dtype, slot.count) for slot in block.slots}
 
@@ -241,7 +241,7 @@ def _make_direct(file: int) -> bool:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
-        os.preadv(file, [Buffer(PAGE).bytes], 0)
+        os.preadv(file, [DiskBuffer(PAGE).bytes], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -264,9 +264,11 @@ def threads_of(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def _begin(pool: ThreadPoolExecutor, call: Callable[[int, memoryview], None], start: int, memory: memoryview) -> Handle:
+def _begin(
+    pool: ThreadPoolExecutor, call: Callable[[int, memoryview], None], start: int, memory: memoryview
+) -> DiskHandle:
     """Begins the calls of one read or write."""
-    return Handle(
+    return DiskHandle(
         [pool.submit(call, start + first, memory[first : first + _CALL]) for first in range(0, len(memory), _CALL)]
     )
 

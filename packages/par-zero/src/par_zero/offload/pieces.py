@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._tiers import TIERS
-from ..layout.packing import ALIGNMENT, Range
+from ..layout.packing import ALIGNMENT, SliceRange
 
 PAGE = 4096
 """Bytes of which the beginning of every slot in a file is a multiple: what reads past the cache asks for."""
@@ -25,8 +25,8 @@ Slots = Mapping[str, torch.dtype]
 
 
 def cut(
-    chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: int, on_disk: Sequence[bool] = ()
-) -> list[list[Range]]:
+    chunks: Sequence[Sequence[SliceRange]], parts: Mapping[str, float], limit: int, on_disk: Sequence[bool] = ()
+) -> list[list[SliceRange]]:
     """Cuts what an optimizer holds into pieces, each with its state in one tier.
 
     Args:
@@ -46,7 +46,7 @@ def cut(
         is_last = not any(parts[other] for other in TIERS[number + 1 :])
         ends.append(total if is_last else round(total * share) // ALIGNMENT * ALIGNMENT)
     limit = max(limit // ALIGNMENT, 1) * ALIGNMENT
-    pieces: list[list[Range]] = []
+    pieces: list[list[SliceRange]] = []
     done = 0
     for ranges, in_pieces in zip(chunks, on_disk or [False] * len(chunks), strict=True):
         pieces.append([])
@@ -104,7 +104,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class StateBlock:
     """What a piece has in the file: its slots side by side, so that they are read as one.
 
     Args:
@@ -137,14 +137,14 @@ class Block:
         return self.slots[1].start if len(self.slots) > 1 else self.size
 
 
-def blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[Block]:
+def blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[StateBlock]:
     """Where pieces lie in a file, one behind the other.
 
     Args:
         pieces: For each piece, the number of its elements, its slots, and the dtype of its gradient; None: that lies
             elsewhere.
     """
-    found: list[Block] = []
+    found: list[StateBlock] = []
     start = 0
     for count, slots, gradient in pieces:
         size = 0
@@ -153,6 +153,6 @@ def blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[Bloc
             made.append(Slot(name=name, dtype=dtype, start=size, count=count))
             size += pages(count * dtype.itemsize)
         behind = None if gradient is None else Slot(name="gradient", dtype=gradient, start=size, count=count)
-        found.append(Block(start=start, size=size, slots=tuple(made), gradient=behind))
+        found.append(StateBlock(start=start, size=size, slots=tuple(made), gradient=behind))
         start = found[-1].stop
     return found

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from ..layout.chunk import Chunk
-from .disk import Buffer, Disk, Handle
+from .disk import Disk, DiskBuffer, DiskHandle
 from .pieces import pages
-from .pool import Pool
+from .pool import DiskBuffers
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,12 +30,12 @@ class _Ahead:
         versions: What shows whether somebody has written to it since.
     """
 
-    buffer: Buffer
-    handle: Handle
+    buffer: DiskBuffer
+    handle: DiskHandle
     versions: Sequence[int]
 
 
-class Shares:
+class DiskShards:
     """Reads shares of chunks from a disk.
 
     Args:
@@ -56,7 +56,7 @@ class Shares:
         self._is_stepping, self._on_error = is_stepping, on_error
         self._were_given = bool(places)
         self._ahead: dict[Chunk, _Ahead] = {}
-        self._pool = Pool()
+        self._pool = DiskBuffers()
 
     def has(self, chunk: Chunk) -> bool:
         """Whether a chunk's parameters lie on the disk."""

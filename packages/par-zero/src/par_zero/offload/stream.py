@@ -32,11 +32,11 @@ from par_groups import agree, set_slots
 
 from .._collectives import all_reduce
 from ..layout.chunk import Chunk, Slice
-from ..optimizer.apart import Apart
-from .disk import Buffer, Disk, Handle, tensors_in, threads_of
-from .pieces import COPY, PAGE, Block, pages
-from .shares import Shares
-from .sums import Sum, Sums
+from ..optimizer.apart import SliceSplitter
+from .disk import Disk, DiskBuffer, DiskHandle, tensors_in, threads_of
+from .pieces import COPY, PAGE, StateBlock, pages
+from .shares import DiskShards
+from .sums import DiskGradient, DiskGradients
 from .twin import Twins
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DiskUsage:
 
 
 @dataclass(eq=False, kw_only=True)
-class Piece:
+class DiskPiece:
     """A slice of which anything is on the disk.
 
     Args:
@@ -81,11 +81,11 @@ class Piece:
     chunk: Chunk
     first: int
     group: int
-    block: Block
+    block: StateBlock
     views: Mapping[str, torch.Tensor]
     used: torch.Tensor | None = None
     start: int | None = None
-    sum: Sum | None = None
+    sum: DiskGradient | None = None
     in_memory: bool = False
 
     @property
@@ -121,24 +121,24 @@ class Piece:
         """The first byte of its parameters in use in a buffer: they lie in its page as in the file."""
         return self._slots_size + (self.start or 0) % PAGE
 
-    def own_in(self, buffer: Buffer) -> torch.Tensor | None:
+    def own_in(self, buffer: DiskBuffer) -> torch.Tensor | None:
         """Its parameters in use in a buffer; None: they are in memory."""
         own = self.chunk.own
         return None if self.start is None else buffer.tensor(self.at, own.dtype, self.tensor.numel())
 
-    def read(self, disk: Disk, state: State, buffer: Buffer, after: Handle | None = None) -> Handle:
+    def read(self, disk: Disk, state: State, buffer: DiskBuffer, after: DiskHandle | None = None) -> DiskHandle:
         """Begins to read what there is of it in the file, and what is to be stepped."""
         handle = disk.read(self.block.start, buffer.bytes[: self.stored(state)], after)
         if self.start is not None and self.used is None:
             handle += disk.read(self.start - self.start % PAGE, buffer.bytes[self._slots_size : self.size], after)
         return handle
 
-    def read_gradient(self, disk: Disk, buffer: Buffer, after: Handle | None = None) -> Handle:
+    def read_gradient(self, disk: Disk, buffer: DiskBuffer, after: DiskHandle | None = None) -> DiskHandle:
         """Begins to read its gradient, which lies in the file."""
         first, last = self.block.size, self._slots_size
         return disk.read(self.block.start + first, buffer.bytes[first:last], after)
 
-    def write(self, disk: Disk, buffer: Buffer) -> Handle:
+    def write(self, disk: Disk, buffer: DiskBuffer) -> DiskHandle:
         """Begins to write what was stepped."""
         handle = disk.write(self.block.start, buffer.bytes[: self.block.size])
         if self.start is not None:
@@ -174,7 +174,7 @@ class Piece:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Writing:
+class _PendingWrite:
     """A piece that was stepped, and whose writes may be under way.
 
     Args:
@@ -186,16 +186,16 @@ class _Writing:
         taken: Whether another piece is read into the buffer when the writes are over.
     """
 
-    piece: Piece
-    buffer: Buffer
-    handle: Handle
+    piece: DiskPiece
+    buffer: DiskBuffer
+    handle: DiskHandle
     state: State
     shown: Mapping[str, tuple[torch.Tensor, int]]
     taken: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
-class _Reading:
+class _PendingRead:
     """A piece that is read.
 
     Args:
@@ -208,17 +208,17 @@ class _Reading:
         gradient: The reads of its gradient, which begin with the step; None: that is in memory.
     """
 
-    piece: Piece
-    buffer: Buffer
-    handle: Handle
+    piece: DiskPiece
+    buffer: DiskBuffer
+    handle: DiskHandle
     state: State
     versions: Sequence[tuple[int, int]]
-    behind: _Writing | None = None
-    gradient: Handle | None = None
+    behind: _PendingWrite | None = None
+    gradient: DiskHandle | None = None
 
 
 @dataclass(eq=False, kw_only=True)
-class _Own:
+class _OptimizerPieces:
     """What one optimizer has on the disk.
 
     Args:
@@ -228,10 +228,10 @@ class _Own:
         work: What its step has of pieces, until that is over.
     """
 
-    pieces: Sequence[Piece]
-    moved: Sequence[Piece] = ()
+    pieces: Sequence[DiskPiece]
+    moved: Sequence[DiskPiece] = ()
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    work: "_Work | None" = None
+    work: "_StepWork | None" = None
 
     def show_gradients(self) -> None:
         """Gives pieces the gradients back that the optimizer's own step must not see, and has not, if it has failed."""
@@ -242,7 +242,7 @@ class _Own:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Work:
+class _StepWork:
     """The pieces of one step, and all that it needs, as it was when the step began.
 
     Args:
@@ -253,16 +253,16 @@ class _Work:
     """
 
     twins: Twins
-    states: Mapping[Piece, State]
-    gradients: dict[Piece, torch.Tensor]
-    apart: Apart
+    states: Mapping[DiskPiece, State]
+    gradients: dict[DiskPiece, torch.Tensor]
+    apart: SliceSplitter
 
-    def has_in_file(self, piece: Piece) -> bool:
+    def has_in_file(self, piece: DiskPiece) -> bool:
         """Whether a piece's gradient lies in the file."""
         gradient = self.gradients[piece]
         return piece.sum is not None and gradient.data_ptr() == piece.sum.view.data_ptr()
 
-    def step(self, piece: Piece, state: State, used: torch.Tensor | None) -> None:
+    def step(self, piece: DiskPiece, state: State, used: torch.Tensor | None) -> None:
         """Steps one piece, whose state is in memory.
 
         Args:
@@ -284,7 +284,7 @@ class _Work:
             used.copy_(piece.tensor)
 
 
-class Stream:
+class DiskStream:
     """Steps that of which anything lies on a disk.
 
     Args:
@@ -302,37 +302,39 @@ class Stream:
         self,
         disk: Disk,
         ahead: int,
-        pieces: Mapping[int, Sequence[tuple[Chunk, Slice, int, Block]]],
+        pieces: Mapping[int, Sequence[tuple[Chunk, Slice, int, StateBlock]]],
         shares: Mapping[Chunk, int],
         groups: Sequence[dist.ProcessGroup],
         *,
         late: bool,
     ) -> None:
         self._disk, self._ahead, self._groups = disk, ahead, tuple(groups)
-        self._sums: dict[Chunk, list[Sum]] = {}
-        self.shares = Shares(disk, shares, self._is_stepping, self._is_unread)
+        self._sums: dict[Chunk, list[DiskGradient]] = {}
+        self.shares = DiskShards(disk, shares, self._is_stepping, self._is_unread)
         self._own = {
-            owner: _Own(pieces=[self._piece(*given) for given in (reversed(of_owner) if late else of_owner)])
+            owner: _OptimizerPieces(
+                pieces=[self._piece(*given) for given in (reversed(of_owner) if late else of_owner)]
+            )
             for owner, of_owner in pieces.items()
         }
-        self.sums = Sums(disk, self._sums, self._is_unwritten, self._is_unread)
+        self.sums = DiskGradients(disk, self._sums, self._is_unwritten, self._is_unread)
         self._size = max((piece.size for own in self._own.values() for piece in own.pieces), default=0)
         self._buffers = 0  # that were made
-        self._free: list[Buffer] = []
-        self._reading: list[_Reading] = []
-        self._writing: list[_Writing] = []
+        self._free: list[DiskBuffer] = []
+        self._reading: list[_PendingRead] = []
+        self._writing: list[_PendingWrite] = []
         self._latest: list[int] = []  # the optimizers that have stepped since the latest pass began
         self._problem: Exception | None = None
         self._is_lost = False  # whether something is NaN now for that
         self.on_lost: Callable[[], None] = lambda: None  # is called on all ranks where something was NaN
-        self._left: list[tuple[Piece, torch.Tensor]] = []  # parameters that could not be written
+        self._left: list[tuple[DiskPiece, torch.Tensor]] = []  # parameters that could not be written
         self._stopped: Exception | None = None  # why a thread has left a step half-way, until all ranks were told
         self._worker = threads_of(1) if late else None
         self._jobs: list[Future[None]] = []
         self._awaited: Counter[Chunk] = Counter()  # how many pieces of each chunk a thread has to step
         self._stepped = Condition()
 
-    def _piece(self, chunk: Chunk, part: Slice, group: int, block: Block) -> Piece:
+    def _piece(self, chunk: Chunk, part: Slice, group: int, block: StateBlock) -> DiskPiece:
         views = tensors_in(self._disk, block)
         used, start = None, self.shares.start(chunk, part.start)
         low, _ = chunk.updated
@@ -345,9 +347,9 @@ class Stream:
         if block.gradient is not None:
             first = block.start + block.gradient.start
             view = self._disk.tensor(first, block.gradient.dtype, block.gradient.count)
-            kept = Sum(tensor=part.tensor, offset=part.start - low, start=first, view=view)
+            kept = DiskGradient(tensor=part.tensor, offset=part.start - low, start=first, view=view)
             self._sums.setdefault(chunk, []).append(kept)
-        return Piece(
+        return DiskPiece(
             tensor=part.tensor,
             chunk=chunk,
             first=part.start,
@@ -388,7 +390,7 @@ class Stream:
         """The optimizers' tensors that have anything on the disk: all that is not in memory for good."""
         return {piece.tensor for own in self._own.values() for piece in own.pieces if not piece.in_memory}
 
-    def _recallable(self) -> list[tuple[int, Piece]]:
+    def _recallable(self) -> list[tuple[int, DiskPiece]]:
         """What is on the disk and may leave it, with the number of its optimizer: first what a step waits for most.
 
         State beside parameters or gradients that lie there themselves stays. What comes first in the file is read
@@ -410,7 +412,7 @@ class Stream:
         """
         self.settle()
         pieces = [piece for _, piece in self._recallable()]
-        tried = [(piece.block, Buffer(piece.block.size)) for piece in pieces[: self._ahead]]
+        tried = [(piece.block, DiskBuffer(piece.block.size)) for piece in pieces[: self._ahead]]
         seconds = [math.inf, math.inf]
         for _ in range(2):  # the first time pages are made, and what was written before is under way
             for number, move in ((0, self._disk.read), (1, self._disk.write)):
@@ -485,7 +487,7 @@ class Stream:
                 self._read(piece, optimizers[owner].state[piece.tensor], self._buffer())
 
     @torch.no_grad()
-    def step(self, owner: int, optimizer: Optimizer, apart: Apart) -> None:
+    def step(self, owner: int, optimizer: Optimizer, apart: SliceSplitter) -> None:
         """Steps an optimizer's pieces, or notes what a thread is to step, and hides their gradients until `end_step`.
 
         A read that fails ends this before its piece is touched; `raise_problem` tells.
@@ -502,7 +504,7 @@ class Stream:
         own.gradients += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
         if found_inf is None or not float(found_inf):
             states = {piece: optimizer.state[piece.tensor] for piece in gradients}
-            own.work = _Work(twins=Twins(optimizer), states=states, gradients=gradients, apart=apart)
+            own.work = _StepWork(twins=Twins(optimizer), states=states, gradients=gradients, apart=apart)
             self._latest.append(owner)
             if self._worker is None:
                 self._run(own, own.work)
@@ -511,7 +513,7 @@ class Stream:
 
     @torch.inference_mode(mode=False)  # where what is made would have no version
     @torch.no_grad()
-    def _run(self, own: _Own, work: _Work) -> None:
+    def _run(self, own: _OptimizerPieces, work: _StepWork) -> None:
         """Steps the pieces of an optimizer, on whichever thread."""
         try:
             self._finish_writes()
@@ -535,7 +537,7 @@ class Stream:
                         self._awaited[piece.chunk] = 0
                     self._stepped.notify_all()
 
-    def _step(self, own: _Own, work: _Work) -> None:
+    def _step(self, own: _OptimizerPieces, work: _StepWork) -> None:
         for piece, state in work.states.items():
             _adopt_(piece, state)
             if piece.in_memory:
@@ -556,7 +558,7 @@ class Stream:
                     self._fill(work, to_read)
                 reading = self._reading[0]
                 if reading.behind is not None and not self._finish_until(reading.behind):
-                    reading.buffer = Buffer(self._size)  # that of a write that has failed is kept
+                    reading.buffer = DiskBuffer(self._size)  # that of a write that has failed is kept
                     reading.handle = piece.read(self._disk, reading.state, reading.buffer)
                     reading.behind = None
                     self._read_gradient(work, reading)
@@ -593,17 +595,17 @@ class Stream:
             for piece in self._pieces_of(chunk):
                 piece.lies_in_memory_()
 
-    def _pieces_of(self, chunk: Chunk) -> list[Piece]:
+    def _pieces_of(self, chunk: Chunk) -> list[DiskPiece]:
         return [piece for own in self._own.values() for piece in own.pieces if piece.chunk is chunk]
 
-    def _tell(self, piece: Piece) -> None:
+    def _tell(self, piece: DiskPiece) -> None:
         """Tells those who wait for a piece that its parameters are those after the step."""
         if self._worker is not None:
             with self._stepped:
                 self._awaited[piece.chunk] -= 1
                 self._stepped.notify_all()
 
-    def _step_read(self, work: _Work, reading: _Reading) -> _Writing:
+    def _step_read(self, work: _StepWork, reading: _PendingRead) -> _PendingWrite:
         """Steps a piece that was read, and begins to write it."""
         piece, state, buffer = reading.piece, reading.state, reading.buffer
         lent = {slot.name: buffer.tensor(slot.start, slot.dtype, slot.count) for slot in piece.block.slots}
@@ -629,7 +631,7 @@ class Stream:
         shown = {name: (tensor, tensor._version) for name, tensor in lent.items()}
         if copy is not None:
             shown[COPY] = (piece.tensor, piece.tensor._version)
-        self._writing.append(_Writing(piece=piece, buffer=buffer, handle=handle, state=state, shown=shown))
+        self._writing.append(_PendingWrite(piece=piece, buffer=buffer, handle=handle, state=state, shown=shown))
         return self._writing[-1]
 
     @property
@@ -637,14 +639,14 @@ class Stream:
         """Whether there is a buffer of the ring that nobody uses, or one may be made."""
         return bool(self._free) or self._buffers < self._ahead
 
-    def _buffer(self) -> Buffer:
+    def _buffer(self) -> DiskBuffer:
         """A buffer of the ring that nobody uses."""
         if self._free:
             return self._free.pop()
         self._buffers += 1
-        return Buffer(self._size)
+        return DiskBuffer(self._size)
 
-    def _fill(self, work: _Work, pieces: Iterator[Piece]) -> None:
+    def _fill(self, work: _StepWork, pieces: Iterator[DiskPiece]) -> None:
         """Begins to read pieces and their gradients into all buffers that nobody uses."""
         while self._has_buffer:
             following = next(pieces, None)
@@ -653,16 +655,16 @@ class Stream:
             self._read(following, work.states[following], self._buffer())
             self._read_gradient(work, self._reading[-1])
 
-    def _read(self, piece: Piece, state: State, buffer: Buffer, behind: _Writing | None = None) -> None:
+    def _read(self, piece: DiskPiece, state: State, buffer: DiskBuffer, behind: _PendingWrite | None = None) -> None:
         """Begins to read what there is of a piece in the file."""
         after = None if behind is None else behind.handle
         handle = piece.read(self._disk, state, buffer, after)
-        reading = _Reading(
+        reading = _PendingRead(
             piece=piece, buffer=buffer, handle=handle, state=state, versions=piece.versions(state), behind=behind
         )
         self._reading.append(reading)
 
-    def _read_gradient(self, work: _Work, reading: _Reading) -> None:
+    def _read_gradient(self, work: _StepWork, reading: _PendingRead) -> None:
         """Begins to read the gradient of a piece, if it lies in the file."""
         if work.has_in_file(reading.piece):
             after = None if reading.behind is None else reading.behind.handle
@@ -679,7 +681,7 @@ class Stream:
             if reading.behind is None or self._finish_until(reading.behind):
                 self._free.append(reading.buffer)
             else:
-                self._free.append(Buffer(self._size))
+                self._free.append(DiskBuffer(self._size))
         self._reading.clear()
 
     @torch.no_grad()
@@ -743,13 +745,13 @@ class Stream:
         while self._writing:
             self._finish(self._writing.pop(0))
 
-    def _finish_until(self, last: _Writing) -> bool:
+    def _finish_until(self, last: _PendingWrite) -> bool:
         """Waits for writes up to some. Whether those have gone well."""
         while last in self._writing:
             self._finish(self._writing.pop(0))
         return not last.piece.in_memory
 
-    def _finish(self, writing: _Writing) -> None:
+    def _finish(self, writing: _PendingWrite) -> None:
         """Waits for the writes of a piece."""
         error = writing.handle.error()
         piece = writing.piece
@@ -760,7 +762,7 @@ class Stream:
             if own is not None:
                 self._left.append((piece, own))
             if not writing.taken:
-                self._free.append(Buffer(self._size))
+                self._free.append(DiskBuffer(self._size))
             return
         if piece.start is not None:
             self._tell(piece)
@@ -830,7 +832,7 @@ class Stream:
             raise OSError(str(error)) from None
 
 
-def _adopt_(piece: Piece, state: State) -> None:
+def _adopt_(piece: DiskPiece, state: State) -> None:
     """Brings state of a piece that is in memory to its place in the file."""
     for name, view in () if piece.in_memory else piece.views.items():
         value = state.get(name) if name != COPY else None

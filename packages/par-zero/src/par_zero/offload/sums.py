@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from ..layout.chunk import Chunk
-from .disk import Buffer, Disk, Handle
+from .disk import Disk, DiskBuffer, DiskHandle
 from .pieces import pages
-from .pool import Pool
+from .pool import DiskBuffers
 
 _ON_THEIR_WAY = 2
 """Number of chunks whose sums are in buffers at a time."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Sum:
+class DiskGradient:
     """Where the gradient of a piece lies in the file.
 
     Args:
@@ -51,7 +51,7 @@ class Sum:
         return gradient is not None and gradient.data_ptr() == self.view.data_ptr()
 
 
-class Sums:
+class DiskGradients:
     """Keeps sums of gradients on a disk.
 
     Args:
@@ -64,15 +64,15 @@ class Sums:
     def __init__(
         self,
         disk: Disk,
-        places: Mapping[Chunk, Sequence[Sum]],
+        places: Mapping[Chunk, Sequence[DiskGradient]],
         on_unwritten: Callable[[BaseException], None],
         on_unread: Callable[[BaseException], None],
     ) -> None:
         self._disk, self._places = disk, dict(places)
         self._on_unwritten, self._on_unread = on_unwritten, on_unread
-        self._pool = Pool()
+        self._pool = DiskBuffers()
         self._were_given = bool(places)
-        self._writing: dict[Chunk, tuple[Handle, Buffer]] = {}  # the oldest first
+        self._writing: dict[Chunk, tuple[DiskHandle, DiskBuffer]] = {}  # the oldest first
         self._left: dict[Chunk, list[torch.Tensor]] = {}  # what could not be written
         for chunk in self._places:
             chunk.sums = self
@@ -96,7 +96,7 @@ class Sums:
         """Begins to write what this rank has of a chunk's sum, which is free for other use when this returns."""
         self._make_room()
         places = self._places[chunk]
-        buffer, handle, begin = self._pool.take(sum(each.size for each in places)), Handle(), 0
+        buffer, handle, begin = self._pool.take(sum(each.size for each in places)), DiskHandle(), 0
         for each in places:
             count = each.view.numel()
             buffer.tensor(begin, each.view.dtype, count).copy_(total[each.offset : each.offset + count])
@@ -119,7 +119,7 @@ class Sums:
         """Adds the gradients that the optimizer holds of a chunk to this rank's share of the sum."""
         self._make_room()
         places = [each for each in self._places[chunk] if each.tensor.grad is not None]
-        buffer, handle, begin = self._pool.take(sum(each.size for each in places)), Handle(), 0
+        buffer, handle, begin = self._pool.take(sum(each.size for each in places)), DiskHandle(), 0
         values = []
         for each in places:
             gradient = each.tensor.grad

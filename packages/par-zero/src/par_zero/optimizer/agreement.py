@@ -8,9 +8,9 @@ from torch import nn
 
 from par_groups import Sharding, agree, check_alike
 
-from .._stage import Stage
-from ..layout.build import Plan
-from .blocks import Block, blocks_of
+from .._stage import ZeroStage
+from ..layout.build import ChunkPlan
+from .blocks import MatrixBlock, blocks_of
 
 
 class _Claim(NamedTuple):
@@ -33,12 +33,12 @@ class _Claim(NamedTuple):
 
 def agreed_blocks(
     problem: Exception | None,
-    plans: Sequence[Plan],
+    plans: Sequence[ChunkPlan],
     records: Mapping[nn.Parameter, Sharding],
     ranks: Sequence[int],
     tensor: dist.ProcessGroup | None,
-    stage: Stage,
-) -> dict[nn.Parameter, list[Block]]:
+    stage: ZeroStage,
+) -> dict[nn.Parameter, list[MatrixBlock]]:
     """The blocks of every parameter that is put together. Objects are gathered over the tensor group.
 
     Args:
@@ -82,7 +82,7 @@ def agreed_blocks(
                 "give it to an optimizer that works element by element"
             )
         together.setdefault((claim.owner, claim.share), []).append((parameter, found))
-    blocks: dict[nn.Parameter, list[Block]] = {}
+    blocks: dict[nn.Parameter, list[MatrixBlock]] = {}
     for members in together.values():  # each share's ranks deal out what lies there
         names = {claims[parameter].name: parameter for parameter, _ in members}
         for block in blocks_of([(claims[parameter].name, found) for parameter, found in members]):

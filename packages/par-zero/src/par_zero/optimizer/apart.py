@@ -37,7 +37,7 @@ Elements = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class ParameterSpan:
     """A parameter's elements in a slice, with the padding behind them.
 
     Args:
@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class SteppedElements:
     """Elements of a slice that are one tensor for the time of a step.
 
     Args:
@@ -82,40 +82,40 @@ class Piece:
             end += last - first
 
 
-def pieces_of(spans: Sequence[Span], segments: Segments) -> list[Piece]:
+def pieces_of(spans: Sequence[ParameterSpan], segments: Segments) -> list[SteppedElements]:
     """What parameters that are stepped together are stepped as. Pure arithmetic.
 
     Args:
         spans: The parameters, in the order of the slice.
         segments: What the slice packs.
     """
-    runs: list[list[Span]] = []
+    runs: list[list[ParameterSpan]] = []
     for span in spans:
         if runs and runs[-1][-1].stop == span.start:
             runs[-1].append(span)
         else:
             runs.append([span])
-    pieces: list[Piece] = []
-    edges: list[tuple[Elements, Sequence[Span]]] = []
+    pieces: list[SteppedElements] = []
+    edges: list[tuple[Elements, Sequence[ParameterSpan]]] = []
     for run in runs:
         start, stop = run[0].start, run[-1].stop
         first, last = -(-start // ALIGNMENT) * ALIGNMENT, stop // ALIGNMENT * ALIGNMENT
         if first < last:
             inside = [(first, last)]
             packed = _packed(inside, inside, [run], segments)
-            pieces.append(Piece(blocks=inside, counted=inside, segments=packed, in_place=True))
+            pieces.append(SteppedElements(blocks=inside, counted=inside, segments=packed, in_place=True))
         around = [(start, first), (last, stop)] if first <= last else [(start, stop)]
         edges += [((low, high), run) for low, high in around if low < high]
     if edges:
         counted = [edge for edge, _ in edges]
         blocks = [(low // ALIGNMENT * ALIGNMENT, -(-high // ALIGNMENT) * ALIGNMENT) for low, high in counted]
         packed = _packed(blocks, counted, [run for _, run in edges], segments)
-        pieces.append(Piece(blocks=blocks, counted=counted, segments=packed, in_place=False))
+        pieces.append(SteppedElements(blocks=blocks, counted=counted, segments=packed, in_place=False))
     return pieces
 
 
 def _packed(
-    blocks: Sequence[Elements], counted: Sequence[Elements], runs: Sequence[Sequence[Span]], segments: Segments
+    blocks: Sequence[Elements], counted: Sequence[Elements], runs: Sequence[Sequence[ParameterSpan]], segments: Segments
 ) -> Segments:
     """What a tensor of some ranges of a slice packs.
 
@@ -139,7 +139,7 @@ def _packed(
 
 
 @dataclass(eq=False, kw_only=True)
-class Part:
+class SteppedTensor:
     """A tensor that is stepped in place of elements of a slice.
 
     Args:
@@ -149,12 +149,12 @@ class Part:
     """
 
     tensor: nn.Parameter
-    piece: Piece
+    piece: SteppedElements
     state: State
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alike:
+class SteppedGroup:
     """Parameters of a slice that are stepped together.
 
     Args:
@@ -164,11 +164,11 @@ class Alike:
     """
 
     names: Sequence[str]
-    parts: Sequence[Part]
+    parts: Sequence[SteppedTensor]
     is_new: bool
 
 
-class Taken:
+class SplitSlice:
     """A slice that is taken apart for a step.
 
     Args:
@@ -185,7 +185,7 @@ class Taken:
         gradient: torch.Tensor,
         state: State,
         scalars: Mapping[str, State | None],
-        groups: Sequence[tuple[Sequence[Span], Sequence[Piece]]],
+        groups: Sequence[tuple[Sequence[ParameterSpan], Sequence[SteppedElements]]],
     ) -> None:
         self.state = state
         self._shape, self._flat, self._gradient = tensor.shape, tensor.detach().view(-1), gradient.view(-1)
@@ -194,10 +194,10 @@ class Taken:
         for spans, pieces in groups:
             kept = self._scalars[spans[0].name]
             parts = [self._part(piece, kept) for piece in pieces]
-            self._groups.append(Alike(names=[span.name for span in spans], parts=parts, is_new=kept is None))
+            self._groups.append(SteppedGroup(names=[span.name for span in spans], parts=parts, is_new=kept is None))
 
-    def _part(self, piece: Piece, scalars: State | None) -> Part:
-        part = Part(tensor=nn.Parameter(piece.of(self._flat)), piece=piece, state={})
+    def _part(self, piece: SteppedElements, scalars: State | None) -> SteppedTensor:
+        part = SteppedTensor(tensor=nn.Parameter(piece.of(self._flat)), piece=piece, state={})
         part.tensor.grad = piece.of(self._gradient)
         set_segments(part.tensor, piece.segments)
         if scalars is not None:
@@ -212,7 +212,7 @@ class Taken:
         return part
 
     @property
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SteppedTensor]:
         """What is stepped in its place."""
         for group in self._groups:
             yield from group.parts
@@ -282,7 +282,7 @@ def _value_of(value: object) -> object:
     return value if isinstance(value, bool | int | float | complex | str | None) else id(value)
 
 
-class Apart:
+class SliceSplitter:
     """What an optimizer steps apart, and what it passes over: parameters that had no gradient on any rank.
 
     A gradient of zero would let AdamW move them.
@@ -294,9 +294,11 @@ class Apart:
 
     def __init__(self, optimizer: Optimizer, chunks: Sequence[Chunk]) -> None:
         self._optimizer, self._chunks = optimizer, tuple(chunks)
-        self._spans: dict[torch.Tensor, tuple[Sequence[Span], set[str]]] = {}  # by slice: parameters, those not used
-        self._pieces: dict[torch.Tensor, tuple[object, list[list[Piece]]]] = {}  # of the latest step
-        self._taken: dict[torch.Tensor, Taken] = {}  # what the optimizer has the parts of
+        self._spans: dict[
+            torch.Tensor, tuple[Sequence[ParameterSpan], set[str]]
+        ] = {}  # by slice: parameters, those not used
+        self._pieces: dict[torch.Tensor, tuple[object, list[list[SteppedElements]]]] = {}  # of the latest step
+        self._taken: dict[torch.Tensor, SplitSlice] = {}  # what the optimizer has the parts of
         self._lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # param groups, and what they had
         self._forget: Callable[[], None] = lambda: None  # ends that those who look at the parts have `leave` called
 
@@ -319,7 +321,7 @@ class Apart:
                 elif parted or any(span.name in idle for span in spans):
                     self._spans[part.tensor] = spans, idle
 
-    def take(self, tensor: torch.Tensor, gradient: torch.Tensor, state: State) -> Taken | None:
+    def take(self, tensor: torch.Tensor, gradient: torch.Tensor, state: State) -> SplitSlice | None:
         """Takes a slice apart for the step that has begun; None: it is stepped as one.
 
         Args:
@@ -335,7 +337,7 @@ class Apart:
         scalars: dict[str, State | None] = {
             span.name: parted.get(span.name) if parted is not None else alike if state else None for span in spans
         }
-        groups: dict[object, list[Span]] = {}
+        groups: dict[object, list[ParameterSpan]] = {}
         for span in spans:
             if span.name not in idle:
                 groups.setdefault(kind_of(scalars[span.name]), []).append(span)
@@ -344,7 +346,7 @@ class Apart:
             segments = segments_of(tensor)
             self._pieces[tensor] = way, [pieces_of(group, segments) for group in groups.values()]
         pieces = self._pieces[tensor][1]
-        return Taken(tensor, gradient, state, scalars, list(zip(groups.values(), pieces, strict=True)))
+        return SplitSlice(tensor, gradient, state, scalars, list(zip(groups.values(), pieces, strict=True)))
 
     def enter(self) -> None:
         """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
@@ -440,7 +442,7 @@ class Apart:
         self._lists.clear()
 
 
-def _spans(chunk: Chunk, part: Slice) -> list[Span]:
+def _spans(chunk: Chunk, part: Slice) -> list[ParameterSpan]:
     """The parameters of a slice, in its order."""
     inside = sorted(
         (max(start, part.start), number)
@@ -450,6 +452,6 @@ def _spans(chunk: Chunk, part: Slice) -> list[Span]:
     starts = [start - part.start for start, _ in inside]
     stops = [*starts[1:], part.tensor.numel()]
     return [
-        Span(name=chunk.members[number].names[0], start=start, stop=stop)
+        ParameterSpan(name=chunk.members[number].names[0], start=start, stop=stop)
         for (_, number), start, stop in zip(inside, starts, stops, strict=True)
     ]

@@ -22,7 +22,7 @@ from par_groups import Box, Segment, Segments, Sharding, set_segments
 
 from .._collectives import exchange
 from ..layout.chunk import Chunk
-from .blocks import Block, Piece
+from .blocks import MatrixBlock, MatrixPart
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class Assembled:
         whole: The optimizer's tensor, on the rank that steps the block.
     """
 
-    block: Block
+    block: MatrixBlock
     chunk: Chunk
     member: int
     whole: nn.Parameter | None = None
@@ -165,7 +165,7 @@ class Assembly:
                 block gets memory of its own.
         """
 
-        def sends(piece: Piece) -> bool:
+        def sends(piece: MatrixPart) -> bool:
             return piece.counts if partial else piece.chosen
 
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
@@ -212,7 +212,7 @@ class Assembly:
 
 def assemble(
     chunks: Sequence[Chunk],
-    blocks: Mapping[nn.Parameter, Sequence[Block]],
+    blocks: Mapping[nn.Parameter, Sequence[MatrixBlock]],
     group: dist.ProcessGroup | None,
     copies: Sequence[int],
 ) -> dict[int, Assembly]:

@@ -14,7 +14,7 @@ from par_groups import Box, Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class MatrixPart:
     """What a rank has of a block.
 
     Args:
@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class MatrixBlock:
     """A rectangle of a parameter, mostly all of it, which an optimizer steps as one tensor.
 
     Args:
@@ -50,7 +50,7 @@ class Block:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPart, ...]
     stepper: int
 
     @property
@@ -69,7 +69,7 @@ def work(size: Sequence[int]) -> int:
     return math.prod(size) * (min(size[0], math.prod(size[1:])) if len(size) > 1 else 1)
 
 
-def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[Block]:
+def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[MatrixBlock]:
     """The blocks of parameters, dealt out to the ranks: the costliest first, to the rank that has the least to do.
 
     Args:
@@ -102,7 +102,7 @@ def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[Block]:
     return _dealt(found, len(records[0][1]) if records else 0)
 
 
-def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) -> Block:
+def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) -> MatrixBlock:
     """One block, whose stepper is not chosen yet."""
     corners = {(box.start, box.size) for _, box in boxes}
     start = tuple(min(first[dim] for first, _ in corners) for dim in range(len(shape)))
@@ -113,8 +113,8 @@ def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) 
             f"the boxes that the ranks of tensor_group have of {name!r} are no rectangle together: {sorted(corners)}; "
             "shard each matrix as boxes that cover it without overlap, or use an elementwise optimizer for it"
         )
-    pieces = tuple(Piece(rank=rank, box=box, chosen=True) for rank, box in boxes)
-    return Block(name=name, shape=tuple(shape), start=start, size=size, pieces=pieces, stepper=0)
+    pieces = tuple(MatrixPart(rank=rank, box=box, chosen=True) for rank, box in boxes)
+    return MatrixBlock(name=name, shape=tuple(shape), start=start, size=size, pieces=pieces, stepper=0)
 
 
 def _any_overlap(corners: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
@@ -125,7 +125,7 @@ def _any_overlap(corners: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> 
     )
 
 
-def _dealt(blocks: Sequence[Block], ranks: int) -> list[Block]:
+def _dealt(blocks: Sequence[MatrixBlock], ranks: int) -> list[MatrixBlock]:
     """The blocks with their steppers, in the order that they had."""
     loads = [0] * ranks
     steppers = [0] * len(blocks)
@@ -135,7 +135,7 @@ def _dealt(blocks: Sequence[Block], ranks: int) -> list[Block]:
     return [_stepped_by(stepper, block) for stepper, block in zip(steppers, blocks, strict=True)]
 
 
-def _stepped_by(stepper: int, block: Block) -> Block:
+def _stepped_by(stepper: int, block: MatrixBlock) -> MatrixBlock:
     """A block with its stepper, which of several copies has its own, or else the first one."""
     chosen: dict[tuple[int, ...], int] = {}
     for piece in block.pieces:

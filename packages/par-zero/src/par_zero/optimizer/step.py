@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..layout.chunk import Chunk, Slice
-from ..layout.packing import Range
+from ..layout.packing import SliceRange
 
 
 def rewire_(
@@ -17,7 +17,7 @@ def rewire_(
     chunks: Sequence[Chunk],
     first: int = 0,
     wholes: Sequence[tuple[int, nn.Parameter]] = (),
-    cuts: Mapping[Chunk, Sequence[Range] | None] | None = None,
+    cuts: Mapping[Chunk, Sequence[SliceRange] | None] | None = None,
 ) -> None:
     """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
 
@@ -57,7 +57,7 @@ def rewire_(
         group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names
 
 
-def _slices(chunk: Chunk, ranges: Sequence[Range] | None) -> Iterator[Slice]:
+def _slices(chunk: Chunk, ranges: Sequence[SliceRange] | None) -> Iterator[Slice]:
     """One tensor for each range: one for each param group, or, where parameters are kept whole, for each parameter."""
     low, high = chunk.updated
     shapes = {slot: member.shape for slot, member in zip(chunk.layout.slots, chunk.members, strict=True)}

@@ -11,7 +11,7 @@ from par_groups import slots_of
 from .._tiers import TIERS
 from ..layout.chunk import Chunk
 from ..layout.meter import BUFFERS, Meter
-from ..offload.stream import Stream
+from ..offload.stream import DiskStream
 from .table import KINDS, Residency
 
 
@@ -20,7 +20,7 @@ def count(
     optimizers: Sequence[Optimizer],
     chunks: Sequence[Chunk],
     buffers: Iterable[torch.Tensor],
-    stream: Stream | None,
+    stream: DiskStream | None,
     meter: Meter,
 ) -> Residency:
     """Bytes now, and at the fullest moment of the latest step. Nothing waits, and no rank asks another.
