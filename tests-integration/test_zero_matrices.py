@@ -91,7 +91,7 @@ def trained_alone(model, loss, clip, steps=2):
     """The model after some steps of one device."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     optimizer = MatricesAndRest(model)
-    shard(model, optimizer, stage=0, group=alone, **WHICH)
+    shard(model, optimizer, stage=0, group=alone, update=WHICH)
     for step in range(steps):
         optimizer.zero_grad()
         loss(data(step)).backward()
