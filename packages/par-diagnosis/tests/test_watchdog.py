@@ -1,6 +1,7 @@
 """The watchdog in plain programs: one process, all groups of torch, errors, and what it leaves behind."""
 
 import faulthandler
+import os
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from par_diagnosis import Activity, Watchdog, _watchdog
 from par_diagnosis._exchange import DumpExchange
+from par_diagnosis._signals import QuitSignal
 
 
 @pytest.fixture
@@ -83,6 +85,21 @@ def test_watchdog_that_reports_nothing_restores_the_process(tmp_path):
     assert (signal.getsignal(signal.SIGQUIT), faulthandler.is_enabled(), threading.active_count()) == before
     dist.barrier()
     assert not (tmp_path / "dumps").exists()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_quit_signal_passes_bytes_to_the_program():
+    read_end, write_end = os.pipe()
+    for end in (read_end, write_end):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(write_end)  # as asyncio does
+    received = QuitSignal()
+    os.kill(os.getpid(), signal.SIGQUIT)
+    assert received.wait(10)
+    assert os.read(read_end, 10) == bytes([signal.SIGQUIT])
+    received.restore()
+    received.close()
+    assert signal.set_wakeup_fd(-1) == write_end
 
 
 @pytest.mark.parametrize("option", ["timeout", "patience"])

@@ -40,7 +40,7 @@ def capture(
         reason: Reason for the dump; see `Dump.reason`.
         error: Exception that the program has raised.
     """
-    now = time.time()
+    now = time.time()  # before the recorder is read, which takes a second the first time
     stack = list(_stack(thread))
     doing, waits_for = "", tuple[int, ...]()
     for frame, _ in stack:

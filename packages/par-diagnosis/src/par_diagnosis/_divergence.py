@@ -49,6 +49,7 @@ def find_divergence(by_rank: Mapping[int, Sequence[Operation]]) -> Divergence | 
         at = {rank: done[number] for rank, done in numbered.items() if number in done}
         if len({_signature(one) for one in at.values()}) > 1:
             return _different_operations(number, at, numbered)
+        # Equal operations from different lines are suspicious only; a rank may use other lines by design.
         if len({_call(one) for one in at.values()}) > 1 and (skipped := _skipped(number, at, numbered)):
             return skipped
     return None

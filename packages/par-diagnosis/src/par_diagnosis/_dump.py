@@ -118,6 +118,7 @@ def from_json(text: str) -> Dump:
             )
             for label, one in values["communicators"].items()
         }
+        # JSON has no tuples, and operations are compared by value.
         tuples = {name: tuple(values[name]) for name in ("waits_for", "error_sites")}
         return Dump(**{**values, **tuples})
     except (KeyError, TypeError, AttributeError) as error:
@@ -179,6 +180,7 @@ def read_folder(folder: Path) -> DumpFolder:
     if not found and not deaths:
         why = f" ({'; '.join(unreadable)})" if unreadable else ""
         raise ValueError(f"folder={str(folder)!r}: the folder contains no dump{why}; pass the folder of the dumps")
+    # A dump of torch's flight recorder does not contain the number of ranks.
     world = max([dump.world for dump in found.values()] + [rank + 1 for rank in (*found, *deaths)])
     dumps = {rank: dataclasses.replace(dump, world=world) for rank, dump in sorted(found.items())}
     return DumpFolder(dumps=dumps, deaths=deaths, unreadable=tuple(unreadable))

@@ -101,13 +101,15 @@ class DumpExchange:
         """
         here = f"{self._prefix}/{self._number}"
         reason = self.called() or dump.reason
-        self._number += 1
+        self._number += 1  # from now on, `called` checks for the next exchange
         short = dump.shortened(max(20, min(200, _SHOWN // self._world)))
+        # One server receives the dumps of all ranks: they are cut to the newest operations, and compressed.
         self._store.set(f"{here}/dump/{self._rank}", zlib.compress(short.to_json().encode()))
         self._store.add(f"{here}/arrived", 1)
         until = time.monotonic() + self._patience
         while time.monotonic() < until and self._store.add(f"{here}/arrived", 0) < self._number_present():
             time.sleep(_PAUSE)
+        # `add` is atomic, so exactly one rank receives 1. It need not be rank 0, which may be the one that hangs.
         if self._store.add(f"{here}/reporter", 1) == 1:
             report(self._collect(here, reason))
             self._store.set(f"{here}/reported", "")
@@ -139,6 +141,7 @@ class DumpExchange:
         if who["left"]:
             return str(who["left"])
         process = f"process {who['pid']} on {who['host']}"
+        # Only the kernel of the rank's own machine can be asked about its process.
         if who["host"] != socket.gethostname():
             return f"does not answer ({process})"
         state = _process_state(who["pid"])

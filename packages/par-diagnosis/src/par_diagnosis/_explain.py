@@ -78,6 +78,8 @@ def explain(dumps: Mapping[int, Dump], world: int, absent: Mapping[int, str] | N
     """
     gone = {rank: "left no dump" for rank in range(world) if rank not in dumps} | dict(absent or {})
     waits = _waits(dumps, world)
+    # A failed or absent rank explains all waits, so it comes first. A divergence comes before the waits: ranks that
+    # have diverged wait for each other, which looks like a circle, and the cause is an earlier operation.
     line = (
         _failed(dumps, waits)
         or _absent(gone, waits)
@@ -101,7 +103,7 @@ def _failed(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
     )
     if not failed:
         return ""
-    first = failed[0]
+    first = failed[0]  # later errors of other ranks are often its consequences in words that `_LOST` lacks
     same = [dump.rank for dump in failed if dump.error == first.error]
     who = f"ranks {_listed(same)} failed with the same error" if len(same) > 1 else f"rank {first.rank} failed"
     return f"{who}{_when(first)}{_at(first.error_sites)}: {first.error}{_waiting_for(waits, same)}"
@@ -128,6 +130,7 @@ def _diverged(dumps: Mapping[int, Dump]) -> str:
             found.append((began, key, members[divergence.rank], divergence))
     if not found:
         return ""
+    # A rank that has diverged in one group calls wrong operations in other groups soon after.
     _, key, communicator, divergence = min(found, key=lambda item: item[0])
     own, other, rank = divergence.own, divergence.other, divergence.rank
     group, others = _group(communicator), _ranks(divergence.others)
@@ -163,7 +166,7 @@ def _late(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
     for start in _in_order(dumps, waits):
         chain, is_closed = _chain(start, dumps, waits)
         if is_closed or len(chain) < 2:
-            continue
+            continue  # a circle is another cause, and a rank alone waits for no rank that has a dump
         root, waiter = dumps[chain[-1]], chain[-2]
         if waiter not in waits:
             doing = dumps[waiter].doing or _place_of(dumps[waiter])
@@ -213,6 +216,7 @@ def _chain(start: int, dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) ->
     while True:
         wait = waits.get(seen[-1])
         behind = wait.missing if wait is not None else dumps[seen[-1]].waits_for
+        # Any missing rank will do: the ranks behind it lead to the same end, or the next try starts from another rank.
         following = next((rank for rank in behind if rank in dumps), None)
         if following is None:
             return seen, False
@@ -282,9 +286,11 @@ def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
         ]
         if not pending:
             continue
+        # Younger operations are asynchronous, or wait on the device behind the oldest one.
         operation, key = min(pending, key=lambda item: item[0].began)
         communicator = dump.communicators[key]
         numbers = last[key, communicator.ranks]
+        # A dump of torch's flight recorder may lack the ranks of a group.
         missing = tuple(
             other
             for other in communicator.ranks or range(world)
@@ -320,6 +326,7 @@ def _causes(dumps: Mapping[int, Dump]) -> str:
     """Return possible causes: values that are not finite on some ranks only, and facts that differ between ranks."""
     parts = []
     odd = {rank: dump.non_finite for rank, dump in sorted(dumps.items()) if dump.non_finite}
+    # A loss that is NaN on all ranks does not make them differ, so it is no reason for a hang.
     if odd and len(odd) < len(dumps):
         parts.append("; ".join(f"only on rank {rank} {words}" for rank, words in odd.items()))
     for name in sorted({name for dump in dumps.values() for name in dump.facts}):
@@ -339,6 +346,7 @@ def _around_difference(one: str, other: str) -> tuple[str, str]:
     """Shorten two long texts to the part where they begin to differ."""
     if max(len(one), len(other)) <= _LONG:
         return one, other
+    # Two texts without a difference in their common part differ in length only.
     same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     begin = max(0, same - _LONG // 2)
     return f"...{one[begin : begin + _LONG]}...", f"...{other[begin : begin + _LONG]}..."

@@ -65,7 +65,7 @@ class Journal:
             self._folder.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(".new")
             new.write_text(dump.to_json(), encoding="utf-8")
-            new.replace(path)
+            new.replace(path)  # a reader never finds half a dump
         except OSError as problem:
             self._problem = f" (the dump of rank {self.rank} is missing: {problem.strerror})"
 
@@ -75,6 +75,7 @@ class Journal:
         Args:
             answers: Dumps of the ranks that have answered.
         """
+        # The file of `faulthandler` names the signal and the line; the state of the process only says that it is gone.
         absent = {rank: self._death_of(rank) or words for rank, words in answers.absent.items()}
         explanation = explain(answers.dumps, self.world, absent)
         self.last = f"par-diagnosis: {answers.reason}: {explanation.line}; dumps are in {self._folder}{self._problem}"

@@ -18,6 +18,7 @@ class QuitSignal:
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
+        # A signal handler must never block, and Python refuses a descriptor that could.
         for end in (self._read_end, self._write_end):
             os.set_blocking(end, False)
         self._before: tuple[Any, int] | None = None

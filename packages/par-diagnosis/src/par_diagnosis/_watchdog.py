@@ -105,6 +105,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            # KeyboardInterrupt and SystemExit end a program on purpose: there is no failure to explain.
             if isinstance(error, Exception):
                 with self._lock:
                     self._dump("error", error)
@@ -140,6 +141,7 @@ class Watchdog:
 
     def _watch(self, signals: QuitSignal) -> None:
         """Wait for signals, for calls of the other ranks, and for a time without progress."""
+        # All ranks poll one store. The pause grows with their number, so that the load of the store does not.
         pause = max(min(1.0, self._timeout / 4), self._journal.world / _POLLS_A_SECOND)
         state, since = self._state(), time.monotonic()
         deadline, is_prepared = since + self._timeout, False
@@ -147,6 +149,7 @@ class Watchdog:
             is_asked = signals.wait(pause)
             if self._over.is_set():
                 return
+            # A new collective is progress. The end of a collective is not: the program may hang right behind it.
             now = self._state()
             if now != state:
                 state, since = now, time.monotonic()
@@ -181,6 +184,7 @@ class Watchdog:
         Args:
             since: Time of the last progress.
         """
+        # An error of the program may have waited for the same lock, and has then reported the cause already.
         with self._lock:
             if time.monotonic() - self._dumped > self._timeout and not self._over.is_set():
                 called = self._called()  # the timeout of another rank may have ended a little earlier
@@ -206,7 +210,7 @@ class Watchdog:
                 reason=reason,
                 error=error,
             )
-            self._journal.write(dump)
+            self._journal.write(dump)  # before the exchange, which fails if the rank that hosts the store is gone
             if error is not None and (self._knows_failure or not self._report_errors or self._exchange is None):
                 return  # the ranks have reported the first failure, or the program reports it itself
             if self._exchange is None:
