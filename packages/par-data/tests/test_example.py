@@ -42,7 +42,7 @@ def test_example_prints_the_shown_lines_on_2_1_and_3_ranks(tmp_path):
     assert printed == [line for line in SHOWN if not line.startswith("$")]
 
 
-def test_shown_samples_are_those_of_an_uninterrupted_run_on_one_rank():
+def test_shown_samples_equal_an_uninterrupted_run_on_one_rank():
     plain = DataLoader(TensorDataset(torch.arange(100)), batch_size=6, shuffle=True)
     loader = ShardedDataLoader(plain, rank=0, num_replicas=1, seed=0)
     samples = [sample for _, (batch,) in zip(range(6), loader, strict=False) for sample in batch.tolist()]

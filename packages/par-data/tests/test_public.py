@@ -6,7 +6,7 @@ import sys
 import par_data
 
 
-def test_every_public_name_is_listed_once():
+def test_public_names_are_listed_once():
     late = [name for names in par_data._LATE.values() for name in names]
     assert sorted(late) == sorted(par_data.__all__)
     assert set(par_data.__all__) <= set(dir(par_data))

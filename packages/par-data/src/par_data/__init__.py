@@ -1,6 +1,6 @@
 """Samples in an order that does not depend on the number of ranks: loaders, packing, mixtures, resume.
 
-What needs torch is imported when it is first used, so that a command line can check its paths without torch.
+Modules that need torch are imported on first use, so that a command line can check its paths without torch.
 """
 
 from importlib import import_module

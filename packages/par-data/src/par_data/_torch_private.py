@@ -1,4 +1,4 @@
-"""What par-data uses of torch and Python that is not public: the first file to open when torch changes."""
+"""Private functions of torch and Python that par-data uses: the first file to open when torch changes."""
 
 from multiprocessing import forkserver
 

@@ -61,7 +61,7 @@ def test_tensors_come_with_their_bits_dtype_and_shape(shape, dtype):
     assert again[0] is found, "one tensor stays one"
 
 
-def test_a_batch_comes_as_it_is_nested():
+def test_message_round_trip_keeps_the_nesting():
     ids = torch.arange(6).view(2, 3)
     value = {
         "x": [ids, None, "text", 3, torch.Tensor, torch.float16],
@@ -92,7 +92,7 @@ def test_a_batch_comes_as_it_is_nested():
     assert found["trained"].requires_grad
 
 
-def test_strides_are_those_of_a_copy_and_a_message_has_no_more_than_what_is_seen():
+def test_message_holds_only_visible_elements_of_a_view():
     whole = torch.randn(1000, 3, 4, 4)
     image = whole[:2].contiguous(memory_format=torch.channels_last)
     found = sent({"image": image, "part": whole[:2, :, ::2], "same": whole[:1].expand(5, 3, 4, 4)})
@@ -103,7 +103,7 @@ def test_strides_are_those_of_a_copy_and_a_message_has_no_more_than_what_is_seen
     assert write_message(whole[:2], empty).numel() < 2 * 3 * 4 * 4 * 4 + 512
 
 
-def test_what_is_changed_in_place_spoils_no_gradient_of_another_tensor():
+def test_in_place_write_keeps_gradients_of_other_tensors():
     weight = torch.ones(2, requires_grad=True)
     inputs, labels = sent((torch.ones(2), torch.ones(2)))
     loss = (inputs * weight).sum()
@@ -118,7 +118,7 @@ SIZES = [10, 10, 9, 5000, 5000, 4999, 1]
 
 
 @pytest.mark.ranks(2)
-def test_a_message_of_the_size_of_the_last_is_one_broadcast():
+def test_message_of_the_last_size_takes_one_broadcast():
     reader = Broadcaster(dist.group.WORLD)
     broadcasts = []
     for size in SIZES:
@@ -130,7 +130,7 @@ def test_a_message_of_the_size_of_the_last_is_one_broadcast():
 
 
 @pytest.mark.ranks(2)
-def test_what_one_rank_cannot_read_or_send_is_raised_on_all():
+def test_read_error_of_the_first_rank_raises_on_all():
     reader = Broadcaster(dist.group.WORLD)
     reads = dist.get_rank() == 0
 
@@ -186,7 +186,7 @@ forks_with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi
 @forks_with_threads
 @for_each(kind=KINDS)
 @pytest.mark.ranks(2)
-def test_one_rank_of_a_replica_reads_and_all_have_what_each_would_have_read(kind):
+def test_replica_group_broadcasts_what_each_rank_would_read(kind):
     def loader(dataset, group=None, replica=1):
         plain = DataLoader(Streamed(dataset) if kind == "stream" else dataset, batch_size=4, **KINDS[kind])
         return ShardedDataLoader(plain, rank=replica, num_replicas=2, seed=3, replica_group=group)
@@ -208,7 +208,7 @@ def test_one_rank_of_a_replica_reads_and_all_have_what_each_would_have_read(kind
 
 
 @pytest.mark.ranks(2)
-def test_a_sample_that_one_rank_cannot_read_and_a_position_that_there_is_not_are_errors_of_all():
+def test_unreadable_sample_and_bad_position_raise_on_all_ranks():
     plain = DataLoader(Read(8, wrong=5), batch_size=2)
     loader = ShardedDataLoader(plain, rank=0, num_replicas=1, seed=0, replica_group=dist.group.WORLD)
     reads = dist.get_rank() == 0

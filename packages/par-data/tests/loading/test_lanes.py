@@ -74,7 +74,7 @@ SIZES = [9, 10, 11, 12, 13, 9, 10, 11]
 
 
 @pytest.mark.parametrize(("shards", "lanes"), [(8, 6), (5, 4), (4, 4), (3, 3), (30, 12)])
-def test_each_lane_has_its_places_in_each_batch_and_an_epoch_ends_with_the_first_that_ends(shards, lanes):
+def test_lanes_fill_their_places_until_the_first_one_ends(shards, lanes):
     sizes = [SIZES[number % 8] for number in range(shards)]
     [loader] = parts(Shards(sizes), 1)
     each = BATCH // lanes
@@ -91,7 +91,7 @@ def test_each_lane_has_its_places_in_each_batch_and_an_epoch_ends_with_the_first
 
 
 @pytest.mark.parametrize("kind", [Shards, Skipping])
-def test_a_run_goes_on_under_another_number_of_ranks_or_with_a_worker(kind):
+def test_lanes_resume_on_other_ranks_and_with_a_worker(kind):
     expected = taken(parts(kind(SIZES), 1), 12)
     assert len({number for batch in expected for number in batch[2]}) > 100, "random numbers differ"
     assert {epoch for batch in expected for epoch in batch[1]} == {0, 1, 2}
@@ -104,7 +104,7 @@ def test_a_run_goes_on_under_another_number_of_ranks_or_with_a_worker(kind):
         assert taken(after, 12 - steps) == expected[steps:], (replicas, steps)
 
 
-def test_a_worker_that_stays_reads_the_lanes_of_each_epoch():
+def test_persistent_worker_reads_the_lanes_of_each_epoch():
     options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
     expected = taken(parts(Shards(SIZES), 1), 9)
     loaders = parts(Shards(SIZES), 2, **options)
@@ -114,7 +114,7 @@ def test_a_worker_that_stays_reads_the_lanes_of_each_epoch():
     assert taken(loaders, 7) == expected[2:]
 
 
-def test_a_dataset_that_knows_how_to_skip_is_asked_to():
+def test_lanes_resume_with_skip_of_the_dataset():
     dataset = Skipping([24] * 6)
     [loader] = parts(dataset, 1)
     loader.load_state_dict({"samples": 3 * BATCH, "epoch": 0, "begin": 0, "lanes": 6})

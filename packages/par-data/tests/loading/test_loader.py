@@ -117,7 +117,7 @@ def assert_equal(left, right):
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-def test_one_replica_in_order_gets_what_the_plain_loader_gives():
+def test_single_replica_returns_the_batches_of_the_dataloader():
     dataset = TensorDataset(torch.arange(17), torch.arange(34.0).view(17, 2))
     for options in ({}, {"drop_last": True}, {"num_workers": 2}, {"collate_fn": lambda samples: {"all": samples}}):
         plain = DataLoader(dataset, batch_size=4, **options)
@@ -144,7 +144,7 @@ def test_shares_are_contiguous_and_make_up_each_global_batch():
             assert flat(each["pair"][1] for each in mine) == list(whole["pair"][1])
 
 
-def test_an_epoch_is_a_permutation_and_depends_on_seed_and_epoch_alone():
+def test_epoch_is_a_permutation_by_seed_and_epoch_only():
     loader = DataLoader(Numbers(15), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(9))
     torch.manual_seed(1)
     one = joined(parts(loader, 1), 6)
@@ -166,7 +166,7 @@ def test_an_epoch_is_a_permutation_and_depends_on_seed_and_epoch_alone():
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_any_sampler_is_the_same_on_all_ranks_and_after_a_resume(sampler):
+def test_sampler_is_equal_on_all_ranks_and_after_a_resume(sampler):
     loader = DataLoader(Numbers(12), batch_size=3, sampler=sampler)
     expected = joined(parts(loader, 1), 8)
     assert expected[:3] != expected[3:6] or isinstance(sampler, list)
@@ -190,7 +190,7 @@ def test_batches_of_a_batch_sampler_are_shared_out():
     assert joined(loaders, 3) == expected[4:]
 
 
-def test_an_endless_sampler_has_one_epoch():
+def test_endless_sampler_has_one_epoch():
     loader = DataLoader(Numbers(7), batch_sampler=BatchSampler(Endless(), 4, drop_last=False))
     expected = joined(parts(loader, 1), 30)
     loaders = parts(loader, 2)
@@ -202,7 +202,7 @@ def test_an_endless_sampler_has_one_epoch():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_run_goes_on_under_another_number_of_replicas(kind, workers):
+def test_loader_resumes_with_another_num_replicas(kind, workers):
     dataset = Numbers(17) if kind == "map" else Stream(18)  # two workers: 6 + 6 + 3 + 3
     loader = DataLoader(dataset, batch_size=6, num_workers=workers, shuffle=True if kind == "map" else None)
     expected = joined(parts(loader, 1), 8)
@@ -220,7 +220,7 @@ def test_a_run_goes_on_under_another_number_of_replicas(kind, workers):
                 break  # starting workers is slow
 
 
-def test_a_loop_gives_the_rest_of_the_epoch():
+def test_loop_returns_the_rest_of_the_epoch():
     loader = ShardedDataLoader(DataLoader(Numbers(9), batch_size=3), rank=0, num_replicas=1, seed=0)
     firsts = []
     for batch in loader:
@@ -241,7 +241,7 @@ def test_nested_loops_over_one_loader_end():
     assert loader.epoch == 1
 
 
-def test_a_position_between_epochs_begins_the_next():
+def test_position_between_epochs_begins_the_next_epoch():
     for dataset in (Numbers(6), Stream(6)):
         loader = ShardedDataLoader(DataLoader(dataset, batch_size=3), rank=0, num_replicas=1, seed=0)
         loader.load_state_dict({"samples": 12})
@@ -274,7 +274,7 @@ def noisy_collate(samples):
     return [torch.tensor([*sample, torch.rand(())], dtype=torch.float64) for sample in samples]
 
 
-def test_random_numbers_of_the_program_go_on_as_if_nothing_had_been_loaded():
+def test_loading_leaves_the_programs_random_numbers_unchanged():
     def draws():
         return torch.rand(()).item(), random.random(), np.random.rand()
 
@@ -314,7 +314,7 @@ def test_workers_start_with_the_dataset_of_the_user_and_stay():
     assert multiprocessing.active_children() == []  # they end with the loader, not when Python collects garbage
 
 
-def test_a_stream_is_told_the_epoch_and_its_random_numbers_are_alike_on_all_ranks():
+def test_stream_gets_set_epoch_and_equal_random_numbers():
     class Drawn(IterableDataset):
         def set_epoch(self, epoch):
             self.epoch = epoch

@@ -128,7 +128,7 @@ def test_stream_is_read_alike_and_collated_by_replica(workers):
     assert [batch[-1] for batch in one] != [batch[-1] for batch in other]
 
 
-def test_one_replica_reads_what_the_plain_loader_does():
+def test_single_replica_reads_what_the_dataloader_reads():
     def make():
         return DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=collate)
 

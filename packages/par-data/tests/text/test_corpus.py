@@ -28,7 +28,7 @@ def chat(*messages):
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]})
 
 
-def test_a_line_of_text_is_a_document(tiny, tmp_path):
+def test_text_line_is_a_document(tiny, tmp_path):
     model, corpora = tiny
     tokenizer = load_tokenizer(model)
     corpus = read_corpus(corpora["text"], model, tmp_path)
@@ -48,7 +48,7 @@ def test_a_line_of_text_is_a_document(tiny, tmp_path):
     }
 
 
-def test_what_is_stopped_leaves_nothing(tiny, tmp_path):
+def test_stop_raises_and_removes_the_tokens(tiny, tmp_path):
     model, corpora = tiny
     asked = iter([False] * 5 + [True])
     with pytest.raises(InterruptedError, match=r"stopped while the corpus '.*' was tokenized; its tokens were removed"):
@@ -57,7 +57,7 @@ def test_what_is_stopped_leaves_nothing(tiny, tmp_path):
     assert len(read_corpus(corpora["text"], model, tmp_path / "data", stop=lambda: False)) > 40
 
 
-def test_a_json_object_is_a_document_and_lines_may_be_empty(tiny, tmp_path):
+def test_json_object_is_a_document_and_empty_lines_are_skipped(tiny, tmp_path):
     model, corpora = tiny
     tokenizer = load_tokenizer(model)
     corpus = read_corpus(corpora["jsonl"], model, tmp_path)
@@ -69,14 +69,14 @@ def test_a_json_object_is_a_document_and_lines_may_be_empty(tiny, tmp_path):
     assert [tokenizer.decode(ids) for ids in documents_in(corpus)] == ["\u00e9 one<|end|>", "<|end|>"]
 
 
-def test_a_byte_order_mark_is_no_text(tiny, tmp_path):
+def test_byte_order_mark_is_not_part_of_the_text(tiny, tmp_path):
     path = written(tmp_path / "c.txt", b"\xef\xbb\xbfone", "two")
     corpus = read_corpus(path, tiny[0], tmp_path)
     assert load_tokenizer(tiny[0]).decode(corpus.tokens.tolist()) == "one<|end|>two<|end|>"
 
 
 @pytest.mark.parametrize("batch", [2, 1000])
-def test_of_a_conversation_the_assistant_is_trained_on(batch, tiny, tmp_path, monkeypatch):
+def test_chat_targets_are_the_assistants_tokens(batch, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("par_data.text.tokenize._BATCH", batch)
     model, corpora = tiny
     tokenizer = load_tokenizer(model)
@@ -108,7 +108,7 @@ def test_of_a_conversation_the_assistant_is_trained_on(batch, tiny, tmp_path, mo
         assert many.targets(low, high).tolist() == bits[low:high].tolist()
 
 
-def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tiny, tmp_path):
+def test_template_file_replaces_the_tokenizers_template(tiny, tmp_path):
     model = shutil.copytree(tiny[0], tmp_path / "model")
     path = written(tmp_path / "c.jsonl", chat(("user", "a"), ("assistant", "b")))
     template = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
@@ -124,7 +124,7 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tiny, tmp_path
         read_corpus(path, model, tmp_path)
 
 
-def test_what_was_done_before_is_not_done_again(tiny, tmp_path, monkeypatch):
+def test_existing_tokens_are_mapped_without_tokenizing(tiny, tmp_path, monkeypatch):
     model, path = tiny[0], written(tmp_path / "c.txt", "one", "two")
     first = read_corpus(path, model, tmp_path / "data")
     stamps = {file.name: file.stat().st_mtime_ns for file in first.path.iterdir()}
@@ -161,7 +161,7 @@ def test_it_appears_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
     assert set((tmp_path / "data").iterdir()) == {place, another}
 
 
-def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):
+def test_open_corpus_rejects_a_file_of_another_size(tiny, tmp_path):
     place = read_corpus(written(tmp_path / "c.txt", "one", "two"), tiny[0], tmp_path).path
     (place / "tokens.u32").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"tokens\.u32' has 4 bytes instead of [0-9]+; remove the folder"):
@@ -188,7 +188,7 @@ BAD_CHATS = {
 
 
 @pytest.mark.parametrize("name", [*BAD, *BAD_CHATS])
-def test_a_bad_line_is_named(name, tiny, tmp_path):
+def test_bad_line_raises_with_its_number(name, tiny, tmp_path):
     model, template = tiny[0], None
     good, (bad, words) = '{"text": "fine"}', {**BAD, **BAD_CHATS}[name]
     if name in BAD_CHATS:
@@ -203,7 +203,7 @@ def test_a_bad_line_is_named(name, tiny, tmp_path):
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
+def test_read_corpus_rejects_wrong_arguments(tiny, tmp_path, monkeypatch):
     model, path = tiny[0], written(tmp_path / "c.txt", "one")
     (tmp_path / "empty").mkdir()
     for arguments, keywords, words in (
@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
         read_corpus(path, model, tmp_path / "data")
 
 
-def test_documents_are_held_out_by_what_they_say(tiny, tmp_path):
+def test_split_depends_on_the_tokens_of_a_document(tiny, tmp_path):
     lines = [f"this is document number {number}" for number in range(400)]
     some = read_corpus(written(tmp_path / "a.txt", *lines[:200]), tiny[0], tmp_path)
     more = read_corpus(written(tmp_path / "b.txt", *lines[::-1], *lines), tiny[0], tmp_path)
@@ -256,7 +256,7 @@ def test_documents_are_held_out_by_what_they_say(tiny, tmp_path):
 
 
 @pytest.mark.ranks(3)
-def test_the_first_rank_of_a_machine_writes_and_all_map(tiny, tmp_path, monkeypatch):
+def test_first_rank_of_each_machine_writes_the_tokens(tiny, tmp_path, monkeypatch):
     rank = dist.get_rank()
     writers = []
     write = module._write
@@ -274,7 +274,7 @@ def test_the_first_rank_of_a_machine_writes_and_all_map(tiny, tmp_path, monkeypa
 
 
 @pytest.mark.ranks(2)
-def test_what_one_rank_cannot_read_raises_on_all(tiny, tmp_path):
+def test_error_of_one_rank_raises_on_all_ranks(tiny, tmp_path):
     rank = dist.get_rank()
     mine = tmp_path / str(rank)
     mine.mkdir()
@@ -303,7 +303,7 @@ def table(path, **columns):
 
 
 @pytest.mark.parametrize("name", ["c.parquet", "stream.arrow", "file.arrow"])
-def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
+def test_table_row_is_a_document(name, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("par_data.text.records._ROWS", 4)
     texts = [f"number {number}" for number in range(11)]
     path = table(tmp_path / name, id=list(range(11)), body=texts)
@@ -321,7 +321,7 @@ def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
         read_corpus(broken, tiny[0], tmp_path / "data")
 
 
-def test_a_table_of_conversations_is_what_their_lines_are(tiny, tmp_path):
+def test_table_of_conversations_equals_their_lines(tiny, tmp_path):
     lines = tiny[1]["chat"].read_text().splitlines()
     path = table(tmp_path / "c.parquet", messages=[json.loads(line)["messages"] for line in lines])
     corpus, same = (read_corpus(each, tiny[0], tmp_path / "data") for each in (path, tiny[1]["chat"]))
@@ -330,7 +330,7 @@ def test_a_table_of_conversations_is_what_their_lines_are(tiny, tmp_path):
     assert corpus.trained.tolist() == same.trained.tolist()
 
 
-def test_several_files_are_read_in_the_order_of_their_names(tiny, tmp_path):
+def test_several_files_are_read_sorted_by_name(tiny, tmp_path):
     folder, pattern = tmp_path / "cache", tmp_path / "parts" / "train-*.parquet"
     folder.mkdir()
     pattern.parent.mkdir()
@@ -348,7 +348,7 @@ def test_several_files_are_read_in_the_order_of_their_names(tiny, tmp_path):
         read_corpus(folder, tiny[0], tmp_path / "data")
 
 
-def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatch):
+def test_read_corpus_maps_the_folder_of_a_corpus(tiny, tmp_path, monkeypatch):
     corpus = read_corpus(tiny[1]["text"], tiny[0], tmp_path / "data")
     monkeypatch.setattr(module, "load_tokenizer", None)
     again = read_corpus(corpus.path, tiny[0], tmp_path / "other")
@@ -357,7 +357,7 @@ def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatc
     assert not (tmp_path / "other").exists()
 
 
-def test_a_table_without_pyarrow_names_the_extra(tiny, tmp_path, monkeypatch):
+def test_table_without_pyarrow_raises_with_the_command(tiny, tmp_path, monkeypatch):
     path = table(tmp_path / "c.parquet", text=["a"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs pyarrow to be read; pip install pyarrow"):

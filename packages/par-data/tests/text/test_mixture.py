@@ -36,7 +36,7 @@ def rows(first, number, *, context=4, packing="stream", seed=0):
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     begin=st.integers(0, 10**6),
 )
-def test_any_stretch_of_a_mixture_has_each_source_as_often_as_its_weight_says(weights, cuts, begin):
+def test_interleave_holds_each_sources_fraction_in_any_range(weights, cuts, begin):
     number = sum(cuts)
     source, nth = interleave(weights, begin, number)
     starts = itertools.accumulate(cuts[:-1], initial=begin)
@@ -52,7 +52,7 @@ def test_any_stretch_of_a_mixture_has_each_source_as_often_as_its_weight_says(we
             assert abs(mine[0] - begin * weight / sum(weights)) <= 1 + len(weights) * weight / sum(weights)
 
 
-def test_a_mixture_begins_as_its_weights_say():
+def test_mixture_begins_in_the_order_of_its_weights():
     source, nth = interleave([2, 1], 0, 6)
     assert source.tolist() == [0, 0, 1, 0, 0, 1] or source.tolist() == [0, 1, 0, 0, 1, 0]
     assert nth[source == 0].tolist() == [0, 1, 2, 3]
@@ -77,7 +77,7 @@ def sampled(dataset, epoch):
     return sampler
 
 
-def test_with_weights_sources_go_through_their_epochs_at_their_own_pace():
+def test_weighted_sources_start_their_epochs_independently():
     one, two = rows(0, 5, packing="whole"), rows(100, 40)
     mixed = MixtureDataset({"one": one, "two": two}, {"one": 3, "two": 1})
     found = [mixed[index]["input_ids"].tolist() for epoch in range(4) for index in sampled(mixed, epoch)]
@@ -90,7 +90,7 @@ def test_with_weights_sources_go_through_their_epochs_at_their_own_pace():
     assert of_two == [two[index]["input_ids"].tolist() for index in itertools.islice(epochs, len(of_two))]
 
 
-def test_a_run_goes_on_with_other_ranks_and_workers_at_the_row_that_comes_next():
+def test_mixture_resumes_with_other_ranks_and_workers():
     mixed = MixtureDataset({"one": rows(0, 30, packing="whole"), "two": rows(100, 11)}, {"one": 1, "two": 2.5})
 
     def loader(replica=0, replicas=1, workers=0):
@@ -112,14 +112,14 @@ def test_a_run_goes_on_with_other_ranks_and_workers_at_the_row_that_comes_next()
         assert [list(itertools.chain(*batch)) for batch in zip(*parts, strict=True)] == whole[5:]
 
 
-def test_a_worker_gets_no_table_of_an_epoch():
+def test_pickled_mixture_has_no_index_of_an_epoch():
     mixed = MixtureDataset({"one": rows(0, 30)}, {"one": 1})
     before, size = mixed[0, 3], len(pickle.dumps(mixed))
     assert size == len(pickle.dumps(pickle.loads(pickle.dumps(mixed))))
     assert pickle.loads(pickle.dumps(mixed))[0, 3]["input_ids"].tolist() == before["input_ids"].tolist()
 
 
-def test_what_is_no_mixture_is_refused():
+def test_mixture_rejects_wrong_sources_and_weights():
     one, two = rows(0, 5), rows(0, 5, context=8)
     for sources, weights, words in (
         ({}, None, r"sources=\{\}: there must be at least one"),

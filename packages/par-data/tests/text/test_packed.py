@@ -34,7 +34,7 @@ def rows_of(rows, epoch=0):
     return [rows[epoch, row] for row in range(rows.count(epoch))]
 
 
-def test_a_row_restarts_at_each_document_and_ends_in_padding():
+def test_positions_restart_at_each_document_and_padding():
     rows = PackedDataset(corpus_of([3, 4]), context=9, seed=1)
     [row] = rows_of(rows)
     first, second = (0, 1) if row["input_ids"][0] == 1 else (1, 0)
@@ -51,7 +51,7 @@ def test_a_row_restarts_at_each_document_and_ends_in_padding():
     assert {value.dtype for value in row.values()} == {torch.int64}
 
 
-def test_a_document_that_is_cut_begins_anew_in_its_next_row():
+def test_split_document_restarts_in_its_next_sequence():
     rows = rows_of(PackedDataset(corpus_of([10]), context=4))
     assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, PADDING, PADDING]]
     assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3]] * 2 + [[0, 1, 0, 1]]
@@ -60,7 +60,7 @@ def test_a_document_that_is_cut_begins_anew_in_its_next_row():
     assert [row["input_ids"].tolist() for row in streamed] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_what_is_no_target_is_seen_and_not_learnt():
+def test_token_that_is_not_a_target_is_only_an_input():
     trained = [0, 0, 1, 1, 0, 1, 1, 1, 0, 1]
     rows = PackedDataset(corpus_of([5, 3, 2], trained), context=5, packing="whole")
     labels = {int(row["input_ids"][0]): row["labels"].tolist() for row in rows_of(rows)}
@@ -80,7 +80,7 @@ PACKINGS = st.sampled_from(["whole", "stream"])
 
 
 @given(LENGTHS, st.integers(2, 12), PACKINGS, st.integers(0, 2))
-def test_every_target_follows_its_own_document(lengths, context, packing, epoch):
+def test_targets_follow_tokens_of_their_own_document(lengths, context, packing, epoch):
     corpus = corpus_of(lengths)
     if sum(lengths) < context and packing == "stream":
         return
@@ -110,7 +110,7 @@ def taken(loaders, batches):
 
 @settings(max_examples=30)  # each runs three loaders
 @given(LENGTHS, PACKINGS, st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 3, 6]), st.integers(0, 7))
-def test_a_run_that_goes_on_under_other_ranks_sees_the_same_rows(lengths, packing, before, after, stop):
+def test_packed_dataset_resumes_on_other_ranks(lengths, packing, before, after, stop):
     rows = PackedDataset(corpus_of([*lengths, 80]), context=6, packing=packing, seed=5)  # a batch in each epoch
 
     def loaders(replicas):
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_under_other_ranks_sees_the_same_rows(lengths, packin
     assert first + rest == uninterrupted
 
 
-def test_the_position_is_rows_and_epochs_differ():
+def test_position_counts_sequences_and_epochs_differ():
     rows = PackedDataset(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
     loader = ShardedDataLoader(loader_of(rows, 2), rank=0, num_replicas=1, seed=0)
     epochs = [[batch["input_ids"] for batch in loader] for _ in range(2)]
@@ -135,7 +135,7 @@ def test_the_position_is_rows_and_epochs_differ():
     assert not torch.equal(epochs[0][0], epochs[1][0])
 
 
-def test_workers_load_the_same_rows():
+def test_workers_load_the_same_sequences():
     rows = PackedDataset(corpus_of([5, 4, 3, 2, 1] * 7), context=6, seed=5)
     alone = [row["labels"] for row in loader_of(rows, 2)]
     workers = [row["labels"] for row in loader_of(rows, 2, num_workers=2, multiprocessing_context="fork")]
@@ -157,6 +157,6 @@ def test_workers_load_the_same_rows():
         ),
     ],
 )
-def test_what_makes_no_rows_is_refused(keywords, words):
+def test_packed_dataset_rejects_wrong_options(keywords, words):
     with pytest.raises(ValueError, match=words):
         PackedDataset(corpus_of([3, 4]), **keywords)

@@ -24,7 +24,7 @@ def tokens_of(parts):
     return [(document, begin + place) for document, begin, length in parts for place in range(length)]
 
 
-def test_documents_that_fit_stay_whole_and_rows_are_filled_first_fit():
+def test_whole_packs_documents_first_fit():
     pieces = module._whole(np.arange(7), np.array([5, 4, 3, 2, 8, 1, 21]), 8)
     assert parts_of(pieces) == [
         [(0, 0, 5), (2, 0, 3)],
@@ -36,13 +36,13 @@ def test_documents_that_fit_stay_whole_and_rows_are_filled_first_fit():
     ]
 
 
-def test_a_stream_fills_rows_exactly():
+def test_stream_fills_every_sequence():
     pieces = module._stream(np.array([2, 0, 1]), np.array([3, 9, 7]), 8)
     assert parts_of(pieces) == [[(2, 0, 3), (0, 0, 5)], [(0, 5, 4), (1, 0, 4)]]
 
 
 @given(LENGTHS, st.integers(2, 17), PACKINGS, st.integers(0, 3), st.integers(0, 3))
-def test_every_token_lies_in_one_row(lengths, context, packing, seed, epoch):
+def test_tokens_are_in_exactly_one_sequence(lengths, context, packing, seed, epoch):
     pieces = pack(lengths, context=context, packing=packing, seed=seed, epoch=epoch)
     rows = parts_of(pieces)
     found = [token for row in rows for token in tokens_of(row)]
@@ -98,7 +98,7 @@ def test_windows_are_packed_one_after_the_other(lengths, context, window):
     assert np.concatenate([np.zeros(0, np.int64), *found]).tolist() == expected
 
 
-def test_nothing_fills_no_row():
+def test_pack_of_nothing_has_no_sequences():
     for packing in ("whole", "stream"):
         for lengths in ([], [0, 0]):
             assert len(pack(np.array(lengths, np.int64), context=4, packing=packing, seed=0, epoch=0)) == 0

@@ -67,7 +67,7 @@ def taken(loaders, count):
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__.removeprefix("make_"))
-def test_a_run_that_goes_on_under_1_2_3_or_4_data_ranks_repeats_and_skips_no_row(make, tiny, tmp_path):
+def test_resume_on_1_to_4_ranks_repeats_and_skips_no_sequence(make, tiny, tmp_path):
     rows = make(tiny, tmp_path)
     of_epochs = [rows.count(epoch) // BATCH for epoch in range(2)]
     every = sum(of_epochs) + 1  # two epochs, and the beginning of the third
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_under_1_2_3_or_4_data_ranks_repeats_and_skips_no_row
     assert state["samples"] == len(expected)
 
 
-def test_other_data_than_the_position_was_saved_of_are_refused(tiny, tmp_path):
+def test_load_state_dict_rejects_other_data(tiny, tmp_path):
     [loader] = parts(make_text(tiny, tmp_path), 1)
     next(iter(loader))
     state = loader.state_dict()
@@ -114,7 +114,7 @@ def test_other_data_than_the_position_was_saved_of_are_refused(tiny, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}], ids=str)
-def test_a_stateful_loader_of_torchdata_is_taken_as_it_is(options):
+def test_torchdata_stateful_loader_is_a_dataloader(options):
     """It gives what a DataLoader gives, and goes on by our position, without a state of its own."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 

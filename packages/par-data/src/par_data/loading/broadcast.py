@@ -1,8 +1,10 @@
 """One rank of a replica loads, and broadcasts each batch to the other ranks as bytes.
 
-    header      number of bytes of the message and of the skeleton, two int64
-    skeleton    a pickle of the value, in which each tensor is its offset, dtype, shape and strides
-    tensors     the bytes of the tensors, each aligned
+A message has three parts:
+
+- the header: the number of bytes of the message and of the skeleton, two int64;
+- the skeleton: a pickle of the value, which holds only offset, dtype, shape and strides of each tensor;
+- the bytes of the tensors, each aligned.
 
 The other ranks post a buffer of the size of the last message. If the new message fits, as it does for batches of equal
 size, it takes one broadcast. Otherwise its first bytes hold its size, and a second broadcast transfers all of it.
@@ -96,7 +98,7 @@ class Broadcaster:
                 of their own.
 
         Raises:
-            Exception: What the function raised, on the first rank.
+            Exception: The exception of the function, on the first rank.
             ValueError: The text of that exception, on the other ranks. Or the result is not picklable, on every rank.
         """
         problem: Exception | None = None
@@ -104,7 +106,8 @@ class Broadcaster:
         if self.is_first:
             try:
                 message = write_message(function(), self._allocate)
-            except Exception as error:  # of any kind: the other ranks wait for this one in the broadcast
+            except Exception as error:
+                # An error of any kind is broadcast, too: the other ranks wait for this one.
                 problem = error
                 message = write_message(_ReadFailure(f"{type(error).__name__}: {error}"), self._allocate)
         value = read_message(self._exchange(message))
@@ -126,6 +129,7 @@ class Broadcaster:
             received = first
         else:
             received = self._broadcast(message[:size] if self.is_first else self._allocate(size)[:size])
+        # Every rank knows the size of this message, so all post equal buffers for the next one without an exchange.
         self._capacity = size
         return message if self.is_first else received
 
@@ -169,7 +173,8 @@ def write_message(value: Any, allocate: Callable[[int], Tensor]) -> Tensor:
     pickler = _TensorPickler(skeleton)
     try:
         pickler.dump(value)
-    except Exception as error:  # pickle raises several kinds, and so do the methods of the value's own class
+    except Exception as error:
+        # pickle raises several kinds, and so do the methods of the value's own class.
         raise ValueError(
             f"a batch cannot be sent to the other ranks of its replica ({type(error).__name__}: {error}): pickle must "
             "accept all of its parts; change them, or let every rank load its own batches (replica_group=None)"
@@ -206,6 +211,7 @@ class _TensorPickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> _Layout | None:
         if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu:
             return None
+        # Only tensors that their bytes describe completely; pickle keeps the rest of the state of all others.
         if value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg():
             return None
         if id(value) not in self.tensors:

@@ -32,7 +32,8 @@ def move_to_device(batch: Any, device: torch.device | str, *, non_blocking: bool
 def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, _TAKE_NON_BLOCKING):
         return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, Mapping):  # before `to`: the one of Hugging Face's BatchEncoding changes the caller's object
+    # Mappings before objects with `to`: the `to` of Hugging Face's BatchEncoding changes the caller's object.
+    if isinstance(value, Mapping):
         moved = {key: _moved(each, device, non_blocking) for key, each in value.items()}
         if not hasattr(value, "update"):
             return type(value)(moved)  # type: ignore[call-arg]  # a read-only mapping is made from a dict
@@ -42,7 +43,8 @@ def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, list | tuple):
         several = [_moved(each, device, non_blocking) for each in value]
         return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
-    if isinstance(value, type):  # a class has `to`, too, but there is nothing to move
+    # A class such as torch.Tensor has the attribute `to`, but nothing to move.
+    if isinstance(value, type):
         return value
     if callable(getattr(value, "to", None)):
         result = value.to(device)

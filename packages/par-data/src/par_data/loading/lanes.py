@@ -72,7 +72,8 @@ class LaneDataset(IterableDataset[LaneSamples | None]):
         self._start.copy_(torch.tensor([epoch, batches]))
 
     def __iter__(self) -> Iterator[LaneSamples | None]:
-        forget_worker()  # inside a worker, some datasets would read other shards, or read them in another order
+        # A dataset that knows that it runs in a worker may read other shards, or read them in another order.
+        forget_worker()
         epoch, number = self._start.tolist()
         set_epoch(self.dataset, epoch)
         opened = [iterate_seeded(self._read(lane, epoch, number), (self._seed, epoch, lane)) for lane in self._opened]
@@ -91,7 +92,8 @@ class LaneDataset(IterableDataset[LaneSamples | None]):
         """Iterate over the samples of a lane, in lists of as many as it gives to a global batch."""
         dataset = self.dataset.shard(num_shards=self._lanes, index=lane)
         skipped = batches * self._per_lane
-        if skipped and hasattr(dataset, "skip"):  # which may not have to read what it skips
+        # The dataset's own skip may know how many samples a file has, and need not read them.
+        if skipped and hasattr(dataset, "skip"):
             dataset, skipped = dataset.skip(skipped), 0
         set_epoch(dataset, epoch)
         samples = islice(dataset, skipped, None)
@@ -162,6 +164,7 @@ class LaneSource:
         self._generator.manual_seed(derive_seed(self._seed, epoch))
         found = iterate_seeded(self._loader, (self._seed, epoch))
         group = self._group
+        # Without a group this rank reads all lanes, and so sees the end of each.
         if group is None:
             return itertools.takewhile(lambda batch: batch is not None, found)
         return iter(lambda: _next_on_all(found, group), None)
@@ -179,7 +182,8 @@ def _next_on_all(batches: Iterator[BatchShard | None], group: dist.ProcessGroup)
     problem, batch = None, None
     try:
         batch = next(batches, None)
-    except Exception as error:  # of any kind: the other ranks wait for this one in the all-reduce
+    except Exception as error:
+        # An error of any kind is kept: the other ranks wait for this one in the all-reduce.
         problem = error
     # One minimum over all ranks: 0 if a rank failed, 1 if a lane ended, 2 if all have a batch.
     state = torch.tensor([0 if problem is not None else 1 if batch is None else 2], device=transfer_device(group))

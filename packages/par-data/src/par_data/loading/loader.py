@@ -121,6 +121,7 @@ class ShardedDataLoader:
         item = self._take() or self._take()
         epoch = self.epoch
         while item is not None:
+            # Before the move, so that samples which the transform drops are not copied to the device.
             samples = item.samples if self.transform is None else self.transform(item.samples)
             yield move_to_device(samples, self.device, non_blocking=self._plain.pin_memory)
             item = self._take() if self.epoch == epoch else None
@@ -157,6 +158,7 @@ class ShardedDataLoader:
                 f"the {type(self.dataset).__name__} has other samples than the dataset of the saved position; restore "
                 "its files, tokenizer and options, or start a new run from the weights"
             )
+        # The own position changes last: if seeking raises, the loader stays where it was.
         position.epoch, self._batches = self._open_source().seek(position)
         self.position.load_state_dict({**state, "epoch": position.epoch})
 
@@ -207,6 +209,7 @@ def _check(loader: Any, rank: int, num_replicas: int) -> None:
             f"num_workers={loader.num_workers}: at most one worker per rank can read a stream of {lanes} lanes; set "
             "num_workers=1"
         )
+    # Known in advance for torch's own samplers: an error now, and not at the end of the first epoch.
     rest = (epoch_size(loader.batch_sampler) or 0) % (size or 1)
     if 0 < rest < num_replicas:
         raise too_few_samples(rest, num_replicas)

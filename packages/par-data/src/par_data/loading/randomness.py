@@ -101,7 +101,8 @@ def _set_random_states(states: tuple[torch.Tensor, Any, Any]) -> None:
 def seed_generators(key: tuple[int, ...]) -> None:
     """Seed the generators of this process on the CPU."""
     number = derive_seed(*key)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would also reseed the GPUs' generators
+    # torch.manual_seed would also reseed the generators of GPUs, which the program uses for dropout.
+    torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 

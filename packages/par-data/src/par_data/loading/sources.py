@@ -51,7 +51,7 @@ ShardOf = Callable[[Sequence[Any]], tuple[int, list[Any]]]
 
 
 class BatchSource(Protocol):
-    """Where a loader gets its batches from."""
+    """A source of this rank's batches."""
 
     def open(self, epoch: int) -> Iterator[BatchShard]:
         """Return the batches of an epoch."""
@@ -66,7 +66,9 @@ class MapSource:
     def __init__(self, loader: DataLoader[Any], shard_of: ShardOf, seed: int, signals: WorkerSignals) -> None:
         self._seed = seed
         self._shards = _IndexShards(loader.batch_sampler, shard_of, seed)
-        self._generator = torch.Generator()  # only for the seeds of workers
+        # A DataLoader draws the seeds of its workers from this generator instead of the program's.
+        self._generator = torch.Generator()
+        # Functions of this module with `partial`, no closures: under "spawn" workers receive them by pickle.
         self._loader = rebuild_loader(
             loader,
             signals,
@@ -88,6 +90,7 @@ class MapSource:
         return epoch, self._load(epoch)
 
     def _load(self, epoch: int) -> Iterator[BatchShard]:
+        # Seeded in each epoch, as a run that resumes has not iterated the earlier epochs.
         self._generator.manual_seed(derive_seed(self._seed, epoch))
         return iterate_seeded(self._loader, (self._seed, epoch))
 
@@ -120,6 +123,7 @@ class _IndexShards:
 
     def seek(self, samples: int) -> tuple[int, Iterator[IndexShard]]:
         """Return the epoch of a position, and its shards from the position on."""
+        # If every epoch has one size, only the batches of the last epoch are iterated. Otherwise all of them are.
         size = epoch_size(self._batch_sampler)
         epoch, samples = divmod(samples, size) if size else (0, samples)
         return _skip_samples(self.of_epoch, epoch, samples)
@@ -246,7 +250,8 @@ def _skip_samples(
             if batch.size > samples:
                 raise inside_batch(samples, batch.size)
             samples -= batch.size
-        if samples == before:  # else this would search for ever
+        # An epoch without batches never reaches the position: raise instead of searching for ever.
+        if samples == before:
             raise ValueError(
                 f"the position is {samples} samples further on, but epoch {epoch} has no batch; pass a dataset with "
                 "samples"

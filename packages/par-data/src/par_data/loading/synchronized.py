@@ -35,7 +35,8 @@ def synchronize_draws(loader: DataLoader[Any], states: Any, *, rank: int, num_re
     seed = derive_seed(states[0].numpy().tobytes().hex())
     streams = isinstance(loader.dataset, IterableDataset)
     rows = order if num_replicas == 1 and not streams else RandomStream((seed, rank))
-    synchronized = copy(loader)  # a copy keeps the loader's class, which may be the user's
+    # A copy keeps the loader's class, which may be the user's or torchdata's.
+    synchronized = copy(loader)
     changed: dict[str, Any] = {}
     if streams:
         changed["dataset"] = _SampleStream(loader.dataset, order)
@@ -96,7 +97,7 @@ def _add_order(digest: Any, value: Any, leave_out: Collection[str] = ()) -> None
 
 
 class _DrawnOrder(BatchSampler):
-    """A sampler whose draws come from a separate stream; all attributes are those of the inner sampler.
+    """A sampler whose draws come from a separate stream. All attributes are those of the inner sampler.
 
     Args:
         sampler: The batch sampler, or a sampler of batches.
@@ -121,7 +122,7 @@ class _DrawnOrder(BatchSampler):
         return len(self.inner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that begins next, so that a run that resumes draws the order of that epoch."""
+        """Set the next epoch, in whose order a resumed run continues."""
         vars(self)["epoch"] = epoch
         set_epoch(self.inner, epoch)
 
@@ -138,7 +139,8 @@ class _DrawnOrder(BatchSampler):
                 self.rows.enter()
             try:
                 yield batch
-            finally:  # collating leaves the stream; a batch that was dropped is not collated
+            finally:
+                # Collating leaves the stream. A batch that the trainer drops is not collated, so leave it here, too.
                 if self.rows is not None:
                     self.rows.leave()
 

@@ -1,11 +1,11 @@
-"""Data loader workers that survive the signals which ask a job to stop, so that it can finish its step and save.
+"""Data loader workers that survive the stop signals, so that a job can finish its step and save.
 
 torchrun, `timeout`, scancel and a terminal send a signal to every process of a job. A worker would die of it, and torch
-would raise that in the middle of the step. While this process handles the signals, its workers ignore them:
+would raise that in the middle of the step. While this process handles the signals, its workers ignore them.
 
-    fork, spawn          a worker starts with the signals blocked, installs handlers that ignore them, and unblocks them
-    forkserver           the same; the server gets such handlers from a module that it imports when it starts
-    spawn, forkserver    multiprocessing's resource tracker starts with the signals blocked, and keeps them blocked
+- A worker starts with the signals blocked, installs handlers that ignore them, and unblocks them.
+- The server of the start method "forkserver" imports a module that installs such handlers.
+- multiprocessing's resource tracker ("spawn" and "forkserver") starts with the signals blocked, and keeps them blocked.
 
 A worker still ends when this process terminates it with SIGTERM. By then this process handles no signals any more, and
 the worker reads that from memory that both share.
@@ -58,6 +58,7 @@ class WorkerSignals:
                 resource_tracker.ensure_running()
         if method == "forkserver":
             preload_forkserver("par_data._forkserver")
+        # Restored afterwards: the loader may be the user's, and later iterations may need no handlers.
         before = loader.worker_init_fn
         loader.worker_init_fn = partial(_ignore_signals, before, self._caught)
         try:

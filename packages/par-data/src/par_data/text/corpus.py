@@ -4,11 +4,11 @@ The first rank of each machine streams documents through the tokenizer into a fo
 everything that decides the tokens: the files, the tokenizer, the chat template and the format. So a run that resumes,
 and the next run with the same data, find the folder. It appears completely or not at all.
 
-    tokens.u32      the tokens of all documents, concatenated
-    documents.u64   the offset of each document's first token, then the number of tokens
-    hashes.u64      a hash of each document's tokens, which decides whether the document is held out
-    trained.u1      one bit per token, only for conversations: whether the token is a target
-    corpus.json     format, vocabulary, padding, and the sizes of the other files
+- tokens.u32: the tokens of all documents, concatenated
+- documents.u64: the offset of each document's first token, then the number of tokens
+- hashes.u64: a hash of each document's tokens, which decides whether the document is held out
+- trained.u1, only for conversations: one bit per token, set if the token is a target
+- corpus.json: format, vocabulary, padding, and the sizes of the other files
 """
 
 import hashlib
@@ -85,6 +85,7 @@ class Corpus:
         """
         if not 0 <= fraction < 1:
             raise ValueError(f"fraction={fraction}: the held-out fraction must be at least 0 and below 1; set another")
+        # Hashes are uniform in 0 .. 2^64 - 1. With a larger fraction, a document that was held out stays held out.
         held_out = self.hashes < np.uint64(int(fraction * 2**64))
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
@@ -136,8 +137,8 @@ def read_corpus(
     ranks wait for it.
 
     Args:
-        path: A UTF-8 text file or a table (Parquet or Arrow); a folder of such files, sorted by name; a pattern, such
-            as data/train-*.parquet; or the folder of a corpus, which is mapped as it is.
+        path: A UTF-8 text file or a table (Parquet or Arrow). A folder or a pattern, such as data/train-*.parquet,
+            selects several files, sorted by name. The folder of a corpus is mapped as it is.
         tokenizer: The folder of a Hugging Face tokenizer.
         folder: The cache: each corpus gets a subfolder.
         format: "text": every line is a document. "jsonl": `field` of the JSON object in every line, or of every row of
@@ -155,6 +156,8 @@ def read_corpus(
         ValueError: A wrong argument, or a line or row with its location. The other ranks raise its text.
         InterruptedError: `stop` returned true. The ranks that waited raise a ValueError with its text.
     """
+    # Ranks of one machine share its disks, so one of them tokenizes for all. Machines may have separate disks, so the
+    # first rank of each machine does it, and compares the name of the folder with the other machines afterwards.
     running = dist.is_available() and dist.is_initialized()
     groups = (group,) if running else ()
     hosts = agree(None, socket.gethostname(), *groups)
@@ -170,12 +173,14 @@ def read_corpus(
             place /= source.digest
             if is_first and not is_corpus(place):
                 _write(source, place, progress, stop)
-    except Exception as error:  # of any kind: the other ranks wait for this one in `agree`
+    except Exception as error:
+        # An error of any kind is kept until `agree`: the other ranks wait for this one there.
         problem = error
     names = agree(problem, place.name, *groups)
     others = [rank for rank, name in names.items() if name != next(iter(names.values()))]
     if others:
         raise ValueError(f"{str(path)!r} or the tokenizer differs on ranks {others}; use the same files on all ranks")
+    # A rank that waited may not see the files, on a network file system for example: then all ranks raise.
     with together("mapping the corpus", *groups):
         return open_corpus(place)
 
@@ -250,8 +255,10 @@ def _format_of(path: Path) -> Format:
 def _write(source: _CorpusInputs, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:
     """Tokenize files into their folder, which appears with the final rename."""
     tokenizer = load_tokenizer(source.tokenizer)
+    # The name has machine and process, so that a later run can tell the remains of a killed process from the files of
+    # one that still writes. The dot hides the folder from patterns.
     prefix = f".{place.name}.tmp-{socket.gethostname()}-"
-    for left in place.parent.glob(f"{prefix}*"):  # remains of processes that were killed
+    for left in place.parent.glob(f"{prefix}*"):
         if not _is_running(left.name.removeprefix(prefix)):
             shutil.rmtree(left, ignore_errors=True)
     staging = place.with_name(f"{prefix}{os.getpid()}")
@@ -278,11 +285,13 @@ def _write(source: _CorpusInputs, place: Path, progress: bool | None, stop: Call
             "padding": padding,
             "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
         }
+        # Written last: a folder with this file is a corpus, and its sizes show whether a copy of it is complete.
         _write_durably(staging / SUMMARY, json.dumps(summary, indent=2).encode())
         try:
             staging.rename(place)
         except OSError:
-            if not is_corpus(place):  # otherwise another process, perhaps on another machine, was faster
+            # Another process, perhaps on another machine with the same disk, may have been faster with the same tokens.
+            if not is_corpus(place):
                 raise
         sync_to_disk(place.parent)
     finally:
@@ -316,8 +325,10 @@ class _CorpusWriter:
         self._end += len(document.tokens)
         data = self._put("tokens.u32", document.tokens)
         self._put("documents.u64", [self._end])
+        # Python's own hash() differs from process to process, and would hold out other documents after a resume.
         self._files["hashes.u64"].write(hashlib.sha256(data).digest()[:8])
         if document.trained is not None:
+            # Documents do not end at bytes: the bits of the last byte wait for the next document.
             bits = np.concatenate([self._bits, np.asarray(document.trained, np.uint8)])
             whole = len(bits) // 8 * 8
             self._files["trained.u1"].write(np.packbits(bits[:whole], bitorder="little").tobytes())

@@ -64,7 +64,8 @@ class MixtureDataset(Dataset[Sample]):
             )
         self._sources = list(sources.values())
         self._weights = None if weights is None else [float(weights[name]) for name in sources]
-        self._ends = [[0] for _ in self._sources]  # for each source, its number of sequences before each of its epochs
+        # For each source, its number of sequences before each of its epochs, computed as far as it was needed.
+        self._ends = [[0] for _ in self._sources]
         self._index: tuple[int, _MixtureIndex] | None = None
         self.context = next(iter(lengths.values()))
 
@@ -81,6 +82,7 @@ class MixtureDataset(Dataset[Sample]):
 
     def count(self, epoch: int) -> int:
         """Return the number of sequences in an epoch."""
+        # With weights, sources are in different epochs; the first one gives every epoch of the mixture one length.
         return sum(source.count(0 if self._weights else epoch) for source in self._sources)
 
     def counts(self, epoch: int) -> list[int]:
@@ -146,6 +148,7 @@ def interleave(weights: Sequence[float], begin: int, number: int) -> tuple[Ints,
     high = np.ceil((begin + number) * part).astype(np.int64) + slack
     source = np.repeat(np.arange(len(part)), high - low)
     nth = np.concatenate([np.arange(a, b) for a, b in zip(low, high, strict=True)])
+    # At equal times the source with the lower index is first, so that the order does not depend on the sort.
     order = np.lexsort((source, (nth + 0.5) / part[source]))
     order = order[begin - int(low.sum()) :][:number]
     return source[order], nth[order]

@@ -17,8 +17,8 @@ Sample = dict[str, torch.Tensor]
 class PackedDataset(Dataset[Sample]):
     """Sequences of `context` tokens, packed from documents that do not attend to each other.
 
-    A sample is a dict of int64 tensors [context]: `input_ids`; `position_ids`, which restart at each document; and
-    `labels`, which are -100 at the first token of each document, at tokens that are not targets, and in the padding.
+    A sample is a dict of int64 tensors [context]: `input_ids`, `position_ids` and `labels`. Positions restart at each
+    document. Labels are -100 at the first token of each document, at tokens that are not targets, and in the padding.
     There is no `attention_mask`, because with one Hugging Face models silently attend across documents. They also do so
     with a cache, so call them with `use_cache=False`.
 
@@ -91,9 +91,11 @@ class PackedDataset(Dataset[Sample]):
             tokens[inside] = own
             positions[inside] = np.arange(length)
             labels[inside] = np.where(self._corpus.targets(first, first + int(length)), own, IGNORE_INDEX)
-            labels[at] = IGNORE_INDEX  # the model would predict it from the document before
+            # The model would predict a document's first token from the document before it.
+            labels[at] = IGNORE_INDEX
             at += int(length)
-        positions[at:] = np.arange(self.context - at)  # the padding is a document of its own
+        # Restarted positions make the padding a document of its own, so that no document attends to it.
+        positions[at:] = np.arange(self.context - at)
         sample = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 

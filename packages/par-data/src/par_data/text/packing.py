@@ -68,6 +68,7 @@ def pack(lengths: Ints, *, context: int, packing: Packing, seed: int, epoch: int
         seed: Seed of the order of the documents.
         epoch: The epoch; each epoch has another order.
     """
+    # The bit generator is named, because NumPy may give default_rng another one, and a resume would see another order.
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(lengths))
     order = order[lengths[order] > 0]
     if packing == "stream":
@@ -98,7 +99,8 @@ def _whole(order: Ints, lengths: Ints, context: int) -> PackedLayout:
     begin = (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts)) * context
     length = np.minimum(lengths[number] - begin, context)
     row = np.concatenate([np.zeros(0, np.int64), *_first_fit(length, context)])
-    in_order = np.argsort(row, kind="stable")  # within a sequence, parts keep the order in which they were packed
+    # A stable sort keeps the parts of a sequence in the order in which they were packed.
+    in_order = np.argsort(row, kind="stable")
     return PackedLayout(
         document=order[number[in_order]],
         begin=begin[in_order],

@@ -133,6 +133,7 @@ def lines_of(path: Path, parse: Callable[[str], Any], advance: Callable[[int], o
             if not data.strip():
                 continue
             try:
+                # A byte order mark at the beginning of a file is not part of the first document.
                 text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 yield Record(path, f"line {number}", parse(text))
             except UnicodeDecodeError as error:
@@ -204,7 +205,8 @@ class _TableFile:
         magic = self._file.read(6)
         self._file.seek(0)
         reader = ipc.open_file(self._file) if magic == b"ARROW1" else ipc.open_stream(self._file)
-        self._table = reader.read_all()  # this only maps the file; rows are read when they are converted
+        # The file is memory-mapped: this reads no rows yet, they are read when a batch is converted.
+        self._table = reader.read_all()
         self.columns, self.rows = list(self._table.schema.names), int(self._table.num_rows)
 
     def __enter__(self) -> "_TableFile":

@@ -187,6 +187,7 @@ def object_of(line: str) -> dict[str, Any]:
 
 def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
     """Tokenize texts, and append the end-of-text token to each if the tokenizer has one and did not append it."""
+    # Some tokenizers append the end token themselves. Without one, a model would not learn where documents end.
     end = tokenizer.eos_token_id
     for tokens in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
         ends = end is None or (len(tokens) > 0 and tokens[-1] == end)
@@ -203,12 +204,14 @@ def _chats(tokenizer: Any, template: str | None, records: Sequence[Record]) -> I
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            # transformers would warn of documents that exceed the model's context; packing splits them.
             tokenizer_kwargs={"verbose": False},
         )
 
     try:
         encoded = [encode(records)]
-    except Exception:  # a template may raise anything; one at a time, the failing conversation is found
+    except Exception:
+        # A template may raise anything, and the error does not name the conversation: render one at a time.
         encoded = []
         for record in records:
             try:
