@@ -81,7 +81,7 @@ def test_a_folder_of_an_encoder_is_refused(family, tmp_path):
                 strategy.from_pretrained(folder)
             model = model_of(family, "ForCausalLM" if family == "Roberta" else "LMHeadModel", **sizes)
             model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            with pytest.raises(Exception, match="shows each token those behind it"):
+            with pytest.raises(Exception, match="lets each token attend to later"):
                 strategy.execute_pipeline(iter([{"input_ids": torch.ones(2, 8, dtype=int)}]), model, None, optimizer)
 
 
@@ -149,5 +149,5 @@ def test_the_loss_of_routers_counts_whatever_its_factor_is_called():
         model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loss = strategy.execute_pipeline(iter([{"input_ids": ids}]), model, None, optimizer)
         assert float(loss) == pytest.approx(expected, rel=1e-5)  # fp32: a mean in another order
-    with pytest.raises(ValueError, match="gives an aux_loss, and neither it nor its config has router_aux_loss_coef"):
+    with pytest.raises(ValueError, match="returns an aux_loss, and neither it nor its config has router_aux_loss_coef"):
         balance_factor(SimpleNamespace(config=None))

@@ -230,7 +230,7 @@ def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything
             (make_model(num_attention_heads=1, num_key_value_heads=1), "heads 1 do not divide by 2 ranks of ulysses"),
             (
                 make_model("Llama", "LlamaForTokenClassification", classifier_dropout=0.0),
-                "sequence=2: batches that are cut have labels of the next token, and LlamaForTokenClassification",
+                "sequence=2: split batches have labels of the next token, and LlamaForTokenClassification",
             ),
             (make_model(attention_dropout=0.1), r"has attention_dropout=0.1 in 'model\.layers\.0.*; set it to 0"),
         ):
@@ -244,12 +244,12 @@ def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything
         model, optimizer = strategy.initialize(model, sgd(model.parameters(), lr=0.1))
         batch = next(padded())
         for wrong, words in (
-            ({**batch, "labels": batch["input_ids"]}, "tokens have targets, but attention_mask 0"),
+            ({**batch, "labels": batch["input_ids"]}, "tokens have labels, but attention_mask 0"),
             (
                 {**batch, "attention_mask": batch["attention_mask"].flip(1), "labels": None},
                 "padding at the right alone",
             ),
-            ({**batch, "position_ids": torch.arange(LENGTH).expand(4, -1)}, "leave out attention_mask for packed rows"),
+            ({**batch, "position_ids": torch.arange(LENGTH).expand(4, -1)}, "remove attention_mask for packed rows"),
             (
                 {"input_ids": batch["input_ids"][:, strategy.groups.rank("sequence") :]},
                 "rank 1 has other tokens than rank 0",

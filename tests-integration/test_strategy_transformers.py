@@ -251,7 +251,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         batch = next(batches())
         mask, positions = torch.ones_like(batch["input_ids"]), torch.arange(12).expand(8, 12)
         packed = {**batch, "attention_mask": mask, "position_ids": positions}
-        with pytest.raises(ValueError, match="leave out attention_mask for packed rows"):
+        with pytest.raises(ValueError, match="remove attention_mask for packed rows"):
             strategy.execute_pipeline(iter([packed]), model, None, optimizer)
         strategy.pipeline(model).reset()
         with pytest.raises(ValueError, match=r"\['labels'\], but no tensor `input_ids`"):
@@ -324,7 +324,7 @@ def test_loss_that_is_not_causal_is_refused():
         **OTHER_LOSSES,
         "own loss_function": "computes <lambda>",
         "subclass": "WithAuxiliary computes its own",
-        "Holder": "a Holder holds a LlamaForCausalLM and may compute its own",
+        "Holder": "a Holder contains a LlamaForCausalLM and may compute its own",
         "z-loss": "adds 0.5 of a z-loss",
     }
     for name, model in models.items():

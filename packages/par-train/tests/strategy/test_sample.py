@@ -116,5 +116,5 @@ def test_what_cannot_be_sampled_is_refused_on_every_rank():
     with Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
         layers = strategy.layers
         model = strategy.initialize(nn.Sequential(layers.VocabEmbedding(WORDS, 4), layers.VocabClassifier(4, WORDS)))
-        with pytest.raises(TypeError, match="may leave its logits cut"):
+        with pytest.raises(TypeError, match="may return sharded logits"):
             strategy.sample(model, ids, 1)

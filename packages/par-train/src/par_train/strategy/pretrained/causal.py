@@ -1,6 +1,6 @@
-"""Models of transformers, as they are: their batches, their loss, and which of them a module holds.
+"""Unmodified transformers models: their batches, their loss, and how to find them in a module.
 
-transformers is not imported: who has one of its models has imported it.
+transformers is not imported here: a program that has one of its models has imported it.
 """
 
 import inspect
@@ -22,16 +22,16 @@ from par_pipeline import Microbatches
 from ..stages import PipelineStages
 
 Plan = str | Mapping[str, str | Style]
-"""How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""
+"""The sharding plan of an existing model over tensor ranks, as `par_layers.parallelize` takes it."""
 
 PathLike = str | os.PathLike[str]
 
 TOKENS = "par_tokens"
-"""The keyword by which a batch, and then a model of transformers, is told how its sequence was cut."""
+"""The keyword of a batch, and then of a transformers model, that describes how its sequence was split."""
 
 
 def pretrained_of(model: nn.Module) -> Any:
-    """The model of transformers that a module is, holds, or is this rank's part of; None if it is none."""
+    """Return the transformers model that a module is, contains, or is this rank's part of; None if there is none."""
     if isinstance(model, PipelineStages):
         return attributes.PRETRAINED.of(model)
     modeling = sys.modules.get("transformers.modeling_utils")
@@ -41,7 +41,7 @@ def pretrained_of(model: nn.Module) -> Any:
 
 
 def pretrained_in(model: nn.Module) -> list[Any]:
-    """The models of transformers in a module, but for those that are inside of another one; itself, if it is one."""
+    """Return the outermost transformers models in a module, the module itself included."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     found: list[Any] = []
     inside: set[nn.Module] = set()
@@ -53,29 +53,29 @@ def pretrained_in(model: nn.Module) -> list[Any]:
 
 
 def unlike_causal(model: nn.Module) -> str | None:
-    """Why the loss of a model of transformers is not, or may not be, the causal one; None if it is.
+    """Return the reason why a model's loss is not, or may not be, the causal loss; None if it is the causal loss.
 
-    The causal loss is that of the next token. A model computes it if its forward hands its logits as they are to
-    transformers' own function for it. The names of classes do not tell: `BartForCausalLM` shifts no labels.
+    The causal loss is the loss of the next token. A model computes it if its forward passes its unchanged logits to
+    transformers' own function. The name of the class is no evidence: `BartForCausalLM` shifts no labels.
 
     Args:
-        model: A model of transformers, a module that holds one, or this rank's part of one.
+        model: A transformers model, a module that contains one, or this rank's part of one.
     """
     pretrained: Any = pretrained_of(model)
     if pretrained is None:
-        return f"a {type(model).__name__} is no model of transformers"
+        return f"a {type(model).__name__} is no transformers model"
     losses: Any = sys.modules.get("transformers.loss.loss_utils")
     outside = getattr(model, "_orig_mod", model)  # as torch.compile has it
     peft: Any = sys.modules.get("peft")
     is_itself = outside is pretrained or isinstance(outside, PipelineStages)
     if not is_itself and (peft is None or not isinstance(outside, peft.PeftModel)):
-        return f"a {type(outside).__name__} holds a {type(pretrained).__name__} and may compute its own"
+        return f"a {type(outside).__name__} contains a {type(pretrained).__name__} and may compute its own loss"
     code = inspect.unwrap(type(pretrained).forward).__code__
     kind = type(pretrained).__name__
     if pretrained.config.is_encoder_decoder or "loss_function" not in code.co_names:
-        return f"{kind} computes its own"
+        return f"{kind} computes its own loss"
     if {"shift_logits", "shifted_logits"} & set(code.co_varnames):
-        return f"{kind} moves its logits before"
+        return f"{kind} shifts its logits before"
     if getattr(pretrained.config, "z_loss_coefficient", None):
         return f"{kind} adds {pretrained.config.z_loss_coefficient} of a z-loss"
     # Over tensor ranks, par-layers replaces the function by one with an attribute `shifts`; a Trainer wraps it.
@@ -84,18 +84,18 @@ def unlike_causal(model: nn.Module) -> str | None:
     if not getattr(own, "shifts", shifts):
         return f"{kind} computes {getattr(own, '__name__', 'its own')}"
     if (name := sees_later_tokens(pretrained)) is not None:
-        return f"{name!r} of {kind} shows each token those behind it"
+        return f"{name!r} of {kind} lets each token attend to later tokens"
     return None
 
 
 def sees_later_tokens(model: nn.Module) -> str | None:
-    """The name of an attention of a language model that shows a token the tokens behind it; None if none is known.
+    """Return the name of an attention module that lets tokens attend to later tokens; None if none is known.
 
-    An encoder such as BERT has a class with the causal loss too, whose attention looks both ways unless the config says
-    `is_decoder=True`. Its loss of the next token, which each token sees, means nothing.
+    Encoders such as BERT have a class with the causal loss too. Their attention is bidirectional unless the config has
+    `is_decoder=True`, so that the loss of the next token, which each token can read, would be meaningless.
 
     Args:
-        model: A model of transformers.
+        model: A transformers model.
     """
     whole: Any = model
     text: nn.Module | None = whole.get_decoder() if hasattr(whole, "get_decoder") else None
@@ -111,13 +111,13 @@ def sees_later_tokens(model: nn.Module) -> str | None:
 
 
 def balance_factor(model: Any) -> float:
-    """What a model of transformers multiplies the loss of its routers by, before it adds that to its own.
+    """Return the coefficient of the router loss that a transformers model adds to its own loss.
 
     Args:
-        model: The model, which has it as an attribute, or in its config.
+        model: The model, with the coefficient as an attribute or in its config.
 
     Raises:
-        ValueError: It has it under no name that families use.
+        ValueError: The coefficient has none of the names that transformers uses.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -126,16 +126,16 @@ def balance_factor(model: Any) -> float:
             if isinstance(factor := getattr(holder, name, None), int | float):
                 return float(factor)
     raise ValueError(
-        f"{type(model).__name__} gives an aux_loss, and neither it nor its config has router_aux_loss_coef or "
-        "aux_loss_coef, so nothing says how much of it is added; pass a criterion, or set config.router_aux_loss_coef"
+        f"{type(model).__name__} returns an aux_loss, and neither it nor its config has router_aux_loss_coef or "
+        "aux_loss_coef, so its coefficient is unknown; pass a criterion, or set config.router_aux_loss_coef"
     )
 
 
 class CausalModel:
-    """What a causal language model of transformers is called with, and its loss: a sum over the tokens that count.
+    """The arguments and the loss of a causal language model of transformers; the loss is a sum over labelled tokens.
 
     Args:
-        model: A model of transformers, a module that holds one, or this rank's part of one.
+        model: A transformers model, a module that contains one, or this rank's part of one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,18 +147,18 @@ class CausalModel:
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
 
     def fed(self, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
-        """A batch as a collator gives it, as what the model is called with, and labels.
+        """Convert a batch of a collator into arguments of the model and labels.
 
         Args:
-            batch: `input_ids`, [rows, time], and perhaps `labels` or `shift_labels`, and what else its forward names.
+            batch: `input_ids`, [rows, time], perhaps `labels` or `shift_labels`, and other keywords of the forward.
 
         Returns:
-            Positional arguments and keywords of its forward; and for each token the label of the next one, int64,
-            [rows, time], -100 where none counts. They are shifted before anything cuts rows or time; a batch with
-            `par_tokens` was cut over sequence ranks, and has them shifted.
+            Positional arguments and keywords of the forward; and the label of the next token for each token, int64,
+            [rows, time], -100 for no label. Labels are shifted here, before rows or time are split. In a batch with
+            `par_tokens`, which was split over sequence ranks, they are shifted already.
 
         Raises:
-            ValueError: There are no ids, or a mask comes with positions that restart in a row.
+            ValueError: The batch has no ids, or a mask in addition to positions that restart in a row.
         """
         labels = next_labels(batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
@@ -169,22 +169,22 @@ class CausalModel:
         return (batch["input_ids"],), keywords, labels
 
     def without_gathering(self) -> AbstractContextManager[None]:
-        """A context in which a model that is cut over tensor ranks leaves its logits cut, for this loss alone."""
+        """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""
         return nullcontext() if self._known is None else self._known.cut_logits()
 
     def loss(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum and the number of tokens.
+        """Return the sum of the token losses and the number of labelled tokens.
 
         Args:
-            outputs: What the model gives, or its logits alone, as the last stage of a pipeline gives them.
-            labels: For each token the label of the next one, [rows, time].
+            outputs: The outputs of the model, or only its logits, as the last stage of a pipeline returns them.
+            labels: The label of the next token for each token, int64, [rows, time].
         """
         if self._known is None:
             total, count = causal_lm_loss(outputs, {"shift_labels": labels})
         else:
             total, count = self._known.cross_entropy(logits_of(outputs), labels, shift=False)
         balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
-        if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
+        if balance is not None:  # a mean over tokens already: it is weighed like its tokens
             total = total + balance_factor(self._model) * balance * count
         return total, count
 
@@ -227,13 +227,13 @@ def split_keywords(keywords: Mapping[str, Any], rows: int, microbatches: int) ->
 
 
 def causal_lm_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The causal loss of whole logits: the sum over the tokens that count, in fp32 at least, and their number.
+    """Return the causal loss of full logits: the sum over labelled tokens, in fp32 at least, and their number.
 
-    Sums and numbers of several batches may be added before they are divided, which makes a mean over all tokens.
+    To get the mean over several batches, add up their sums and numbers before you divide.
 
     Args:
-        outputs: What a causal language model gives, or its logits [rows, time, words].
-        batch: `labels`, or else `input_ids`, [rows, time]; -100 does not count. Or `shift_labels`, shifted already.
+        outputs: The outputs of a causal language model, or its logits [rows, time, vocabulary].
+        batch: `labels`, or else `input_ids`, [rows, time], with -100 for no label; or `shift_labels`, already shifted.
     """
     logits, labels = logits_of(outputs), _next_labels(batch)
     flat = logits.reshape(-1, logits.shape[-1])
@@ -243,25 +243,27 @@ def causal_lm_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tens
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The logits of what a causal language model gives, which may be the logits alone."""
+    """Return the logits of the outputs of a causal language model, which may be the logits themselves."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
 
 
 def next_labels(batch: Mapping[str, Any]) -> Tensor:
-    """For each token of a batch, as a collator gives it, the label of the next one, [rows, time]; -100 for the last.
+    """Return the label of the next token for each token of a collator's batch, [rows, time]; -100 for the last.
 
     Raises:
-        ValueError: There are no ids, or a mask comes with positions that restart in a row.
+        ValueError: The batch has no ids, or a mask in addition to positions that restart in a row.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(ids, Tensor):
-        raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
+        raise ValueError(
+            f"the batch has {sorted(batch)}, but no tensor `input_ids`; pass the dict that a collator returns"
+        )
     if mask is not None and batch.get("position_ids") is not None and TOKENS not in batch:
         raise ValueError(
             f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, transformers "
-            "attends across the documents of a packed row without a word; leave out attention_mask for packed rows, "
-            "position_ids for padded ones"
+            "silently attends across the documents of a packed row; remove attention_mask for packed rows, or "
+            "position_ids for padded rows"
         )
     if mask is not None and batch.get("labels") is None:
         batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
@@ -269,7 +271,7 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _next_labels(batch: Mapping[str, Any]) -> Tensor:
-    """For each token of a batch the label of the next one, [rows, time]; -100 for the last."""
+    """Return the label of the next token for each token of a batch, [rows, time]; -100 for the last."""
     shifted = batch.get("shift_labels")
     if shifted is None:
         labels = batch.get("labels")

@@ -94,9 +94,9 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
     if (name := sees_later_tokens(model)) is not None:
         made = " ".join(getattr(config, "architectures", None) or []) or config.model_type
         raise ValueError(
-            f"{path!r} holds {made}, and {name!r} of a {type(model).__name__} made from it shows each token those "
-            "behind it, so that a causal loss would mean nothing; set is_decoder=True in its config.json to train a "
-            "decoder, or load it with transformers and pass the model to initialize() with a criterion of your own"
+            f"{path!r} holds {made}: {name!r} of a {type(model).__name__} made from it lets each token attend to later "
+            "tokens, so a causal loss would be meaningless; set is_decoder=True in its config.json to train a decoder, "
+            "or load it with transformers, pass the model to initialize(), and use a criterion of your own"
         )
     if Path(path, "generation_config.json").is_file():  # which tokens end a text, among others
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)

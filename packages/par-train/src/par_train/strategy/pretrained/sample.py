@@ -1,7 +1,7 @@
-"""Text from a model in training: token after token, each from the whole prefix, and the same on every rank.
+"""Text from a model in training, one token at a time, each from the full prefix, identical on every rank.
 
-One rank chooses each token, from logits that are those of one device however the model is cut, and tells all others:
-so ranks whose sums differ in the last bit never go on from different prefixes.
+One rank chooses each token and broadcasts it. Logits of two ranks may differ in the last bit, so ranks that chose for
+themselves could continue from different prefixes.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ from .causal import TOKENS, logits_of, pretrained_of
 from .sequence import cut_dict
 
 Ends = int | Sequence[int] | Literal["auto"] | None
-"""Tokens that end a text: one, several, those that a model of transformers has in its config, or none."""
+"""Tokens that end a text: one, several, those in the config of a transformers model, or none."""
 
 Prompts = TypeVar("Prompts", Tensor, list[Tensor])
-"""Ids of prompts that are alike in length, [rows, time], or of any, a list of [time]; and so what comes of them."""
+"""Ids of prompts of one length, [rows, time], or of several lengths, a list of [time]; results have the same form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts, and how to go on from them.
+    """Prompts, and the options of their continuation.
 
     Args:
         prompts: The ids of each prompt, [time], int64, on the CPU.
         tokens: Largest number of new tokens of a prompt.
-        temperature: What logits are divided by before a token is drawn; 0 takes the most likely one.
+        temperature: The divisor of the logits before a token is drawn; 0 takes the most likely token.
         seed: Seed of the draws.
         ends: The tokens after which a text is over.
     """
@@ -52,7 +52,7 @@ class Request:
     ends: tuple[int, ...]
 
     def digest(self) -> str:
-        """What all ranks must have alike."""
+        """Return a digest that must be identical on all ranks."""
         prompts = [prompt.tolist() for prompt in self.prompts]
         text = repr((prompts, self.tokens, self.temperature, self.seed, self.ends))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -68,16 +68,16 @@ def read_request(
     seed: int,
     ends: Ends,
 ) -> Request:
-    """What was asked of a model, checked before anything runs. See `Strategy.sample`.
+    """Check the arguments of `Strategy.sample` before anything runs.
 
     Raises:
-        TypeError: The ids are no tensors of whole numbers, or the model is cut by layers that keep its logits cut.
-        ValueError: A prompt is empty or too long, an id is no word, or an option makes no sense.
+        TypeError: The ids are no integer tensors, or the model is made of layers that may return sharded logits.
+        ValueError: A prompt is empty or too long, an id is outside of the vocabulary, or an option has a wrong value.
     """
     if parallel_in(model) is None and groups.size("tensor") > 1:
         raise TypeError(
-            f"this {type(model).__name__} is made of layers that may leave its logits cut, and sample() needs whole "
-            "ones; it takes models that par_layers.parallelize has cut, such as those of transformers"
+            f"this {type(model).__name__} is made of layers that may return sharded logits, and sample() needs full "
+            "logits; pass a model that par_layers.parallelize has sharded, such as a transformers model"
         )
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the number of new tokens, at least 1")
@@ -121,17 +121,17 @@ def write_on(
     context: Context,
     device: torch.device,
 ) -> list[Tensor]:
-    """The prompts with what the model goes on with, up to a token that ends them. Collective.
+    """Return the prompts with the model's continuations, up to a token that ends them. Collective.
 
-    Prompts of different lengths are padded behind, where a causal model does not look.
+    Prompts of different lengths are padded at the end, to which a causal model does not attend.
 
     Args:
-        request: The prompts; the same on every rank.
+        request: The prompts, identical on every rank.
         model: The model, or this rank's part of it.
-        pipeline: What runs the stages; None where there are none.
+        pipeline: The pipeline that runs the stages; None without one.
         groups: The groups of ranks along each axis.
-        context: What cuts texts over the ranks of an axis `sequence`, and nothing where there is none.
-        device: Where the model is.
+        context: The context parallelism, which splits texts over the ranks of an axis `sequence`.
+        device: The device of the model.
 
     Returns:
         Each prompt's ids, int64 [time], on the CPU.
@@ -163,21 +163,21 @@ def write_on(
 
 
 def joined_rows(texts: Sequence[Tensor]) -> Tensor:
-    """Texts as one tensor [rows, time]; what is over earlier is filled with the token that ended it."""
+    """Stack texts into a tensor [rows, time]; a shorter text is padded with the token that ended it."""
     longest = max(map(len, texts))
     return torch.stack([torch.cat([text, text[-1:].expand(longest - len(text))]) for text in texts])
 
 
 def parallel_in(model: nn.Module) -> Any:
-    """How a model, or the one that a rank's stages are of, was cut over tensor ranks; None if it was not."""
+    """Return the parallelization of a model, or of the model that stages are part of; None if it has none."""
     whole = pretrained_of(model) if isinstance(model, PipelineStages) else None
     return parallelization_of(model if whole is None else whole)
 
 
 def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
-    """A function that runs the model on ids [rows, time], and gives the whole logits after each row's last id.
+    """Return a function that runs the model on ids [rows, time] and returns the full logits after each row's last id.
 
-    It gives None where the last stage is not.
+    On ranks without the last stage it returns None.
     """
     pretrained, known = pretrained_of(model), parallel_in(model)
     takes = () if pretrained is None else inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
@@ -203,10 +203,10 @@ def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tens
 def _over_ranks(
     model: nn.Module, pipeline: Pipeline | None, context: Context
 ) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
-    """As `_logits_after`, where each sequence rank has a part of the tokens of every text.
+    """Return a function as `_logits_after` does, for sequences that are split over ranks.
 
-    A model of transformers is told how they are cut. Others are called with a part of rows that are so long that they
-    divide over the ranks, and need to be told nothing.
+    A transformers model receives a description of the split. Other models receive their part of rows that are padded
+    until they divide over the ranks, which needs no description.
     """
     known, is_pretrained = parallel_in(model), pretrained_of(model) is not None
 
@@ -238,13 +238,13 @@ def _over_ranks(
 
 
 def _uniform(request: Request, row: int) -> Tensor:
-    """A number in [0, 1), fp64, for each new token of a prompt: a function of the seed and the number of the prompt."""
+    """Draw a number in [0, 1), fp64, for each new token of a prompt, from the seed and the number of the prompt."""
     generator = torch.Generator().manual_seed(derive_seed(request.seed, row))
     return torch.rand(request.tokens, dtype=torch.float64, generator=generator)
 
 
 def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
-    """A token for each row of logits [rows, words]; the numbers say where among the summed probabilities it lies."""
+    """Choose a token for each row of logits [rows, vocabulary] by where its number falls in the cumulative softmax."""
     if temperature == 0.0:
         return logits.argmax(-1)
     sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
@@ -254,7 +254,7 @@ def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model drops nothing; afterwards each module of it is in the mode that it was in."""
+    """A context in which a model is in eval mode; afterwards each module returns to its own mode."""
     parts = model.__dict__["parts"].values() if isinstance(model, PipelineStages) else ()
     before = [(module, module.training) for each in (model, *parts) for module in each.modules()]
     model.eval()

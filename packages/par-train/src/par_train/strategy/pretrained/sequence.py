@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks: which models know of it, and how batches are cut."""
+"""Context parallelism of a strategy: checks of models, and batches split along the sequence."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,40 +17,40 @@ _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, trained: bool) -> None:
-    """Makes sure that the models of transformers in a module can run over a sequence that is cut. Changes nothing.
+    """Check that the transformers models in a module can run with a split sequence. Changes nothing.
 
     Args:
-        model: A model that `initialize` or `from_pretrained` was given.
-        context: What attends over the sequence.
-        tensor_ranks: Number of ranks that share the heads of each layer.
-        trained: Whether it has an optimizer.
+        model: The model that `initialize` or `from_pretrained` received.
+        context: The context parallelism of the strategy.
+        tensor_ranks: The number of ranks over which the heads of each layer are sharded.
+        trained: Whether the model has an optimizer.
 
     Raises:
-        ValueError: Its attention cannot be replaced, its heads cannot be shared out, it drops activations, or its own
-            loss is not the causal one.
+        ValueError: The attention cannot be replaced, the heads do not divide, the model has dropout, or its loss is
+            not the causal one.
     """
     for pretrained in pretrained_in(model) if context.ranks > 1 else ():
         context.check_transformers(pretrained)
         heads = getattr(pretrained.config.get_text_config(), "num_attention_heads", None)
-        if isinstance(heads, int) and heads % tensor_ranks == 0:  # else cutting it over tensor ranks is refused
+        if isinstance(heads, int) and heads % tensor_ranks == 0:  # otherwise parallelize() raises
             context.check_heads(heads // tensor_ranks)
         takes_labels = "labels" in inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
         other = unlike_causal(pretrained) if takes_labels else None
-        if other is not None:  # its labels would be shifted where its rows are cut
+        if other is not None:  # labels are shifted when rows are split
             raise ValueError(
-                f"sequence={context.ranks}: batches that are cut have labels of the next token, and {other}; set the "
-                "axis to 1, or use a causal model, or one without a head and a loss of your own"
+                f"sequence={context.ranks}: split batches have labels of the next token, and {other}; set the axis to "
+                "1, or use a causal model, or a model without a head and a loss of your own"
             )
         dropped = _first_dropout(pretrained) if trained else ""
         if dropped:
             raise ValueError(
-                f"this {type(pretrained).__name__} has {dropped}, and what is dropped cannot be equal over the "
-                f"{context.ranks} ranks of a sequence; set it to 0, in the config that the model is made from"
+                f"this {type(pretrained).__name__} has {dropped}, and the {context.ranks} ranks of a sequence cannot "
+                "draw identical dropout masks; set it to 0 in the config from which you make the model"
             )
 
 
 def _first_dropout(model: nn.Module) -> str:
-    """Where a model drops something in training, and how much; empty if nowhere."""
+    """Return the first dropout of a model and its rate, in words; empty if the model has none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0.0:
             return f"the dropout {name!r} of {module.p}"
@@ -61,18 +61,18 @@ def _first_dropout(model: nn.Module) -> str:
 
 
 def attend_over_(model: nn.Module, context: Context) -> None:
-    """Lets a context compute the attention of the models of transformers in a module, in place.
+    """Replace the attention of the transformers models in a module by that of a context, in place.
 
-    `PipelineStages` were cut out of a model for which it was done.
+    For `PipelineStages` this has happened before the model was split.
     """
     for pretrained in pretrained_in(model) if context.ranks > 1 and not isinstance(model, PipelineStages) else ():
         context.transformers_(pretrained)
 
 
 def reaches_other_tokens(model: nn.Module) -> bool:
-    """Whether a module of the model has what reaches the tokens of other ranks: a layer set over them, or a context.
+    """Return whether a module of the model has a layer set or a context that reaches the tokens of other ranks.
 
-    A model of transformers is given a context.
+    A transformers model always does, since `attend_over_` replaces its attention.
     """
     return bool(pretrained_in(model)) or any(
         _is_over_ranks(value) for module in model.modules() for value in vars(module).values()
@@ -86,7 +86,7 @@ def _is_over_ranks(value: Any) -> bool:
 
 
 def no_use(model: nn.Module, ranks: int) -> ValueError:
-    """The error for a model whose ranks would all do the same work, or see their own tokens alone."""
+    """Return the error for a model that would ignore the tokens of other ranks."""
     return ValueError(
         f"nothing in this {type(model).__name__} reaches the tokens of the other ranks of sequence={ranks}: no module "
         "of it has a layer set or a par_layers.Context as an attribute; compute attention with context.attention of "
@@ -95,13 +95,14 @@ def no_use(model: nn.Module, ranks: int) -> ValueError:
 
 
 def cut_by(context: Context) -> Callable[[Any], Any]:
-    """What cuts the batches of a data loader over sequence ranks: pairs of [B, S] integers, and transformers' dicts.
+    """Return a function that splits the batches of a data loader along the sequence.
 
-    The ranks of a sequence have the same samples. Of pairs, rows are taken for one document each, so that a model needs
-    no more than its tokens; nothing is sent. Of dicts, documents are read too: in the first one, ranks compare them.
+    It takes pairs of [B, S] integers and transformers' dicts. The ranks of a sequence read the same samples. Each row
+    of a pair is one document, so that the ranks need not communicate. Rows of a dict may hold several documents, which
+    the ranks compare in the first batch.
 
     Args:
-        context: What says which tokens this rank has.
+        context: The context parallelism, which assigns tokens to ranks.
     """
     has_compared = False
 
@@ -113,9 +114,9 @@ def cut_by(context: Context) -> Callable[[Any], Any]:
         are_two = isinstance(batch, tuple | list) and len(batch) == 2 and not hasattr(batch, "_fields")
         if not are_two or not all(_is_tokens(one) for one in batch) or batch[0].shape != batch[1].shape:
             raise TypeError(
-                f"the data loader gives {_described(batch)}, and over sequence={context.ranks} pairs of [B, S] "
-                "integers and dicts with input_ids alone are cut here; set dataloader.transform to a function of the "
-                "batch that calls Strategy.context.cut and gives what the model is called with, or to None and cut the "
+                f"the data loader returns {_described(batch)}, and sequence={context.ranks} splits only pairs of "
+                "[B, S] integers and dicts with input_ids; set dataloader.transform to a function of the "
+                "batch that calls Strategy.context.cut and returns the model's arguments, or to None, and split the "
                 "batches yourself"
             )
         tokens = context.tokens(batch[0].shape[1])
@@ -126,22 +127,22 @@ def cut_by(context: Context) -> Callable[[Any], Any]:
 
 
 def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> dict[str, Any]:
-    """This rank's tokens of a batch for a model of transformers, with `par_tokens`, which say how it was cut.
+    """Split a batch for a transformers model along the sequence, and add `par_tokens`, which describe the split.
 
-    Rows whose length does not divide are filled up with tokens of no document.
+    Rows whose length does not divide are padded with tokens that belong to no document.
 
     Args:
-        batch: `input_ids`, [rows, time], and what else a collator gives; whole, or cut before.
-        context: What says which tokens this rank has.
-        compare: Whether ranks make sure that they cut alike, which is collective over the sequence's ranks.
+        batch: `input_ids`, [rows, time], and the other entries of a collator's dict; a split batch is returned as is.
+        context: The context parallelism, which assigns tokens to ranks.
+        compare: Whether the ranks compare their batches, which is collective over the sequence group.
 
     Returns:
-        The batch's tensors, [rows, s]; `position_ids`, `attention_mask`, `shift_labels`, -100 where none counts, and
-        `num_items_in_batch`, the number of targets of the whole rows: the sum of the models' own losses over the ranks
-        is their mean. Where it has labels, also `labels`, which are the same as `shift_labels`.
+        This rank's part of the tensors, [rows, s]; `position_ids`, `attention_mask`, `shift_labels` with -100 for no
+        label, and `num_items_in_batch`, the number of labels of the full rows: the models' losses then sum up to the
+        mean over all ranks. If the batch has labels, also `labels`, equal to `shift_labels`.
 
     Raises:
-        ValueError: Positions or masks that are no documents, targets in the padding; or what `Context.cut` raises.
+        ValueError: Positions or masks do not describe documents, or the padding has labels; or as `Context.cut`.
     """
     if TOKENS in batch:
         return dict(batch)
@@ -149,10 +150,10 @@ def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> di
     whole = {key: value for key, value in batch.items() if key not in _TARGETS and value is not None}
     cut, tokens = context.cut({**whole, "shift_labels": labels}, pad=True, compare=compare)
     padded = 0 if mask is None else int((labels.masked_fill(mask != 0, IGNORE_INDEX) != IGNORE_INDEX).sum())
-    if padded:  # on one device they would see the row's document, and here they see nothing but padding
+    if padded:  # on one device they attend to the row, here only to padding
         raise ValueError(
-            f"{padded} tokens have targets, but attention_mask 0; over sequence={context.ranks} padding belongs to no "
-            "document: set its labels to -100"
+            f"{padded} tokens have labels, but attention_mask 0, and over sequence={context.ranks} padding belongs to "
+            "no document; set the labels of padding to -100"
         )
     cut[TOKENS] = tokens
     if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
@@ -166,7 +167,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _described(batch: Any) -> str:
-    """A batch in a few words, for a message."""
+    """Describe a batch in a few words, for a message."""
     if isinstance(batch, Tensor):
         return f"a tensor {list(batch.shape)} of {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, tuple | list):
