@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups
-from par_pipeline import Batch, Pipeline, Schedule
+from par_pipeline import Batch, LossWeight, Pipeline, Schedule
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
@@ -57,7 +57,7 @@ class Execution:
         stages = model.runners(schedule.stages - 1, factor) if isinstance(model, PipelineStages) else [model]
         group = groups["pipeline"]
         self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
-            stages, plan, group, loss_fn=self._loss, weight=self._weigh, **options
+            stages, plan, group, loss_fn=self._loss, weight=LossWeight(of=self._weigh), **options
         )
         self.pipeline = self._make(schedule)
         axes, microbatches = (data_axes(groups.topology), "pipeline"), schedule.microbatches
