@@ -1,4 +1,4 @@
-"""Memory and traffic of each stage, as functions: what is measured equals them within the padding.
+"""Memory and traffic of each stage, as formulas. Measurements agree with them up to the padding of chunks.
 
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, sections 5 and 7.
 """
@@ -20,10 +20,9 @@ class Memory:
 
     Args:
         parameters: Bytes of the parameters as the module uses them.
-        gradients: Bytes of the gradients that are kept between their reduction and the step.
-        optimizer: Bytes of the optimizer's state, and of its own copies of parameters.
-        buffers: Bytes that reductions work in: those of the chunks that are under way at a time. Between steps at most
-            that many stay.
+        gradients: Bytes of the reduced gradients, which exist until the step.
+        optimizer: Bytes of the optimizer's state and of its master weights.
+        buffers: Bytes of the buffers of reductions in flight. Between steps at most as many are kept.
     """
 
     parameters: float
@@ -33,12 +32,12 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all of it."""
+        """Sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 _NOTHING = Offload()
-"""Everything lies on the device."""
+"""Everything is stored on the device."""
 
 
 def memory(
@@ -142,15 +141,15 @@ def memory(
 def _host_buffers(
     offload: Offload, own: float, chunk: float, dtype: torch.dtype, used: torch.dtype, copies: int
 ) -> float:
-    """Bytes of the buffers through which passes what lies on a disk.
+    """Return the bytes of the host buffers through which data of a disk passes.
 
     Args:
-        offload: What lies where.
-        own: Number of the elements that a rank steps.
-        chunk: Number of those in a chunk.
-        dtype: Dtype in which they are stepped.
-        used: Dtype of the parameters in use.
-        copies: Number of tensors that the optimizer has of each, in its dtype.
+        offload: Tiers of optimizer state, parameters and gradients.
+        own: Number of elements that a rank steps.
+        chunk: Number of those elements in one chunk.
+        dtype: Dtype of the optimizer's tensors.
+        used: Dtype of the parameters that the module computes with.
+        copies: Number of tensors in `dtype` that the optimizer holds of each element.
     """
     state, parameters, gradients = (
         parts["disk"] for parts in (offload.parts, offload.parameter_parts, offload.gradient_parts)
@@ -167,7 +166,7 @@ def _host_buffers(
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """Bytes that one rank's step moves between tiers.
+    """Bytes that a step of one rank moves between tiers.
 
     Args:
         read: Bytes that are read from the disk.
@@ -190,23 +189,22 @@ def transfers(
     fetches: float = 2,
     reductions: int = 1,
 ) -> Transfers:
-    """Bytes that a step moves between tiers, within the rounding of each slot of each piece up to 4096.
+    """Return the bytes that a step moves between tiers, up to the rounding of each slot of each piece to 4096 bytes.
 
-    A first step reads no state but copies of parameters. A step that is skipped moves nothing of state; what was read
-    ahead for it serves the next.
+    The first step reads master weights, but no state. A skipped step moves no state; the next step uses what was
+    prefetched for it.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
         parameters: Number of elements of all parameters.
-        ranks: Number of ranks that share.
-        offload: What lies elsewhere, as given to `shard`.
+        ranks: Number of ranks that shard the parameters.
+        offload: Tiers of optimizer state, parameters and gradients, as for `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
         precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
-        fetches: How often a unit is gathered in a step: 2 for a forward and a backward of which none stays gathered; 1
-            where all do; or as `simulate` counts.
-        reductions: Number of backward passes in a step that reduce gradients, all of which but the first read what is
-            there to add to it.
+        fetches: Number of times that a unit is gathered in a step: 2 for forward and backward if no unit stays
+            gathered, 1 if all do, or the number that `simulate` counts.
+        reductions: Number of backward passes in a step that reduce gradients. All but the first read the earlier sums.
     """
     on_disk = memory(
         stage, parameters, ranks, dtype=dtype, precision=precision, slots=slots, offload=offload, tier="disk"
@@ -232,19 +230,19 @@ def traffic(
     assembled: int = 0,
     tensor: int = 1,
 ) -> float:
-    """Elements that one rank receives in a step.
+    """Return the number of elements that one rank receives in a step.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
         parameters: Number of elements of all parameters, padding included.
-        ranks: Number of ranks that share.
+        ranks: Number of ranks that shard the parameters.
         microbatches: Number of backward passes in a step.
-        no_sync: Whether all of them but the last are under `no_sync`.
-        keep: Whether parameters stay gathered there, at stage 3, as `no_sync` says.
-        replicas: Number of ranks that keep the same share.
-        assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
-            see whole tensors. Gradients go to the rank that steps them, parameters too, and the results come back.
-        tensor: Number of tensor ranks.
+        no_sync: Whether all backward passes but the last are under `no_sync`.
+        keep: Whether stage 3 keeps parameters gathered under `no_sync`.
+        replicas: Number of ranks that hold the same shard.
+        assembled: Number of those of `parameters` that are assembled over tensor-parallel ranks, for an optimizer that
+            needs full tensors. The rank that steps them receives their gradients and shards, and returns the results.
+        tensor: Number of tensor-parallel ranks.
     """
     cuts = STAGES[stage]
     passes = 1 if no_sync else microbatches

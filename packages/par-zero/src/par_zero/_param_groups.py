@@ -1,4 +1,4 @@
-"""The param groups of a module's optimizers, in one row: those of the first, then those of the second."""
+"""Param groups of all optimizers of a module, numbered consecutively."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class ParamGroup:
     """A param group of one of the optimizers.
 
     Args:
-        optimizer: The optimizer.
-        owner: The optimizer's number among all optimizers.
-        number: The group's number in the optimizer.
-        settings: The group's dict, with `params`.
-        atomic: Whether the optimizer must see each of its tensors as a whole.
-        scope: What the class is known to look at.
-        declared: Whether the user has declared what it looks at, by `atomic` or `elementwise`.
+        optimizer: Optimizer that has the group.
+        owner: Number of the optimizer.
+        number: Number of the group in the optimizer.
+        settings: Dict of the group, with `params`.
+        atomic: Whether the optimizer needs full tensors.
+        scope: Update scope of the optimizer's class.
+        declared: Whether the user has declared the scope by `OptimizerUpdate`.
     """
 
     optimizer: Optimizer
@@ -37,16 +37,16 @@ class ParamGroup:
 
     @property
     def place(self) -> str:
-        """What errors call it, such as "param_groups[1] of the AdamW"."""
+        """Text for errors, such as "param_groups[1] of the AdamW"."""
         return f"param_groups[{self.number}] of the {type(self.optimizer).__name__}"
 
 
 def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers that were given as one, as several or as None.
+    """Return a list of the optimizers that were passed as one optimizer, as several, or as None.
 
     Raises:
-        TypeError: What is no optimizer.
-        ValueError: An empty list.
+        TypeError: Something else was passed.
+        ValueError: The list is empty, or an optimizer wraps another one.
     """
     if isinstance(optimizer, JointOptimizer):
         return list(optimizer.optimizers)
@@ -70,7 +70,7 @@ def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
 
 
 def _wrapped_by(optimizer: Optimizer) -> Optimizer | None:
-    """An optimizer around which another one was made, such as by a Lookahead; None if there is none."""
+    """Return the optimizer that another optimizer wraps, as a Lookahead does; None if it wraps none."""
     for value in vars(optimizer).values():
         inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
         for each in inside:
@@ -85,8 +85,8 @@ def param_groups(optimizers: Sequence[Optimizer], update: OptimizerUpdate) -> li
     An optimizer gets full tensors if its class needs them, if its class is unknown, or if `update` declares it atomic.
 
     Raises:
-        TypeError: A function that gives something else than True or False.
-        ValueError: What is declared of a group contradicts itself, or what is known of the class.
+        TypeError: A function returned something else than True or False.
+        ValueError: A declaration contradicts another one, or the known scope of the class.
     """
     groups = []
     for owner, optimizer in enumerate(optimizers):

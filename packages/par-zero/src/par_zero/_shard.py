@@ -1,4 +1,4 @@
-"""`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
+"""`shard` makes a module and its optimizer data parallel in one call, and what you call on a sharded module later."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -225,14 +225,14 @@ def shard(
 
 
 def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
-    """Backward passes inside add up gradients on each rank; the first one outside reduces them all together.
+    """Accumulate gradients locally inside; the first backward pass outside reduces them together.
 
-    At stages 2 and 3 this takes a whole gradient's memory, as at stage 1.
+    At stages 2 and 3 each rank then stores full gradients, as at stage 1.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
-        keep: At stage 3, whether parameters that are gathered stay so for the passes that follow, which takes a whole
-            model's memory. Else every pass gathers them anew, as outside, and frees them.
+        module: Module that was passed to `shard`, or an item of it that is called.
+        keep: Whether stage 3 keeps gathered parameters for the next passes, which needs memory for the full model.
+            False: every pass gathers and frees them, as outside.
 
     Raises:
         ValueError: The module is not sharded.
@@ -265,29 +265,29 @@ def sync_module_states_(
 
 
 def summon(module: nn.Module) -> AbstractContextManager[None]:
-    """Whole parameters inside, at stage 3 too; what is written to them is kept. Collective.
+    """Show full parameters inside, at stage 3 too, and keep what you write to them. Collective.
 
-    At stages 1 and 2 it waits for what the latest step has begun to gather. Otherwise that is done by whoever reads a
-    parameter through torch's functions; enter this before something reads the memory itself, such as a captured graph.
+    At stages 1 and 2 it waits for the all-gathers of the latest step. Without it, the first torch operation on a
+    parameter waits. Enter `summon` before code that reads the memory without torch, such as a captured graph.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
+        module: Module that was passed to `shard`, or an item of it that is called.
 
     Raises:
         ValueError: The module is not sharded.
-        RuntimeError: At the end, where a parameter was replaced inside instead of written in place.
+        RuntimeError: A parameter was replaced inside instead of written in place; raised on leaving.
     """
     return _engine_of(module).summon()
 
 
 def residency(module: nn.Module) -> Residency:
-    """Where the bytes of a sharded module lie: by tier and kind, now and at the fullest moment of the latest step.
+    """Return the bytes of a sharded module by tier and kind, now and at the peak of the latest step.
 
-    Printed, it is a table. Nothing waits, and no rank asks another. What autograd keeps of a forward is not counted,
-    nor a copy that `summon` makes of parameters to see which are written.
+    The result prints as a table. The call neither waits nor communicates. It counts neither activations that autograd
+    saves nor the copy of parameters by which `summon` finds what was written.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
+        module: Module that was passed to `shard`, or an item of it that is called.
 
     Raises:
         ValueError: The module is not sharded.
@@ -302,7 +302,7 @@ def disk_usage(module: nn.Module) -> DiskUsage:
     each measures its share of the bandwidth.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
+        module: Module that was passed to `shard`, or an item of it that is called.
 
     Raises:
         ValueError: The module is not sharded.
@@ -332,13 +332,13 @@ def reload_state(module: nn.Module, size: int) -> int:
 
 
 def trace(module: nn.Module) -> Trace | None:
-    """What the last whole step has needed on this rank, for `place`.
+    """Return what the last complete step needed on this rank, as input of `place`.
 
     Args:
-        module: What was given to `shard` at stage 3 with a budget, such as offload=Offload(budget="80GB").
+        module: Module that was passed to `shard` at stage 3 with a budget, such as `Offload(budget="80GB")`.
 
     Returns:
-        The trace; None before there was a whole step, and without a budget, where nothing is recorded.
+        The trace; None before the first complete step, and without a budget, since steps are then not recorded.
 
     Raises:
         ValueError: The module is not sharded.
@@ -347,10 +347,10 @@ def trace(module: nn.Module) -> Trace | None:
 
 
 def reset(module: nn.Module) -> None:
-    """Drops half-made gradients after an exception in forward or backward, so that the next step is right.
+    """Drop partial gradients after an exception in forward or backward, so that the next step is correct.
 
     Args:
-        module: What was given to `shard`, or an item of it that is called.
+        module: Module that was passed to `shard`, or an item of it that is called.
 
     Raises:
         ValueError: The module is not sharded.
@@ -361,7 +361,7 @@ def reset(module: nn.Module) -> None:
 def _engine_of(module: nn.Module) -> Engine:
     engine = getattr(module, ENGINE, None)  # what torch.compile returns has the attributes of the module inside
     if not isinstance(engine, Engine):
-        raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
+        raise ValueError(f"this {type(module).__name__} is not sharded; pass the module that you passed to shard()")
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Where an optimizer's state may lie, and which part of it lies where."""
+"""Memory tiers, and the policy that assigns optimizer state, parameters and gradients to them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,25 +9,25 @@ from typing import Any, Literal
 from par_groups import parse_size
 
 TIERS = ("device", "host", "disk")
-"""From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
+"""Tiers from the fastest to the largest: the computing device, the memory of its host, a disk of the host."""
 
 Parts = str | float | Mapping[str, float]
-"""A tier; "auto"; the part from 0 to 1 that lies on the host; or parts by tier, and the rest on the device."""
+"""A tier; "auto"; the fraction from 0 to 1 on the host; or fractions by tier, with the rest on the device."""
 
 Budget = int | str | Mapping[str, int | str]
-"""Bytes of the device that one rank may take; or those of each tier."""
+"""Bytes that one rank may use: of the device, or of each tier."""
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 _TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, a mapping of tiers, or 'auto'"
 
 _AUTO = ("optimizer", "gradients", "parameters")
-"""What may be "auto", in the order in which it leaves the device: what moves fewest bytes in a step leaves first."""
+"""Options that may be "auto". What moves the fewest bytes in a step is offloaded first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where a chunk's parameters, as the module uses them, and its reduced gradients lie between passes.
+    """Tiers of a chunk's parameters and reduced gradients between passes.
 
     Args:
         parameters: "device", "host" or "disk".
@@ -39,42 +39,43 @@ class Home:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether either of them lies on a disk."""
+        """Whether parameters or gradients are on a disk."""
         return "disk" in (self.parameters, self.gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What of an optimizer's state, of parameters and of gradients lies elsewhere than on the device, for `shard`.
+    """Tiers of optimizer state, parameters and gradients, for `shard`.
 
-    On a CPU the device and its host are one memory: what lies on the host moves nowhere, and is counted apart.
+    On a CPU, "device" and "host" are the same memory: data of the host tier is counted separately and never moves.
 
     Args:
-        optimizer: Where its state lies: "device", "host" or "disk"; the part from 0 to 1 that lies on the host; or
-            parts by tier, such as {"host": 0.4, "disk": 0.3}, and the rest on the device. What stays nearest is that of
-            the modules that run first. "auto": as little as the budget of the device asks for lies elsewhere, on the
-            host as far as its budget goes, and else on the disk.
-        parameters: Where this rank's shares of units lie at stage 3, from which units are gathered, given in the same
-            ways. Whole units lie in one tier.
-        gradients: Where reduced gradients lie at stage 3 until the optimizer has stepped, given in the same ways. Those
-            of whole units lie in one tier.
-        path: A folder on a local disk. Each rank makes one file in it, which has no name, so that nothing stays behind
-            however the process ends.
-        piece: Bytes of each slot, such as Adam's "exp_avg", that are read, stepped and written as one: a number, or a
+        optimizer: Tier of the optimizer's state: "device", "host" or "disk"; a fraction from 0 to 1 on the host; or
+            fractions by tier, such as {"host": 0.4, "disk": 0.3}, with the rest on the device. State of the modules
+            that run first stays nearest. "auto": `shard` offloads as little as the budget of the device requires, first
+            to the host as far as its budget allows, then to the disk.
+        parameters: Tier of this rank's shards at stage 3, from which units are gathered, in the same forms. All
+            parameters of a unit are in one tier.
+        gradients: Tier of reduced gradients at stage 3 until the step, in the same forms. All gradients of a unit are
+            in one tier.
+        path: Folder on a local disk. Each rank creates one file there without a name, which disappears with the
+            process, however it ends.
+        piece: Bytes of each slot, such as Adam's "exp_avg", that are read, stepped and written together: a number, or a
             text such as "16MiB".
-        ahead: Number of pieces in memory: one is stepped, others are read or written meanwhile.
+        ahead: Number of pieces in memory: one is stepped while the others are read or written.
         threads: Number of threads that read, and of threads that write.
-        overlap: Whether, at stage 3, a step returns when it has stepped what is in memory, and a thread steps what is
-            on the disk while the next forward runs, in which each unit waits for its own. No gradient is stale and no
-            number changes, but hooks behind a step see the parameters of before. "auto": where computing is not on a
-            CPU, of which the thread would take a part.
-        budget: Bytes that one rank may take, by tier, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
-            "80GB" of the device; on a CPU, of memory. What does not fit is refused. Of the device it is for stage 3,
-            or for something that is "auto". At stage 3 each step is recorded, and in the next ones those units stay
-            gathered that `place` has room for. None: a unit is freed when the next begins.
-        policy: The name of the policy of `place` by which they are chosen.
-        other: Tells how many bytes on the device are neither parameters, nor gradients, nor state, such as activations;
-            called at each moment of a step. None: what the allocator says on an accelerator, and 0 on a CPU.
+        overlap: Whether a step at stage 3 returns when it has stepped the pieces in memory. A thread then steps the
+            pieces on the disk during the next forward, and each unit waits for its own pieces. No gradient is stale
+            and no result changes, but step post hooks see the old parameters. "auto": True, except on a CPU, where the
+            thread would compete with the forward.
+        budget: Bytes of each tier that one rank may use, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
+            "80GB" for the device only; on a CPU, bytes of memory. `shard` raises an error if the data does not fit. A
+            budget of the device requires stage 3 or a value "auto". At stage 3 each step is recorded, and the next
+            steps keep those units gathered for which `place` finds memory. None: a unit is freed when the next begins.
+        policy: Name of the policy of `place`.
+        other: Function that returns the bytes on the device that are neither parameters, gradients nor state, such as
+            activations; it is called at each moment of a step. None: the allocator's count on an accelerator, 0 on a
+            CPU.
 
     Raises:
         TypeError: A value of another type.
@@ -119,45 +120,49 @@ class Offload:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Which part of the optimizer's state lies in each tier; 1 in all."""
+        """Fraction of the optimizer's state in each tier; the sum is 1."""
         return _parts_of("optimizer", self.optimizer)
 
     @property
     def parameter_parts(self) -> dict[str, float]:
-        """Which part of the parameters lies in each tier; 1 in all."""
+        """Fraction of the parameters in each tier; the sum is 1."""
         return _parts_of("parameters", self.parameters)
 
     @property
     def gradient_parts(self) -> dict[str, float]:
-        """Which part of the gradients lies in each tier; 1 in all."""
+        """Fraction of the gradients in each tier; the sum is 1."""
         return _parts_of("gradients", self.gradients)
 
     @property
     def away(self) -> dict[str, Parts]:
-        """What does not lie on the device alone, or may not, as it was given: by name of the option."""
+        """Options whose data is, or may be, outside of the device: their values by name."""
         far = self.furthest
         parts = {"optimizer": far.parts, "parameters": far.parameter_parts, "gradients": far.gradient_parts}
         return {name: getattr(self, name) for name, by_tier in parts.items() if by_tier["device"] < 1}
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything lies on a disk, or may."""
+        """Whether any data is on a disk, or may be."""
         far = self.furthest
         return any(parts["disk"] for parts in (far.parts, far.parameter_parts, far.gradient_parts))
 
     @property
     def auto(self) -> tuple[str, ...]:
-        """What is "auto", by name of the option, in the order in which it leaves the device."""
+        """Names of the options that are "auto", in the order in which their data is offloaded."""
         return tuple(name for name in _AUTO if getattr(self, name) == "auto")
 
     @property
     def furthest(self) -> "Offload":
-        """The same, with what is "auto" in the last tier that it may go to: that has a budget."""
+        """The same options, with "auto" replaced by the last tier that has a budget."""
         last = next((tier for tier in ("disk", "host") if self.budgets.get(tier)), "device")
         return self.with_parts(dict.fromkeys(self.auto, last)) if self.auto else self
 
     def with_parts(self, parts: Mapping[str, Parts]) -> "Offload":
-        """The same, but for what lies where of some options, by name."""
+        """Return the same options with other tiers for some of them.
+
+        Args:
+            parts: Tier or fractions by name of the option.
+        """
         return replace(
             self,
             optimizer=parts.get("optimizer", self.optimizer),
@@ -167,7 +172,7 @@ class Offload:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of each slot that are moved as one."""
+        """Bytes of each slot that are moved together."""
         size = parse_size(self.piece, name="piece", example="16MiB")
         if size < 1:
             raise ValueError(f"piece is {self.piece!r}; give 1 byte or more")
@@ -175,7 +180,7 @@ class Offload:
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Bytes that one rank may take, of each tier that has a budget."""
+        """Bytes that one rank may use, for each tier with a budget."""
         if self.budget is None:
             return {}
         given = self.budget if isinstance(self.budget, Mapping) else {"device": self.budget}
@@ -189,20 +194,20 @@ class Offload:
 
     @property
     def folder(self) -> str:
-        """The path as a text."""
+        """The path as text; "" without a path."""
         return "" if self.path is None else fspath(self.path)
 
 
 def _parts_of(name: str, given: object) -> dict[str, float]:
-    """Which part of something lies in each tier; 1 in all.
+    """Return the fraction of some data in each tier; the sum is 1.
 
     Args:
-        name: What it is, for errors.
-        given: A tier, a part or a mapping.
+        name: Name of the option, for errors.
+        given: A tier, a fraction or a mapping.
 
     Raises:
-        TypeError: Something else.
-        ValueError: Another tier, or parts that are none; "auto", of which nobody knows yet.
+        TypeError: `given` is something else.
+        ValueError: Another tier, fractions outside of 0 to 1, or "auto", which `shard` has not resolved yet.
     """
     remedy = _TIERS_ARE
     if given == "auto":
@@ -230,7 +235,7 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
 
 
 def text_of(size: int) -> str:
-    """Bytes as errors say them, such as "2.0 GB"."""
+    """Return bytes as text for errors, such as "2.0 GB"."""
     for name, unit in _UNITS.items():
         if size >= unit:
             return f"{size / unit:.1f} {name}"
@@ -238,12 +243,12 @@ def text_of(size: int) -> str:
 
 
 def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
-    """What a tier has to have, such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
+    """Return a text such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
 
     Args:
-        tier: The tier.
-        given: Its budget in bytes.
-        parts: Bytes that have to lie there, by what they are.
+        tier: Tier.
+        given: Budget of the tier, in bytes.
+        parts: Bytes that the tier must hold, by kind.
     """
     least = text_of(sum(parts.values()))
     unit = least.split()[1]

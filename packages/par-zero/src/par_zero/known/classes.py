@@ -1,4 +1,4 @@
-"""Optimizers of public packages, and what each of them looks at when it updates an element. Data only.
+"""Optimizers of public packages and their update scopes. Data only.
 
 A class is listed under its package. It counts wherever in the package it is defined, since releases move classes
 between modules. A longer name of a module goes before a shorter one. No package here needs to be installed.
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class UpdateScope(Enum):
-    """What an optimizer looks at when it updates an element."""
+    """Tensors that the update of one element depends on."""
 
     ELEMENT = "element"
     """The element, its gradient and its state only: any slice of a tensor can be updated by itself."""

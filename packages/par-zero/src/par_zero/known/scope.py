@@ -1,4 +1,4 @@
-"""What an optimizer looks at, found by its class in the table of `known`."""
+"""Update scope of an optimizer, looked up by its class."""
 
 import inspect
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _NOT_IN_A_STEP = {
 
 
 def update_scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateScope:
-    """Return what an optimizer looks at when it updates an element of a param group.
+    """Return the tensors on which an optimizer's update of an element depends.
 
-    A subclass counts as the listed class that it comes from if it leaves everything of that class as it is that a step
-    may call. One with a `step`, `train` or `eval` of its own is unknown.
+    A subclass has the scope of its listed base class if it overrides nothing that a step may call. A subclass with its
+    own `step`, `train` or `eval` has the scope `UNKNOWN`.
 
     Args:
-        optimizer: The optimizer.
-        group: The param group, some of whose settings may widen the scope.
+        optimizer: Optimizer whose class is looked up.
+        group: Param group; some settings widen the scope, such as a norm over all gradients.
     """
     if _has_own_step(optimizer):
         return UpdateScope.UNKNOWN

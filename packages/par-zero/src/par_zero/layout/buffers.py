@@ -8,17 +8,17 @@ from .meter import BUFFERS, Meter
 
 
 def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = None) -> int:
-    """Elements of the buffers that chunks of some sizes come to be lent, at most, of as many as are lent at a time.
+    """Return the largest number of elements of the buffers that reductions of some chunks need at a time.
 
-    Where no chunk is larger than one before it, each buffer stays as large as the chunk that it was made for. Else a
-    smaller chunk may have the largest buffer when the largest chunk needs one, and in the end all are as large. But in
-    a pass a chunk makes one buffer at most, and none where it has one of those that were kept.
+    If no chunk is larger than an earlier one, each buffer keeps the size of the chunk that it was made for. Otherwise a
+    small chunk may use the largest buffer when the largest chunk needs one, and after a few passes all buffers are as
+    large as the largest chunk. But in one pass a chunk makes at most one buffer, and none if it gets a kept buffer.
 
     Args:
-        chunks: Elements of each chunk, in the order in which they are lent.
-        inflight: Number of chunks that are lent a buffer at a time.
-        kept: Number of buffers that stay between passes, where chunks may come in any other order than this one; None:
-            they come in this order.
+        chunks: Number of elements of each chunk, in the order of their reductions.
+        inflight: Number of chunks whose reductions are in flight at a time.
+        kept: Number of buffers that are kept between passes, if chunks may come in any order. None: chunks always come
+            in the given order.
     """
     by_size = sorted(chunks, reverse=True)
     if kept is None and list(chunks) == by_size:

@@ -1,15 +1,18 @@
-"""How parameters lie in a flat buffer, and how the buffer is dealt out to ranks. Pure arithmetic.
+"""Positions of parameters in a flat buffer, and its shards. Pure arithmetic.
 
-Parameters of one param group lie together, so that a rank's share holds at most one slice of each group, which one
-fused optimizer call updates. Groups and shares begin at multiples of 16 elements: vector kernels then fall into the
-same steps however the buffer is cut.
+The parameters of a param group are stored next to each other, so that a rank's shard holds at most one slice of each
+group, which one fused optimizer call updates. Groups and shards begin at multiples of 16 elements.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16
-"""Number of elements of which the beginning of every group and share is a multiple."""
+"""Every group and every shard begins at a multiple of this number of elements.
+
+Vectorized kernels compute the last few elements of a tensor in another way. With aligned beginnings the same elements
+are the last ones for every number of ranks, so the results have the same bits.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +22,9 @@ class PackedItem:
     Args:
         numel: Number of its elements on this rank.
         group: Number of its param group.
-        weight: Number of the elements by which parameters that stay whole are dealt out; 0: as many as it has. Ranks
-            that have different parts of a parameter deal it out by its whole size, to ranks of the same place.
+        weight: Number of elements that counts when atomic parameters are assigned to ranks; 0: `numel`. Tensor-parallel
+            ranks hold different shards of a parameter and must assign it to the same data rank, so they pass its full
+            size.
     """
 
     numel: int
@@ -30,14 +34,14 @@ class PackedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceRange:
-    """Elements start to stop - 1 of a buffer, all of one param group, or padding behind it.
+    """Consecutive elements of a buffer that belong to one param group, with the padding behind them.
 
     Args:
         group: Number of the param group.
-        start: The first element.
-        stop: One past the last.
-        tier: Where the optimizer's state of them lies: "device", "host" or "disk".
-        in_pieces: Whether they are stepped through buffers, as something of them lies on a disk.
+        start: First element.
+        stop: Last element plus one.
+        tier: Tier of the optimizer's state of these elements: "device", "host" or "disk".
+        in_pieces: Whether the elements are stepped through buffers, because some of their data is on a disk.
     """
 
     group: int
@@ -49,15 +53,15 @@ class SliceRange:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:
-    """Where parameters lie in a buffer.
+    """Positions of parameters in a buffer.
 
     Args:
-        slots: The first element of each parameter, and one past its last.
-        regions: Where the parameters of each param group lie.
-        shard: Number of elements of one rank's share.
-        ranks: Number of shares.
-        atomic: Whether no parameter is cut; then `regions` has one range for each parameter.
-        owners: Where no parameter is cut: in which share each lies, also one without elements.
+        slots: First element, and last element plus one, of each parameter.
+        regions: Range of each param group.
+        shard: Number of elements of one rank's shard.
+        ranks: Number of shards.
+        atomic: Whether each parameter is in one shard; `regions` then has one range for each parameter.
+        owners: Shard of each parameter, also of one without elements, if `atomic`.
     """
 
     slots: tuple[tuple[int, int], ...]
@@ -78,10 +82,10 @@ class ChunkLayout:
         return self.size - sum(stop - start for start, stop in self.slots)
 
     def loads(self, items: Sequence[PackedItem]) -> list[int]:
-        """Where no parameter is cut: by how many elements each rank has parameters, counted by their weights.
+        """Return the number of elements that each rank owns of atomic parameters, counted by their weights.
 
         Args:
-            items: The parameters that were packed.
+            items: Parameters that were packed.
         """
         loads = [0] * self.ranks
         for item, owner in zip(items, self.owners, strict=True):
@@ -90,17 +94,17 @@ class ChunkLayout:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Where the padding lies: first elements, and ones past the last."""
+        """Ranges of the padding: first element, and last element plus one."""
         ends = [0, *(stop for _, stop in sorted(self.slots))]
         starts = [*(start for start, _ in sorted(self.slots)), self.size]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def share(self, rank: int) -> tuple[int, int]:
-        """The first element of a rank's share, and one past its last."""
+        """Return the first element of a rank's shard, and the last plus one."""
         return rank * self.shard, (rank + 1) * self.shard
 
     def slices(self, low: int, high: int) -> Iterator[SliceRange]:
-        """What the elements low to high - 1 have of each region."""
+        """Yield the parts of each region that are in the elements from `low` up to `high`."""
         for region in self.regions:
             start, stop = max(low, region.start), min(high, region.stop)
             if start < stop:
@@ -108,9 +112,9 @@ class ChunkLayout:
 
 
 def pack(items: Sequence[PackedItem], ranks: int) -> ChunkLayout:
-    """Packs parameters one behind the other, group by group, and cuts the buffer evenly.
+    """Pack parameters group by group, and shard the buffer evenly.
 
-    Padding is below 16 elements for each group and each rank.
+    The padding is less than 16 elements for each group and each rank.
     """
     slots: list[tuple[int, int]] = [(0, 0)] * len(items)
     regions = []
@@ -121,20 +125,21 @@ def pack(items: Sequence[PackedItem], ranks: int) -> ChunkLayout:
             if item.group == group:
                 slots[number] = end, end + item.numel
                 end += item.numel
-        # The region ends on a multiple too, in padding, so that no kernel has a scalar tail that another cut lacks.
+        # The padding belongs to the region, so that it also ends at a multiple: a kernel would compute a tail of fewer
+        # elements in another way, and only on the rank whose shard ends there.
         end = _aligned(end)
         regions.append(SliceRange(group=group, start=start, stop=end))
     return ChunkLayout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
 
 
 def pack_atomic(items: Sequence[PackedItem], ranks: int, dealt: Sequence[int] = ()) -> ChunkLayout:
-    """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far.
+    """Assign each parameter to one rank: the largest first, to the rank with the fewest elements so far.
 
     Args:
-        items: The parameters.
+        items: Parameters.
         ranks: Number of ranks.
-        dealt: Number of elements that each rank has of other buffers, none by default: of several ranks that have as
-            much of this one, that is chosen which has the least of those.
+        dealt: Number of elements that each rank owns in other buffers, which decides between ranks that own the same
+            number in this buffer. Default: 0 for each rank.
     """
     loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)

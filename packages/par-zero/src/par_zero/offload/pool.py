@@ -1,30 +1,32 @@
-"""Buffers of whole pages that are taken and given back."""
+"""Page-aligned host buffers that reads and writes of a disk reuse."""
 
 from .disk import DiskBuffer
 from .pieces import pages
 
 
 class DiskBuffers:
-    """Lends buffers, and keeps those that were given back."""
+    """Pool of page-aligned buffers. It never holds more buffers than were in use at one time."""
 
     def __init__(self) -> None:
         self._free: list[DiskBuffer] = []
         self.bytes = 0
-        """Bytes of all of them, lent or not."""
+        """Bytes of all buffers, in use or free."""
 
     def take(self, size: int) -> DiskBuffer:
-        """A buffer of so many bytes or more, whose size is a multiple of a page."""
+        """Return a buffer of at least `size` bytes, and remove it from the pool."""
         fitting = [buffer for buffer in self._free if len(buffer.bytes) >= size]
         if fitting:
             chosen = min(fitting, key=lambda buffer: len(buffer.bytes))
             self._free.remove(chosen)
             return chosen
-        if self._free:  # one is replaced, so there are never more than were lent at one time
+        if self._free:
+            # A free buffer that is too small makes room for the new one. If it stayed, sizes that grow from step to
+            # step would leave one useless buffer behind each time.
             self.bytes -= len(self._free.pop().bytes)
         made = DiskBuffer(pages(size))
         self.bytes += len(made.bytes)
         return made
 
     def give_back(self, buffer: DiskBuffer) -> None:
-        """Takes back a buffer that nothing reads or writes any more."""
+        """Put back a buffer after all of its reads and writes have ended."""
         self._free.append(buffer)

@@ -36,11 +36,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: UpdateScope) -> str | None:
-    """Return what speaks against an optimizer looking at no more than `scope`; None if a trial shows nothing.
+    """Return in words how an optimizer's update depends on more than `scope`; None if a trial finds nothing.
+
+    The trial steps copies of the optimizer on small tensors. It can find a violation, but cannot prove a scope.
 
     Args:
-        optimizer: The optimizer whose class is tried; it is not touched.
-        group: The param group whose settings are tried.
+        optimizer: Optimizer whose class is tried; it is not changed.
+        group: Param group whose settings are tried.
         scope: `UpdateScope.ELEMENT` or `UpdateScope.TENSOR`.
 
     Raises:
@@ -166,11 +168,11 @@ class _Trial:
 
 
 def state_slots(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The state that an optimizer keeps for each element of a tensor after a few steps: dtypes by name.
+    """Return the dtypes, by name, of the state that an optimizer keeps for each element of a tensor.
 
     Args:
-        optimizer: The optimizer whose class is tried; it is not touched.
-        group: The param group whose settings are tried.
+        optimizer: Optimizer whose class is tried; it is not changed.
+        group: Param group whose settings are tried.
         dtype: Dtype of the tensor.
     """
     parameter, state = _state_of_steps(optimizer, group, dtype)
@@ -178,11 +180,11 @@ def state_slots(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 
 
 def state_counter_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
-    """Bytes of what an optimizer keeps for a tensor as a whole after a few steps, such as Adam's count of them.
+    """Return the bytes of state that an optimizer keeps per tensor instead of per element, such as Adam's step count.
 
     Args:
-        optimizer: The optimizer whose class is tried; it is not touched.
-        group: The param group whose settings are tried.
+        optimizer: Optimizer whose class is tried; it is not changed.
+        group: Param group whose settings are tried.
         dtype: Dtype of the tensor.
     """
     parameter, state = _state_of_steps(optimizer, group, dtype)
