@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 import par_checkpoint
 from par_checkpoint.format.bytes import bytes_of
 from par_checkpoint.storage.files import IN_FLIGHT
-from par_checkpoint.storage.objects.s3 import PART, Parts, S3Store
+from par_checkpoint.storage.objects.s3 import PART, S3Store, UploadParts
 from par_checkpoint.storage.remote import RemoteFolder
 from par_groups import Box, Sharding
 
@@ -255,7 +255,7 @@ class ByHand:
                 job.result()
         dist.barrier()
         if self._rank == 0:
-            self._store.join(PATH, upload[0], Parts(size=TOTAL, head=0, part=PART))
+            self._store.join(PATH, upload[0], UploadParts(size=TOTAL, head=0, part=PART))
 
     def load(self) -> None:
         """Each rank gets every other part by a request for a range, checks it, and hands on what is not its own."""

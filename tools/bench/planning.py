@@ -21,8 +21,8 @@ from par_checkpoint.format.crc import Crc, decode_crcs, encode_crcs
 from par_checkpoint.format.manifest import FileRecord, Manifest, encode_manifest
 from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors, check_covered, merge
 from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
-from par_checkpoint.plan.plan import Planner
-from par_checkpoint.plan.tasks import Dealt, Plan
+from par_checkpoint.plan.plan import BlockPlanner
+from par_checkpoint.plan.tasks import AssignedRun, RankPlan
 from par_checkpoint.transfer.exchange import claims_of_all, words_of
 from par_checkpoint.transfer.ranks import Ranks, _halves
 from par_checkpoint.transfer.sessions import Session
@@ -271,25 +271,25 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
     ranks._machines = [(range(first, first + HOST), f"host {first // HOST}") for first in range(0, RANKS, HOST)]
     session = Session(None)
     seconds: dict[str, float] = {}
-    saved: list[tuple[list[GlobalTensor], list[File], Plan]] = []
+    saved: list[tuple[list[GlobalTensor], list[File], RankPlan]] = []
 
     def prepare(saving: bool) -> None:
         claims = LAYOUTS[name](rank)
         key = saving, tuple(words_of(claims, rank))
 
-        def make() -> tuple[list[GlobalTensor], list[File], Plan]:
+        def make() -> tuple[list[GlobalTensor], list[File], RankPlan]:
             tensors = merge(claims_of_all(ranks, claims))
             if saving:
                 check_covered(tensors)
             files = lay_out(tensors, 5 * 10**9) if saving else saved[0][1]
-            planner = Planner(tensors, data_areas(files), rank, RANKS, hosts=ranks.hosts())
+            planner = BlockPlanner(tensors, data_areas(files), rank, RANKS, hosts=ranks.hosts())
             return tensors, files, planner.save() if saving else planner.load(near=False)
 
         saved.append(session.planned(key, make))
 
     some = [([other], LAYOUTS[name](other)) for other in range(0, RANKS, 64)]  # code takes memory when it first runs
     warm = merge(some)
-    Planner(warm, data_areas(lay_out(warm, 5 * 10**9)), rank, RANKS).load(near=False)
+    BlockPlanner(warm, data_areas(lay_out(warm, 5 * 10**9)), rank, RANKS).load(near=False)
     del some, warm
     base = reset_peak()
     for step in ("save", "again", "load", "load again"):
@@ -323,18 +323,18 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
 def checksums(tensors: list[GlobalTensor], files: list[File]) -> Iterator[bytes]:
     """What every rank tells the first one of the blocks that it has written."""
     areas = data_areas(files)
-    dealt = Planner(tensors, areas, 0, RANKS, hosts=[rank // HOST for rank in range(RANKS)])._dealt_out
+    dealt = BlockPlanner(tensors, areas, 0, RANKS, hosts=[rank // HOST for rank in range(RANKS)])._dealt_out
     by_rank: dict[int, list[Crc]] = {}
     for area, runs in zip(areas, dealt(saving=True, near=False), strict=True):
         for run in runs:
             shares: Iterable[tuple[int, int, range]] = [(area.file % (RANKS - 1), 0, range(run.first, run.stop))]
-            if isinstance(run, Dealt):
+            if isinstance(run, AssignedRun):
                 shares = run.deal.segments(run.first, run.stop)
             for rank, _, numbers in shares:
                 for number in numbers:
                     begin = area.begin + number * area.block
                     size = min(begin + area.block, area.end) - begin
-                    is_whole = isinstance(run, Dealt) or number % 16  # in fact, boxes end in fewer of them
+                    is_whole = isinstance(run, AssignedRun) or number % 16  # in fact, boxes end in fewer of them
                     parts = [size] if is_whole else [size // 2, size - size // 2]
                     for part, count in enumerate(parts):
                         crc = begin * 2654435761 % (1 << 32)

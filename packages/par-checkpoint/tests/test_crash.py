@@ -17,7 +17,7 @@ from torch import nn
 import par_checkpoint as pc
 from par_checkpoint import _save
 from par_checkpoint.storage.local import LocalFolder
-from par_checkpoint.transfer.exchange import Exchange
+from par_checkpoint.transfer.exchange import PieceExchange
 from par_groups import Box, Sharding
 
 from .helpers import policies
@@ -205,7 +205,7 @@ def test_a_rank_dies_while_it_sends_its_columns(tmp_path):
     root, victim = tmp_path / "run", pids()[1]
     path, rank = root / "step-00000001", dist.get_rank()
     cut = Sharding((256, 256), (Box((0, 128 * rank), (256, 128), 0, (128, 1), (rank,)),))
-    run, rounds = Exchange.run, []
+    run, rounds = PieceExchange.run, []
 
     def die_in_the_third(*args, **kinds):
         rounds.append(1)
@@ -216,7 +216,7 @@ def test_a_rank_dies_while_it_sends_its_columns(tmp_path):
     saved(path, OLD)
     columns = {name: torch.ones(256, 128) for name in "abcdefgh"}
     chosen = policies(layout=dict.fromkeys(columns, cut), budget="16MB", **OPTIONS)
-    with mock.patch.object(Exchange, "run", die_in_the_third), pytest.raises(RuntimeError):
+    with mock.patch.object(PieceExchange, "run", die_in_the_third), pytest.raises(RuntimeError):
         pc.save(path, model=columns, overwrite=True, **chosen)
     assert len(rounds) == 3
     assert [each.name for each in root.iterdir()] == [path.name]

@@ -287,10 +287,10 @@ def test_a_tensor_larger_than_the_budget_goes_round_by_round(tmp_path):
     torch.manual_seed(rank)
     part = torch.randn(2560, width)
     layout = {"w": rectangle((2560, 4 * width), 1, width * rank, width * (rank + 1), rank)}
-    rounds, run = [], writing.Exchange.run
-    writing.Exchange.run = lambda *args, **keywords: rounds.append(1) or run(*args, **keywords)
+    rounds, run = [], writing.PieceExchange.run
+    writing.PieceExchange.run = lambda *args, **keywords: rounds.append(1) or run(*args, **keywords)
     save(tmp_path / "c", model={"w": part}, format=Format(layout=layout), transfer=Transfer(budget="16MB"))
-    writing.Exchange.run = run
+    writing.PieceExchange.run = run
     assert len(rounds) == 3  # 40 MiB are 10 blocks, 3 for some ranks, and a round takes one from each
     other = {"w": torch.zeros_like(part)}
     load(tmp_path / "c", model=other, format=Format(layout=layout), transfer=Transfer(budget="16MB"))

@@ -20,10 +20,10 @@ from par_checkpoint.transfer.sessions import session_of
 @pytest.mark.ranks(2)
 def test_calls_with_other_timeouts_use_the_same_communicators_plans_and_memory(tmp_path):
     model = {"w": torch.ones(3 << 20)}
-    made, planned = transfer.gloo_among, saving.Planner
+    made, planned = transfer.gloo_among, saving.BlockPlanner
     with (
         mock.patch.object(transfer, "gloo_among", side_effect=made) as communicators,
-        mock.patch.object(saving, "Planner", side_effect=planned) as planners,
+        mock.patch.object(saving, "BlockPlanner", side_effect=planned) as planners,
     ):
         memories = set()
         for number in range(4):

@@ -1,4 +1,4 @@
-"""What the ranks of a save or a load compare before they begin."""
+"""Options and state that ranks compare before they save or load."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -134,7 +134,7 @@ def kinds_of(urls: Sequence[str]) -> list[str]:
 def place_of(url: str) -> str:
     """Return the kind and the name of a checkpoint's folder, which ranks compare.
 
-    Where it is mounted may differ between machines. A different name is a different checkpoint: two threads have then
-    begun their saves in a different order on some ranks.
+    Machines may mount the same folder at different paths. A different name is a different checkpoint: two threads have
+    then begun their saves in a different order on some ranks.
     """
     return f"{kinds_of([url])[0]} named {url.rstrip('/').rpartition('/')[2]!r}"

@@ -14,16 +14,16 @@ from ._errors import corrupt
 from .format.bytes import bytes_of
 from .format.index import encode_index, index_of
 from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, encode_manifest
-from .storage.files import Source, Writer
+from .storage.files import FileSource, Writer
 from .storage.folder import Folder, Staging
 from .storage.outline import read_outline
 from .storage.sharing import Sharing
-from .transfer.memory import Pool
+from .transfer.memory import MemoryPool
 from .transfer.ranks import Ranks, attempt
 from .transfer.workers import Workers
 
 
-class Carrier(Protocol):
+class CheckpointCopier(Protocol):
     """What brings blocks to a copy where no rank sees all of the source."""
 
     @property
@@ -31,7 +31,7 @@ class Carrier(Protocol):
         """The files whose blocks it brings."""
 
     def carry(self, manifest: Manifest, staging: Staging, target: Folder, ranks: Ranks, *, by_file: bool) -> None:
-        """Every rank: writes its share of all blocks; `by_file` where each file has one writer."""
+        """Write this rank's blocks on every rank, `by_file` if each file has one writer."""
 
 
 def copy_checkpoint(
@@ -43,9 +43,9 @@ def copy_checkpoint(
     overwrite: bool,
     threads: int,
     of: str | None = None,
-    carrier: Carrier | None = None,
+    carrier: CheckpointCopier | None = None,
 ) -> bool:
-    """Copies a whole checkpoint; it appears at once and whole, or not at all. Collective.
+    """Copy a complete checkpoint, which appears in one step or not at all. Collective.
 
     Every byte is compared with its checksum on the way. Ranks deal the blocks out among themselves where several can
     write one file, else the files.
@@ -58,13 +58,13 @@ def copy_checkpoint(
         overwrite: Whether to replace a checkpoint that is there.
         threads: Number of threads of a rank that read, checksum and write; each holds a block.
         of: The version of the source that is meant (see `Folder.version`, on rank 0); None: that which is there.
-        carrier: What brings the blocks of large files; None: ranks read them from the source.
+        carrier: Source of the blocks of large files; None: ranks read them from `source`.
 
     Returns:
         Whether it is copied. It is not if another checkpoint has taken its place in the source.
 
     Raises:
-        CheckpointError, OSError: It cannot be read or written; what was in the target before is still there.
+        CheckpointError, OSError: Reading or writing failed; the target is unchanged.
     """
 
     def look() -> tuple[bytes, bool] | None:
@@ -98,10 +98,10 @@ class _Copy:
     target: Folder
     overwrite: bool
     by_file: bool
-    carrier: Carrier | None
+    carrier: CheckpointCopier | None
 
     def run(self, ranks: Ranks, threads: int) -> None:
-        """Copies and commits; whatever fails, the staging folder goes."""
+        """Copy and commit. After any error the staging folder is removed."""
         carrier = self.carrier
         large = {
             name: record
@@ -156,7 +156,7 @@ class _Copy:
 
     def _copy_file(self, name: str, record: FileRecord, begins: Sequence[int], workers: Workers) -> None:
         """Copies what begins at some bytes of a file, each to the end of its unit."""
-        pool = Pool(self._unit(record))
+        pool = MemoryPool(self._unit(record))
         with closing(self.source.open(name)) as opened:
             writer = self.staging.writer(name)
 
@@ -173,7 +173,7 @@ class _Copy:
             writer.finish()
 
     def _copy_unit(
-        self, name: str, record: FileRecord, begin: int, memory: memoryview, source: Source, writer: Writer
+        self, name: str, record: FileRecord, begin: int, memory: memoryview, source: FileSource, writer: Writer
     ) -> None:
         """Reads some blocks, checks them and writes them; the header goes with the first."""
         if begin == record.data_begin and begin:

@@ -1,4 +1,4 @@
-"""What can be wrong with files, apart from what the caller wrote (`ValueError`, `TypeError`)."""
+"""Errors of files. Errors of arguments are `ValueError` and `TypeError`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

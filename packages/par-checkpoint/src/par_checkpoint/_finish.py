@@ -19,7 +19,7 @@ from .storage.folder import Staging
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """What the caller chose and the commit needs."""
+    """Arguments of `save` that the commit needs."""
 
     style: str
     step: int | None
@@ -27,7 +27,7 @@ class Noted:
 
 
 def needed_bytes(prepared: Prepared, content: Content) -> int:
-    """What the checkpoint will take, without indexes and manifest."""
+    """Return the bytes of the checkpoint without indexes and manifest."""
     side = sum(tensor.numel() * tensor.element_size() for tensor in content.state.tensors.values())
     side += sum(map(len, content.beside.values()))
     return side + sum(file.size for file in prepared.files)
@@ -56,7 +56,7 @@ def commit(
     """Writes the small files, the manifest last, and puts the folder in its place.
 
     Args:
-        staging: Where the data is, whole and durable.
+        staging: Staging folder, whose data is complete and on the disk.
         content: What the manifest says.
         files: The data files.
         small: Further files, whole.
@@ -91,7 +91,7 @@ def commit(
 
 
 def records_of(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> dict[str, FileRecord]:
-    """What the manifest says of safetensors files.
+    """Return the manifest's records of safetensors files.
 
     Args:
         files: All of them.
@@ -114,7 +114,7 @@ def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
 
     Args:
         prepared: All tensors and files.
-        stem: What the names of the model's files begin with.
+        stem: First part of the names of the model's files.
     """
     found = {}
     for section, prefix in {**STEMS, "model": stem}.items():
@@ -129,7 +129,7 @@ def index_from_above(prepared: Prepared, stem: str, generation: str) -> tuple[st
 
     Args:
         prepared: All tensors and files.
-        stem: What the names of the model's files begin with.
+        stem: First part of the names of the model's files.
         generation: The folder that the files stay in; "": they lie where transformers looks for them.
     """
     if not generation or not any(file.section == "model" for file in prepared.files):

@@ -50,13 +50,13 @@ _LOOKS = 3  # at the tiers, where what was found there goes while it is read
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What a load has done.
+    """Outcome of a load.
 
     Args:
         missing: Names that the model or optimizer has and the checkpoint has not. Without `strict`, also buffers on the
             meta device that no file holds and that nobody computes.
         unexpected: Names that the checkpoint has and no model or optimizer on any rank.
-        mismatched: What has another shape or dtype, in words.
+        mismatched: Text for each tensor with another shape or dtype.
         extra: What `save` was given as `extra`. Where that differed between ranks: what the rank of this number gave,
             or, on more ranks than saved, rank r what rank r modulo their number gave.
         extra_of_ranks: What each rank gave as `extra`, by rank, where it differed between them; else None.
@@ -293,14 +293,14 @@ def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Announced:
-    """What a rank tells the others, before anything changes.
+    """Announcement of one rank to the other ranks, before anything changes.
 
     Args:
         layout: The names of `layout` that the rank lacks, and those that it has.
         missing: Names that its model or optimizer has and the files have not.
         buffers: Names of buffers on the meta device that no file holds, and which it can have computed.
-        unmade: What is wrong with those that it cannot, in words, by name.
-        mismatched: What has another shape or dtype in the files, in words.
+        unmade: Text for each buffer that it cannot compute, by name.
+        mismatched: Text for each tensor with another shape or dtype in the files.
         same: Pairs of names in the files that are one tensor in its model.
         groups: For each param group of its optimizer, the candidates among the saved groups.
         loads_itself: Whether its model or optimizer has code of its own that torch calls in `load_state_dict`, or its
@@ -436,7 +436,7 @@ def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
     Args:
         act: Runs it on this rank.
         ranks: The ranks that load.
-        together: Whether code that is not ours runs on some rank: what it raises on one, all raise.
+        together: Whether some rank runs the caller's code. If it raises on one rank, all ranks raise.
     """
 
     def run() -> None:
@@ -460,7 +460,7 @@ def _own_key(number: int, name: str) -> str:
 
 
 def _match(outline: Outline, into: _Into, loading: ModuleLoading) -> tuple[Targets, OptimizerTargets]:
-    """What this rank fills of the model and of the optimizer, and what of it the files have."""
+    """Match the tensors of this rank's model and optimizer with the files."""
     model, layout, names = into.model, into.format.layout or {}, into.format.names
     of_model, of_optimizer = Targets(), OptimizerTargets()
     if model is not None:
@@ -505,7 +505,7 @@ def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Ann
     Args:
         outline: What the checkpoint holds.
         users: By key of everything in it that somebody should use: the number of ranks that do.
-        announced: What the ranks fill, equal ones once.
+        announced: Announcements of all ranks, equal ones once.
     """
     return LoadReport(
         missing=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.missing)),
@@ -523,8 +523,8 @@ def _check_strict(folder: Folder, report: LoadReport, unmade: Iterable[str]) -> 
 
     Args:
         folder: The checkpoint's folder.
-        report: What is missing or too much.
-        unmade: What is wrong with buffers that nobody computes, in words.
+        report: Missing and unexpected names.
+        unmade: Texts about buffers that have no values.
     """
     lines = [
         *report.mismatched,  # first, since a router of another size says why a thousand weights of experts are missing

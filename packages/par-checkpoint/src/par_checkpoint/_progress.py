@@ -6,13 +6,13 @@ from types import TracebackType
 from typing import Any
 
 
-class Bar:
+class ProgressBar:
     """Shows the bytes that this rank has written or read, as its share of all.
 
     Args:
         what: "save" or "load".
         total: Bytes of the whole checkpoint.
-        rank: This rank's number. Rank 0 shows its own share, which is about everybody's.
+        rank: This rank's number. Rank 0 shows its own progress, which is close to that of the other ranks.
         size: Number of ranks that take part.
         wanted: Whether to show a bar; None: if stderr is a terminal and tqdm is installed.
     """
@@ -30,7 +30,7 @@ class Bar:
             with self._lock:
                 self._bar.update(count)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(

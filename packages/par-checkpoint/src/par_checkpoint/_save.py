@@ -20,14 +20,14 @@ from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
 from ._policies import Format, Path, Tiers, Transfer, check_policy, timeout_of, urls_of, whole_number
-from ._progress import Bar, check_progress
+from ._progress import ProgressBar, check_progress
 from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
 from .plan.claims import Claims, check_covered, merge, section_of
 from .plan.files import File, Prepared, data_areas, lay_out
-from .plan.plan import Planner
+from .plan.plan import BlockPlanner
 from .state.beside import files_beside
 from .state.collect import (
     Content,
@@ -47,14 +47,14 @@ from .storage.folder import Folder, Staging, open_folder
 from .storage.local import LocalFolder
 from .storage.sharing import ALIGNMENT, Sharing
 from .tiers.copies import copy_on
-from .tiers.saving import PartFolder, PartStaging, Saved, check_copies, commit_parts, part_folder
+from .tiers.saving import PartFolder, PartStaging, SavedShards, check_copies, commit_parts, part_folder
 from .transfer.exchange import claims_of_all, words_of
-from .transfer.memory import Local
+from .transfer.memory import LocalState
 from .transfer.ranks import Ranks
 from .transfer.sessions import Session, session_of
 from .transfer.snapshot import Snapshot
 from .transfer.workers import Workers
-from .transfer.write import Work, write_blocks
+from .transfer.write import WriteContext, write_blocks
 
 Value = TypeVar("Value")
 
@@ -242,7 +242,7 @@ def save(
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """What this rank saves, and how and where, before it knows anything of the other ranks.
+    """Content and target of a save, as this rank knows them before it hears of the other ranks.
 
     Args:
         format: Format of the files.
@@ -334,7 +334,7 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
         alignment = ALIGNMENT[sharing] if is_shared else DATA_ALIGNMENT
         files = lay_out(tensors, limit, stem, None if by_owner else folder.block, alignment)
         owners = _owners(files, ranks.size) if by_owner else None
-        planner = Planner(
+        planner = BlockPlanner(
             tensors,
             data_areas(files),
             ranks.rank,
@@ -362,7 +362,7 @@ def _owners(files: Sequence[File], size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A save that is planned. Whatever fails in it, the staging folder goes."""
+    """A save that is planned. After any error the staging folder is removed."""
 
     folder: Folder
     staging: Staging
@@ -372,13 +372,13 @@ class _Job:
     transfer: Transfer
     step: int | None
     overwrite: bool
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[SavedShards] = field(default_factory=list)
     """Where each host keeps its part: what was saved, once it is."""
 
     @cached_property
-    def local(self) -> Local:
+    def local(self) -> LocalState:
         """What this rank holds."""
-        return Local.of(self.content.entries, self.prepared.tensors)
+        return LocalState.of(self.content.entries, self.prepared.tensors)
 
     def workers(self) -> Workers:
         """The threads that write; one alone where a stream is written in order."""
@@ -423,7 +423,7 @@ class _Job:
     def copy_and_write(
         self, session: Session, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event
     ) -> None:
-        """What goes on in the background.
+        """Copy and write in the background.
 
         Args:
             session: Gets the memory of the copy back when it is written: until then no other save may use it.
@@ -456,8 +456,8 @@ class _Job:
         """
         prepared, content = self.prepared, self.content
         total = sum(file.size for file in prepared.files)
-        with Bar("save", total, ranks.rank, ranks.size, self.transfer.progress) as bar:
-            work = Work(
+        with ProgressBar("save", total, ranks.rank, ranks.size, self.transfer.progress) as bar:
+            work = WriteContext(
                 files=prepared.files,
                 local=self.local,
                 ranks=ranks,

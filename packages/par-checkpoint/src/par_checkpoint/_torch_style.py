@@ -23,24 +23,24 @@ from .state.collect import Content
 from .storage.files import Writer
 from .transfer.ranks import attempt
 from .transfer.snapshot import Snapshot
-from .transfer.write import Work, write_blocks
+from .transfer.write import WriteContext, write_blocks
 
 
 def write_objects(
-    prepared: Prepared, work: Work, content: Content, snapshot: Snapshot | None = None
+    prepared: Prepared, work: WriteContext, content: Content, snapshot: Snapshot | None = None
 ) -> dict[str, FileRecord]:
     """Gathers the tensors of each file on one rank and writes the file there. Collective.
 
     Args:
         prepared: All tensors, and as files: those of the model, and those of the optimizer.
-        work: What writing needs beside the plan.
+        work: Context of the write.
         content: What this rank brings.
         snapshot: The copy to gather from; None: straight from the local tensors.
 
     Returns:
-        What the manifest says of each file, by its name; the same on every rank.
+        Manifest records by file name; the same on every rank.
     """
-    memory = _Memory(prepared)
+    memory = _MemoryStaging(prepared)
     gathering = replace(work, staging=memory, progress=_nothing)  # type: ignore[arg-type]
     _, error = write_blocks(prepared.plan, gathering, snapshot)
     work.ranks.raise_first(error)
@@ -49,7 +49,9 @@ def write_objects(
     return {name: record for _, of_rank in work.ranks.distinct(records or {}) for name, record in of_rank.items()}
 
 
-def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:
+def _write_all(
+    prepared: Prepared, work: WriteContext, content: Content, memory: "_MemoryStaging"
+) -> dict[str, FileRecord]:
     """Writes the files of which this rank is the writer."""
     objects: dict[str, Any] = {}
     for number, file in enumerate(prepared.files):
@@ -114,10 +116,10 @@ def check_loadable(content: Content) -> None:
             ) from error
 
 
-def _write(work: Work, name: str, value: object) -> FileRecord:
+def _write(work: WriteContext, name: str, value: object) -> FileRecord:
     """Streams an object into the staging folder."""
     writer = work.staging.writer(name)
-    stream = _Stream(writer)
+    stream = _ChecksumStream(writer)
     try:
         torch.save(value, cast("IO[bytes]", stream))
     except BaseException:
@@ -129,7 +131,7 @@ def _write(work: Work, name: str, value: object) -> FileRecord:
     return stream.record()
 
 
-class _Stream(io.RawIOBase):
+class _ChecksumStream(io.RawIOBase):
     """A file to write to from beginning to end, which checksums what passes.
 
     Args:
@@ -166,11 +168,11 @@ class _Stream(io.RawIOBase):
         return len(memory)
 
     def record(self) -> FileRecord:
-        """What the manifest says of the file."""
+        """Return the manifest's record of the file."""
         return FileRecord(size=self._size, data_begin=0, header_crc=0, block=BLOCK, crcs=tuple(self._crcs))
 
 
-class _Memory:
+class _MemoryStaging:
     """A staging folder in the memory of the rank that writes a file: there a file is its tensors, one by one.
 
     Args:

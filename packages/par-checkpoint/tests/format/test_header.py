@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import _SIZE, _TYPES, load, save, save_file
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.header import _DTYPES, MAX_HEADER, Stored, decode_header, encode_header
+from par_checkpoint.format.header import _DTYPES, MAX_HEADER, HeaderEntry, decode_header, encode_header
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.dictionaries(
@@ -72,9 +72,9 @@ def test_a_whole_file_is_equal_byte_by_byte_but_for_padding(tmp_path):
 def test_offsets_are_contiguous_and_wide_elements_come_first():
     _, header = encode_header({"a": (torch.int8, (3,)), "z": (torch.float64, (2,)), "e": (torch.float64, (0, 5))})
     assert header.tensors == {
-        "e": Stored(torch.float64, (0, 5), 0, 0),
-        "z": Stored(torch.float64, (2,), 0, 16),
-        "a": Stored(torch.int8, (3,), 16, 19),
+        "e": HeaderEntry(torch.float64, (0, 5), 0, 0),
+        "z": HeaderEntry(torch.float64, (2,), 0, 16),
+        "a": HeaderEntry(torch.int8, (3,), 16, 19),
     }
 
 
@@ -98,7 +98,7 @@ def test_complex128_is_refused_by_name():
 
 def test_more_padding_is_legal():
     header = decoded(raw(json.dumps({"a": entry()}) + " " * 77, bytes(4)))
-    assert header.tensors["a"] == Stored(torch.float32, (1,), 0, 4)
+    assert header.tensors["a"] == HeaderEntry(torch.float32, (1,), 0, 4)
 
 
 BROKEN = {

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from par_checkpoint.plan import claims
 from par_checkpoint.plan.claims import (
     Claims,
-    Entry,
+    LocalTensor,
     check_covered,
     is_covered,
     key_of,
@@ -23,7 +23,7 @@ from ..helpers import rectangle
 
 def entry(name, sharding, dtype=torch.float32, section="model"):
     local = torch.zeros(sharding.local_numel, dtype=dtype)
-    return Entry(key=key_of(section, name), dtype=dtype, sharding=sharding, local=local)
+    return LocalTensor(key=key_of(section, name), dtype=dtype, sharding=sharding, local=local)
 
 
 def rows(name, begin, end, dtype=torch.float32):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from par_checkpoint.format.bytes import bytes_of, copy_elements_
-from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of, with_unique_keys
+from par_checkpoint.plan.claims import Claims, LocalTensor, check_covered, key_of, merge, name_of, with_unique_keys
 from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
-from par_checkpoint.plan.plan import Planner
+from par_checkpoint.plan.plan import BlockPlanner
 from par_checkpoint.transfer.exchange import by_wave
-from par_checkpoint.transfer.memory import Local
+from par_checkpoint.transfer.memory import LocalState
 from par_groups import Sharding, cut, whole
 
 from ..helpers import rectangle
@@ -64,7 +64,9 @@ def worlds(draw, values, *, partly=False):
             for box in record.boxes:
                 box.of(local).copy_(value[box.slices])
             if not (partly and draw(st.booleans())):
-                world[rank].append(Entry(key=key_of("model", name), dtype=value.dtype, sharding=record, local=local))
+                world[rank].append(
+                    LocalTensor(key=key_of("model", name), dtype=value.dtype, sharding=record, local=local)
+                )
     return world
 
 
@@ -110,7 +112,7 @@ def exchanged(rounds):
 
 def holders_of(world, held, piece):
     """The ranks that hold all of a piece."""
-    parts = [Local.of(entries, held).parts.get(piece.tensor, ()) for entries in world]
+    parts = [LocalState.of(entries, held).parts.get(piece.tensor, ()) for entries in world]
     return [rank for rank, of_rank in enumerate(parts) if any(part.holds(piece) for part in of_rank)]
 
 
@@ -121,8 +123,8 @@ def blocks_of(areas, held):
 def saved(world, held, files, owners, each, **how):
     """Carries out a save; the bytes of each file, and which rank wrote which blocks."""
     areas = data_areas(files)
-    plans = [Planner(held, areas, rank, len(world), owners=owners, **how).save() for rank in range(len(world))]
-    locals_ = [Local.of(entries, held) for entries in world]
+    plans = [BlockPlanner(held, areas, rank, len(world), owners=owners, **how).save() for rank in range(len(world))]
+    locals_ = [LocalState.of(entries, held) for entries in world]
     memory, writers = {}, {}
     rounds = carried_out(plans, each)
     for of_round in rounds:
@@ -182,9 +184,9 @@ def test_a_save_writes_every_block_once_with_every_byte_in_it(data):
 
 def loaded(world, held, areas, stored, each, *, near=False, window=0, hosts=None):
     """Carries out a load into tensors of zeros; how often each block was read."""
-    planners = [Planner(held, areas, rank, len(world), window=window, hosts=hosts) for rank in range(len(world))]
+    planners = [BlockPlanner(held, areas, rank, len(world), window=window, hosts=hosts) for rank in range(len(world))]
     plans = [planner.load(near=near) for planner in planners]
-    locals_ = [Local.of(entries, held) for entries in world]
+    locals_ = [LocalState.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
     rounds = carried_out(plans, each * max(window, 1))
     for of_round in rounds:
@@ -253,7 +255,7 @@ def test_boxes_cut_inside_an_index_of_the_first_dim_that_is_more_than_a_block(re
         local = torch.zeros(record.local_numel)
         for box in record.boxes:
             box.of(local).copy_(value[box.slices])
-        world.append([Entry(key=key_of("model", "experts"), dtype=value.dtype, sharding=record, local=local)])
+        world.append([LocalTensor(key=key_of("model", "experts"), dtype=value.dtype, sharding=record, local=local)])
     held = held_by(world)
     files = laid_out(held)
     expected = contents(files, held, {"experts": value})
@@ -278,7 +280,7 @@ def test_two_tensors_that_are_filled_from_the_same_bytes(dims, way):
             local = torch.zeros(record.local_numel)
             for box in record.boxes:
                 box.of(local).copy_(value[box.slices])
-            world[rank].append(Entry(key=key_of("model", "w"), dtype=value.dtype, sharding=record, local=local))
+            world[rank].append(LocalTensor(key=key_of("model", "w"), dtype=value.dtype, sharding=record, local=local))
     world = [list(with_unique_keys(entries)) for entries in world]
     held = held_by(world)
     (file,) = laid_out(held[:1])
@@ -298,7 +300,7 @@ def test_windows_go_to_replicas_in_turn_and_each_lies_in_one_round(areas_of, siz
     values = {f"t{number}": torch.ones(size, BLOCK // 4) for number, size in enumerate(sizes)}  # of so many blocks
     world = [
         [
-            Entry(
+            LocalTensor(
                 key=key_of("model", name),
                 dtype=value.dtype,
                 sharding=rectangle(tuple(value.shape), 1, *((0, BLOCK // 4) if cut_at is None else edges), rank),
@@ -311,7 +313,7 @@ def test_windows_go_to_replicas_in_turn_and_each_lies_in_one_round(areas_of, siz
     held = held_by(world)
     areas = areas_of(laid_out(held))
     begin = min(area.begin for area in areas)
-    plans = [Planner(held, areas, rank, 3, window=3).load(near=False) for rank in range(3)]
+    plans = [BlockPlanner(held, areas, rank, 3, window=3).load(near=False) for rank in range(3)]
     found = [
         Counter((task.block.begin - begin) // (3 * BLOCK) for task in mine)
         for plan in plans
@@ -327,7 +329,9 @@ def test_replicas_split_the_work(replicas):
     values = {f"t{i}": torch.ones(40 + i, 8) for i in range(5)}
     world = [
         [
-            Entry(key=key_of("model", name), dtype=value.dtype, sharding=whole(value.shape, ()), local=value.view(-1))
+            LocalTensor(
+                key=key_of("model", name), dtype=value.dtype, sharding=whole(value.shape, ()), local=value.view(-1)
+            )
             for name, value in values.items()
         ]
         for _ in range(replicas)
@@ -345,7 +349,7 @@ def of_rows(value, rows):
     starts = list(accumulate(rows, initial=0))
     return [
         [
-            Entry(
+            LocalTensor(
                 key=key_of("model", "w"),
                 dtype=value.dtype,
                 sharding=rectangle(tuple(value.shape), 0, first, first + count, rank),
@@ -363,7 +367,7 @@ def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatc
     world = of_rows(value, rows)
     held = held_by(world)
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, data_areas(files), rank, len(world)).save() for rank in range(len(world))]
+    plans = [BlockPlanner(held, data_areas(files), rank, len(world)).save() for rank in range(len(world))]
     assert {plan.peers for plan in plans} == {peers}
     assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
 
@@ -373,7 +377,7 @@ def test_ranks_read_their_own_rows_of_a_block_and_nothing_twice(near):
     value = torch.arange(9.0 * BLOCK // 8).view(9, -1)
     held = held_by(of_rows(value, [3, 2, 4]))
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, data_areas(files), rank, 3).load(near=near) for rank in range(3)]
+    plans = [BlockPlanner(held, data_areas(files), rank, 3).load(near=near) for rank in range(3)]
     assert not any(plan.peers for plan in plans)
     row = value[0].nbytes
     assert [sum(task.block.size for task in plan.mine) for plan in plans] == [3 * row, 2 * row, 4 * row]
@@ -383,7 +387,7 @@ def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
     value = torch.ones(8, 16)  # a row is a block
     world = [
         [
-            Entry(
+            LocalTensor(
                 key=key_of("model", "w"),
                 dtype=value.dtype,
                 sharding=rectangle((8, 16), 0, 4 * (rank % 2), 4 * (rank % 2) + 4, rank),
@@ -393,7 +397,7 @@ def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
         for rank in range(4)
     ]
     held = held_by(world)
-    plans = [Planner(held, data_areas(laid_out(held)), rank, 4).save() for rank in range(4)]
+    plans = [BlockPlanner(held, data_areas(laid_out(held)), rank, 4).save() for rank in range(4)]
     assert not any(plan.peers for plan in plans)
     assert [len(list(plan.mine)) for plan in plans] == [2, 2, 2, 2]
     assert {task.block.begin for task in plans[1].mine}.isdisjoint(task.block.begin for task in plans[3].mine)
@@ -412,8 +416,8 @@ def test_a_rank_of_many_meets_few(columns):
     files = [replace(file, block=256) for file in lay_out(held, 1 << 40)]  # a row is a block; all read some
     for rank in (0, 77, 511):
         plans = [
-            Planner(held, data_areas(files), rank, 512, hosts=hosts).load(near=False),
-            Planner(held, data_areas(files), rank, 512, hosts=hosts).save(),
+            BlockPlanner(held, data_areas(files), rank, 512, hosts=hosts).load(near=False),
+            BlockPlanner(held, data_areas(files), rank, 512, hosts=hosts).save(),
         ]
         loading, saving = (
             {end for task in (*plan.mine, *plan.others) for piece in task.pieces for end in (piece.source, piece.to)}

@@ -8,7 +8,7 @@ from safetensors.torch import save
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.format.index import encode_index
 from par_checkpoint.format.manifest import FileRecord, Manifest, record_of
-from par_checkpoint.storage.directory import Place, read_directory
+from par_checkpoint.storage.directory import StoredTensor, read_directory
 
 A, B = torch.arange(4.0), torch.arange(6).view(2, 3)
 FIRST, SECOND = save({"a": A}, {"format": "pt"}), save({"b": B}, {"format": "pt"})
@@ -66,7 +66,7 @@ def names(files):
 def test_a_single_file_is_found():
     directory = found({"model.safetensors": FIRST, "config.json": b"{}"})
     begin = len(FIRST) - 16
-    assert directory.places == {"a": Place("model.safetensors", torch.float32, (4,), begin, begin + 16)}
+    assert directory.places == {"a": StoredTensor("model.safetensors", torch.float32, (4,), begin, begin + 16)}
     assert (directory.pickles, directory.index) == ((), None)
 
 

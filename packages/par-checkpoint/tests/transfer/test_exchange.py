@@ -1,8 +1,8 @@
-from par_checkpoint.transfer.exchange import Buffer
+from par_checkpoint.transfer.exchange import ReusedBuffer
 
 
 def test_a_buffer_is_the_same_memory_again_until_more_is_needed():
-    buffer = Buffer()
+    buffer = ReusedBuffer()
     first = buffer.of(100)
     assert first.numel() == 100
     assert buffer.of(60).data_ptr() == first.data_ptr()

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from par_checkpoint import load, save
-from par_checkpoint.plan.claims import Claims, Entry, merge
-from par_checkpoint.plan.tasks import Piece
-from par_checkpoint.transfer.memory import Local, Part, Pool
+from par_checkpoint.plan.claims import Claims, LocalTensor, merge
+from par_checkpoint.plan.tasks import BlockPiece
+from par_checkpoint.transfer.memory import LocalBox, LocalState, MemoryPool
 from par_groups import Box, Sharding
 
 
-def local_of(*tensors: tuple[Sharding, torch.Tensor]) -> Local:
+def local_of(*tensors: tuple[Sharding, torch.Tensor]) -> LocalState:
     """What one rank holds, tensors numbered from 0."""
     entries = [
-        Entry(key=f"model:{i}", dtype=torch.float32, sharding=sharding, local=tensor)
+        LocalTensor(key=f"model:{i}", dtype=torch.float32, sharding=sharding, local=tensor)
         for i, (sharding, tensor) in enumerate(tensors)
     ]
-    return Local.of(entries, merge([([0], Claims.of(entries))]))
+    return LocalState.of(entries, merge([([0], Claims.of(entries))]))
 
 
 def whole(tensor: torch.Tensor) -> tuple[Sharding, torch.Tensor]:
@@ -26,8 +26,8 @@ def whole(tensor: torch.Tensor) -> tuple[Sharding, torch.Tensor]:
     return Sharding(shape, (Box((0,) * len(shape), shape, 0, tensor.stride(), (0,)),)), tensor
 
 
-def piece(tensor: int, start: tuple[int, ...], size: tuple[int, ...], at: int) -> Piece:
-    return Piece(tensor=tensor, start=start, size=size, at=at, source=0, to=0)
+def piece(tensor: int, start: tuple[int, ...], size: tuple[int, ...], at: int) -> BlockPiece:
+    return BlockPiece(tensor=tensor, start=start, size=size, at=at, source=0, to=0)
 
 
 def test_a_block_lies_directly_where_its_pieces_follow_each_other():
@@ -70,7 +70,7 @@ def test_what_is_cast_on_the_way_is_not_direct():
 
 
 def test_a_pool_gives_what_was_given_back_and_else_new_memory():
-    pool = Pool(64)
+    pool = MemoryPool(64)
     one, other = pool.take(), pool.take()
     assert one.numel() == other.numel() == 64
     assert one.data_ptr() != other.data_ptr()
@@ -79,7 +79,7 @@ def test_a_pool_gives_what_was_given_back_and_else_new_memory():
 
 
 def test_what_is_lent_comes_back_after_an_error():
-    pool = Pool(64)
+    pool = MemoryPool(64)
     with pytest.raises(ValueError, match="inside"), pool.lent() as lent:
         raise ValueError("inside")
     assert pool.take() is lent
@@ -94,9 +94,9 @@ def test_threads_wait_for_the_stream_of_the_caller_on_each_gpu():
 
     def on(device):
         local = SimpleNamespace(device=torch.device(device))
-        return Part(box=Box((), (), 0, (), (0,)), local=local, flat=None, steady=None)
+        return LocalBox(box=Box((), (), 0, (), (0,)), local=local, flat=None, steady=None)
 
-    local = Local(tensors=(), parts={0: [on("cuda:1"), on("cpu")], 1: [on("cuda:0")], 2: [on("cuda:1")]})
+    local = LocalState(tensors=(), parts={0: [on("cuda:1"), on("cpu")], 1: [on("cuda:0")], 2: [on("cuda:1")]})
     with mock.patch.object(torch.cuda, "current_stream", stream):
         local.wait_for_streams()
     assert seen == ["cuda:0", "cuda:1"]
@@ -111,7 +111,7 @@ def test_a_save_and_a_load_wait_before_threads_copy(tmp_path, copied):
         begun.append([each.name for each in threading.enumerate() if each.name.startswith("par-checkpoint-read")])
 
     model = {"w": torch.ones(3)}
-    with mock.patch.object(Local, "wait_for_streams", waits):
+    with mock.patch.object(LocalState, "wait_for_streams", waits):
         save(tmp_path / "c", model=model, async_=copied).wait()
         assert len(begun) == (not copied)
         load(tmp_path / "c", model=model)

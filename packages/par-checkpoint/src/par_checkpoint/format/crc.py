@@ -1,4 +1,4 @@
-"""The checksum of a block from those of its parts, so that several ranks can write parts of it by themselves.
+"""Checksums of blocks, joined from the checksums of parts that several ranks write separately.
 
 A CRC is a polynomial over GF(2), highest power in the lowest bit, modulo a fixed one. Bytes that follow multiply what
 came before by x to the eighth for each of them, and are added.

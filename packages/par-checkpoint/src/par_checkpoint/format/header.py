@@ -91,12 +91,12 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
+class HeaderEntry:
     """One tensor of a file.
 
     Args:
         dtype: The dtype of its elements.
-        shape: The shape of the whole tensor, which lies there row-major.
+        shape: Shape of the full tensor, which is stored row-major.
         begin: First byte, counted from where the data begins.
         end: One past the last byte.
     """
@@ -108,16 +108,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a safetensors file holds.
+class SafetensorsHeader:
+    """Content of a safetensors file.
 
     Args:
         tensors: By name, in the order of their bytes.
         metadata: The texts under `__metadata__`.
-        data_begin: Where the data begins in the file, in bytes.
+        data_begin: First byte of the data in the file.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, HeaderEntry]
     metadata: dict[str, str]
     data_begin: int
 
@@ -131,7 +131,7 @@ def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     metadata: Mapping[str, str] | None = None,
     alignment: int = DATA_ALIGNMENT,
-) -> tuple[bytes, Header]:
+) -> tuple[bytes, SafetensorsHeader]:
     """Lays tensors out in a file.
 
     Args:
@@ -143,7 +143,7 @@ def encode_header(
         The first bytes of the file, up to its data, and what they say.
 
     Raises:
-        ValueError: A dtype that safetensors lacks, a name that cannot be one, or a header that is too long.
+        ValueError: safetensors has no such dtype, a name is not valid, or the header is too long.
     """
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     entries: dict[str, object] = {_METADATA: metadata} if metadata else {}
@@ -154,17 +154,17 @@ def encode_header(
             raise ValueError(f"{name!r} cannot be the name of a tensor in a safetensors file; rename it")
         dtype, shape = tensors[name]
         end = begin + math.prod(shape) * dtype.itemsize
-        stored[name] = Stored(dtype, tuple(shape), begin, end)
+        stored[name] = HeaderEntry(dtype, tuple(shape), begin, end)
         entries[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": (begin, end)}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is over {MAX_HEADER}; lower max_shard_size to have more files")
-    return len(text).to_bytes(8, "little") + text, Header(stored, metadata, 8 + len(text))
+    return len(text).to_bytes(8, "little") + text, SafetensorsHeader(stored, metadata, 8 + len(text))
 
 
-def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> Header:
+def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> SafetensorsHeader:
     """Reads and checks a header, which strangers may have written.
 
     Args:
@@ -196,10 +196,10 @@ def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> He
         begin = tensor.end
     if 8 + length + begin != size:
         raise corrupt(file, f"has {size} bytes, but by its header it ends at {8 + length + begin}")
-    return Header(tensors, metadata, 8 + length)
+    return SafetensorsHeader(tensors, metadata, 8 + length)
 
 
-def _decode_entry(name: str, entry: object, where: str) -> Stored:
+def _decode_entry(name: str, entry: object, where: str) -> HeaderEntry:
     if not _is_utf8(name):
         raise corrupt(where, "has a name that is no text in UTF-8")
     if not isinstance(entry, dict) or sorted(entry) != ["data_offsets", "dtype", "shape"]:
@@ -215,7 +215,7 @@ def _decode_entry(name: str, entry: object, where: str) -> Stored:
     elements, rest = divmod(end - begin, dtype.itemsize)
     if rest or not _has_elements(shape, elements):
         raise corrupt(where, f"a {kind} of shape {shape!r:.80} cannot lie in bytes {begin} to {end}")
-    return Stored(dtype, tuple(shape), begin, end)
+    return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
 def _has_elements(shape: Sequence[int], count: int) -> bool:

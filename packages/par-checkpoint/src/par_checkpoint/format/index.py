@@ -1,4 +1,4 @@
-"""The index of a model that is stored in several files: which tensor is in which."""
+"""The index of a model in several files, which maps tensors to files."""
 
 import json
 from collections.abc import Mapping

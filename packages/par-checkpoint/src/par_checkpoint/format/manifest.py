@@ -57,7 +57,7 @@ class FileRecord:
 
     Args:
         size: Bytes of the whole file.
-        data_begin: Where a safetensors file's data begins; 0 in other files.
+        data_begin: First byte of a safetensors file's data; 0 in other files.
         header_crc: crc32c of the bytes before `data_begin`.
         block: Bytes of a block, from `data_begin` on; the last block may be shorter.
         crcs: crc32c of each block; kept as an array.
@@ -89,7 +89,7 @@ class Manifest:
         beside: Files that people edit, such as config.json and a tokenizer's, by name: what was saved, or None where an
             earlier version has noted the name alone. A load reads none of them, and `verify` tells of changes.
         version: The version of par-checkpoint that wrote it, which later ones name to older ones.
-        generation: The folder in this one that the files lie in, on a store of objects; "": they lie in it itself.
+        generation: Subfolder of the files on an object store; "" if they are in the folder itself.
     """
 
     style: str
@@ -106,7 +106,7 @@ class Manifest:
 
     @property
     def stem(self) -> str:
-        """What the names of the model's safetensors files begin with; "model" where there are none."""
+        """Return the first part of the names of the model's safetensors files, or "model" without such files."""
         matches = (_SHARD.fullmatch(name) for name in self.files if name != SIDE_FILE)
         return next((match[1] for match in matches if match is not None), "model")
 
@@ -178,7 +178,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Checks that what a manifest says of an optimizer has the shape that a save gives it.
+    """Check that the entry of an optimizer in a manifest has the structure that a save writes.
 
     Raises:
         CorruptError: It has another one.
@@ -244,7 +244,7 @@ def block_ranges(size: int, data_begin: int, block: int) -> Iterator[tuple[int, 
 
     Args:
         size: Bytes of the file.
-        data_begin: Where the first block begins.
+        data_begin: First byte of the first block.
         block: Bytes of a block; the last one may be shorter.
     """
     return ((begin, min(begin + block, size)) for begin in range(data_begin, size, block))

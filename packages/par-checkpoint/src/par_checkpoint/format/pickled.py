@@ -73,7 +73,7 @@ def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
     """Checks that tensors have about as many bytes in memory as in the file: one byte may be expanded to terabytes.
 
     Args:
-        tensors: What the file holds, as torch.load gives it.
+        tensors: Content of the file, as `torch.load` returns it.
         path: The file's name, for messages.
 
     Raises:
@@ -114,7 +114,7 @@ def load_object(path: Path) -> object:
         path: A file of torch.save, of today or of before torch 1.6.
 
     Raises:
-        CheckpointError: What weights_only refuses, or deflated data.
+        CheckpointError: `weights_only` rejects the content, or the data is deflated.
         CorruptError: A broken file.
     """
     try:
@@ -135,7 +135,7 @@ def load_bytes(data: bytes, path: str) -> object:
     """Loads what torch.save wrote into some bytes, and weights_only permits.
 
     Raises:
-        CheckpointError: What weights_only refuses, or deflated data.
+        CheckpointError: `weights_only` rejects the content, or the data is deflated.
         CorruptError: Broken bytes.
     """
     _check_stored(io.BytesIO(data), path)
@@ -147,11 +147,11 @@ def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> 
 
     Args:
         source: The file.
-        record: What the manifest says of the file; every block that is read is checked. None: others have written it.
+        record: Manifest record of the file, to check each block that is read. None: others have written it.
         path: The file's name, for messages.
 
     Raises:
-        CheckpointError: What weights_only refuses, or deflated data.
+        CheckpointError: `weights_only` rejects the content, or the data is deflated.
         CorruptError: A broken file.
     """
     if record is not None and record.data_begin:
@@ -166,7 +166,7 @@ def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> 
 
 
 def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
-    """Where a tensor's data lies in its file.
+    """Range of a tensor's data in its file.
 
     Args:
         tensor: A tensor that `load_outline` gave.
@@ -195,7 +195,7 @@ class _Checked(io.RawIOBase):
 
     Args:
         source: Reads the file.
-        record: What the manifest says of the file; None: there is nothing to compare with.
+        record: Manifest record of the file; None: no checksums exist.
         path: The file's name, for messages.
     """
 

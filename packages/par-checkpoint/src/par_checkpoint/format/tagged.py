@@ -1,7 +1,8 @@
 """Values as JSON that comes back as it was: tuples, int keys, inf, bytes, sets and tensors included.
 
-What JSON cannot say is an object with one key that begins with "$" and names the type: {"$tuple": [1, 2]}. A value must
-be of exactly such a type: an object of a subclass is refused, for it would come back as something else.
+A value that JSON lacks becomes an object with one key that begins with "$" and names the type: {"$tuple": [1, 2]}. A
+value must be of exactly such a type. An object of a subclass raises an error, because it would be loaded as another
+type.
 """
 
 import base64
@@ -72,7 +73,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], where: str) -> Any:
         value: None, numbers, texts, bytes, paths, torch's dtypes, devices and sizes, tensors, NumPy arrays and numbers,
             and lists, tuples, sets, dicts, OrderedDicts and Counters of them.
         tensors: Takes the tensors, uncopied, by names that begin with `where`. They come back on the CPU.
-        where: What the value is called, for names and messages.
+        where: Name of the value, in tensor names and messages.
 
     Raises:
         TypeError: Anything else; the message names where it is.
@@ -163,7 +164,7 @@ def check_round_trip(value: object, where: str) -> None:
 
     Args:
         value: What `encode` would be given.
-        where: What the value is called, for messages.
+        where: Name of the value in messages.
 
     Raises:
         TypeError: It does not come back as it was; the message names where.
@@ -244,7 +245,7 @@ def _refusal(value: object, where: str, path: _Path) -> TypeError:
 
 
 def _difference(one: Any, two: Any, path: _Path) -> _Path | None:
-    """Where two JSON values first differ; None if they do not."""
+    """Return the path at which two JSON values first differ, or None."""
     if type(one) is not type(two):
         return path
     if not isinstance(one, dict | list):

@@ -1,4 +1,4 @@
-"""The blocks that files are cut into: what is checksummed, written and read as one."""
+"""The blocks of files, which are checksummed, written and read as units."""
 
 from array import array
 from bisect import bisect_right
@@ -42,7 +42,7 @@ class Placed(Sequence[tuple[int, int, int]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TensorSpan:
     """What lies of one tensor in a block: row-major elements start .. stop - 1, of `width` bytes, from byte `at` on."""
 
     tensor: int
@@ -53,18 +53,18 @@ class Span:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """What lies where, of whichever tensor."""
+        """Spans of tensors in the block, in order."""
         return self.start, self.stop, self.at, self.width
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class FileBlock:
     """Bytes begin .. end - 1 of a file, and what they hold."""
 
     file: int
     begin: int
     end: int
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
 
     @property
     def size(self) -> int:
@@ -95,7 +95,7 @@ class Area:
         """The number of blocks."""
         return -(-(self.end - self.begin) // self.block)
 
-    def at(self, number: int, tensors: Sequence[GlobalTensor], low: int = 0, high: int | None = None) -> Block:
+    def at(self, number: int, tensors: Sequence[GlobalTensor], low: int = 0, high: int | None = None) -> FileBlock:
         """One of the blocks, or bytes low .. high - 1 of it.
 
         Args:
@@ -118,7 +118,7 @@ class Area:
                 width = tensors[tensor].dtype.itemsize
                 inside, stop = max(first, begin), min(last, end)
                 spans.append(
-                    Span(
+                    TensorSpan(
                         tensor=tensor,
                         start=(inside - first) // width,
                         stop=(stop - first) // width,
@@ -126,7 +126,7 @@ class Area:
                         width=width,
                     )
                 )
-        return Block(file=self.file, begin=begin, end=end, spans=tuple(spans))
+        return FileBlock(file=self.file, begin=begin, end=end, spans=tuple(spans))
 
     def stretches(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         """The blocks in runs, each within a tensor: first, one past the last, the tensor's first byte, and its number.

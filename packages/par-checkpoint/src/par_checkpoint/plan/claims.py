@@ -1,4 +1,4 @@
-"""What each rank says that it has, and all of it put together: every tensor, with the ranks that hold each part of it.
+"""The claims of ranks, which list the tensors that each rank holds, and the tensors of all ranks that result.
 
 Pure arithmetic. A tensor is known by its key, its section and its name there: "model:embed.weight". What a rank has of
 it are boxes, rectangles of the global tensor; several ranks that hold the same box are replicas.
@@ -32,8 +32,8 @@ _UNITED = 1 << 13  # boxes, counted once for each holder, that are united at onc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What this rank has of one tensor of the checkpoint: what a save reads and a load fills.
+class LocalTensor:
+    """This rank's elements of one tensor in the checkpoint. A save reads them, and a load fills them.
 
     Args:
         key: Section and name, such as "model:embed.weight" or "optimizer:embed.weight.exp_avg".
@@ -72,7 +72,7 @@ def name_of(key: str) -> str:
     return key.partition(":")[2].partition(_AGAIN)[0]
 
 
-def with_unique_keys(entries: Iterable[Entry]) -> Iterator[Entry]:
+def with_unique_keys(entries: Iterable[LocalTensor]) -> Iterator[LocalTensor]:
     """The entries, with other keys but the same names where several are filled from one tensor in the files.
 
     So it is with the head of a model that ties it to the embedding in the files and not in memory. And ranks that cast
@@ -87,7 +87,7 @@ def with_unique_keys(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class ClaimTable:
     """Key, dtype and global shape of tensors, as another rank has told them; decoded each time that one goes over them.
 
     Args:
@@ -108,7 +108,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a rank has, or each of several ranks that have the same.
+    """Tensors of one rank, or of several ranks that hold the same boxes.
 
     Layers are cut alike, so one row speaks of a box of many tensors, whose places are evenly spaced in a list where
     those of one shape follow each other: what a rank of 4,096 says of a model with thousands of tensors is some dozens
@@ -121,12 +121,12 @@ class Claims:
         may_differ: Keys of those tensors whose replicas may differ.
     """
 
-    tensors: Tensors | Table
+    tensors: Tensors | ClaimTable
     rows: dict[int, torch.Tensor]
     may_differ: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> "Claims":
+    def of(cls, entries: Iterable[LocalTensor]) -> "Claims":
         """The claims of a rank with these entries."""
         tensors: list[tuple[str, torch.dtype, Shape]] = []
         boxes: list[tuple[int, Shape, Shape]] = []
@@ -192,7 +192,7 @@ class Claims:
     @classmethod
     def decode_table(cls, data: bytes) -> "Claims":
         """The claims of a rank that has no box of the tensors that `table` made bytes of."""
-        table = Table(data)
+        table = ClaimTable(data)
         return cls(tensors=table, rows={}, may_differ=tuple(table.decoded()["may_differ"]))
 
 
@@ -219,7 +219,7 @@ def _progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Boxes:
-    """The different boxes that ranks hold of a tensor, or of many tensors that are cut alike, and who holds which.
+    """The distinct boxes of a tensor, or of many identically sharded tensors, and the ranks that hold each box.
 
     Args:
         starts: int64 (boxes, dims), sorted by the first element in row-major order.
@@ -256,7 +256,7 @@ class GlobalTensor:
         key: Its section and name.
         dtype: The dtype on disk.
         shape: The global shape.
-        boxes: The boxes; tensors that are cut alike share them.
+        boxes: Boxes; identically sharded tensors share them.
     """
 
     key: str
@@ -457,7 +457,7 @@ def _united_at_once(
     """The boxes of each kind of tensor.
 
     Args:
-        said: What is said of all of them.
+        said: Claim about all of these tensors.
         kinds: int64 (rows), of which kind of tensor each row speaks; they ascend.
         rows: int64 (rows), numbers of what is said of them.
         only_first: bool (kinds), whether the first holder of a box counts alone, as the others may have other values.

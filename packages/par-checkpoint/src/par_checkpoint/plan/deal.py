@@ -91,7 +91,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Shares:
+class ByteShares:
     """Each rank takes a run of blocks that follow each other, of the blocks of all areas that are dealt out together.
 
     Args:
@@ -159,7 +159,7 @@ class Together:
                 yield rank, self.turns[self.ranks.index(rank)] + block - self.first, range(block, block + 1)
 
 
-Deal = Rotation | Windows | Shares | Together
+Deal = Rotation | Windows | ByteShares | Together
 """Who writes or reads the blocks first .. stop - 1 of an area."""
 
 

@@ -1,4 +1,4 @@
-"""Which tensor lies where: the files of a save, offsets in them, and the blocks that their data is cut into."""
+"""The files of a save: which tensor is at which offset, and the blocks of the data."""
 
 import zlib
 from array import array
@@ -13,7 +13,7 @@ from ..format.index import STEMS
 from ..format.manifest import BLOCK
 from .blocks import Area, Placed
 from .claims import GlobalTensor, section_of
-from .tasks import Plan
+from .tasks import RankPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Prepared:
         files: All files.
         plan: This rank's part.
         owners: By file, the one rank that writes it; None where all do.
-        writers: By file: the rank that writes each block; None where that is not wanted.
+        writers: Writers of the blocks by file; None if they are not needed.
     """
 
     tensors: Sequence[GlobalTensor]
     files: Sequence[File]
-    plan: Plan
+    plan: RankPlan
     owners: Sequence[int] | None
     writers: Sequence[Sequence[int]] | None = None
 
@@ -75,7 +75,7 @@ def lay_out(
     Args:
         tensors: All tensors; their numbers are their places here.
         limit: Bytes of data in a file at most, unless one tensor alone is larger.
-        stem: What the names of the model's files begin with.
+        stem: First part of the names of the model's files.
         block: From the bytes of data in a file to those of its blocks; None: all blocks are of the usual size.
         alignment: Bytes at multiples of which the blocks of a file with several blocks begin.
     """
@@ -141,7 +141,7 @@ def shard_names(count: int, stem: str = "model", *, always_numbered: bool = Fals
 
     Args:
         count: Number of files.
-        stem: What the names begin with.
+        stem: First part of the names.
         always_numbered: Whether a single file has a number, too.
     """
     if count == 1 and not always_numbered:

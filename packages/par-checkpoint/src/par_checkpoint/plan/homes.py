@@ -1,4 +1,4 @@
-"""Which ranks can read which block, where no one sees all of a checkpoint."""
+"""The ranks that can read each block, if no rank sees all of a checkpoint."""
 
 from array import array
 from collections.abc import Mapping, Sequence

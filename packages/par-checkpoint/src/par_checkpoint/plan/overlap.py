@@ -1,4 +1,7 @@
-"""Who holds how much of a stretch of a tensor. Pure arithmetic on many boxes at once: a plan asks it of every block."""
+"""The holders of a range of a tensor's elements.
+
+This is pure arithmetic on many boxes at once, because a plan needs the holders of every block.
+"""
 
 import itertools
 import math
@@ -22,7 +25,7 @@ _FEW = 16  # boxes that are sooner looked at one by one than as tensors
 
 
 class Cut:
-    """How a tensor is cut into boxes, whoever holds them; many tensors are cut in the same way.
+    """The boxes of a tensor without their holders. Many tensors have the same boxes.
 
     Args:
         boxes: The boxes.
@@ -121,7 +124,7 @@ class Stretch:
         low: The first box that may reach into the stretch.
         high: One past the last box that may.
         count: Elements of the stretch.
-        rectangles: What the stretch is made of.
+        rectangles: Rectangles that make up the range.
     """
 
     cut: Cut
@@ -193,7 +196,7 @@ class Stretch:
 
 
 class BoxIndex:
-    """The boxes of tensors of one shape that are cut alike, ready to be asked who holds how much of a stretch of them.
+    """An index of the boxes of identically sharded tensors, which finds the holders of a range of elements.
 
     Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
 

@@ -1,4 +1,6 @@
-"""Who writes or reads which block of which file, and who sends what to whom. Pure, and agreed upon by all ranks.
+"""The writer or reader of each block of each file, and the pieces that ranks send each other.
+
+All ranks compute the same plan, without communication.
 
 A block is a range of bytes of a file. One rank assembles it from what it holds and what others send, checksums it and
 writes it; loading is the same way back. So every byte is checksummed and touches the disk once, however it is cut.
@@ -16,12 +18,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from .blocks import Area, Block
+from .blocks import Area, FileBlock
 from .claims import GlobalTensor
-from .deal import Rotation, Shares, Together, Windows
+from .deal import ByteShares, Rotation, Together, Windows
 from .homes import Homes
 from .overlap import BoxIndex, indexes_of
-from .tasks import Blocks, Dealt, Listed, Parts, Plan, parts_of
+from .tasks import AssignedRun, BlockList, Blocks, HeldRun, RankPlan, parts_of
 
 _READERS = 4  # of one block from the page cache: reading it so often costs less than sending
 _RUNS = 16  # of a block that ranks write by themselves: more would be small writes
@@ -29,12 +31,12 @@ _HOLDERS = 64  # of parts of a file, who all may write into it
 _WRITERS = 16  # of a file that more ranks hold parts of
 
 
-class Planner:
+class BlockPlanner:
     """Decides who writes or reads what.
 
     Args:
         tensors: All tensors and their holders.
-        areas: What the files are cut into.
+        areas: Data areas of the files.
         rank: This rank, whose part is wanted.
         size: The number of ranks.
         owners: By file: the one rank that may write it. None lets several ranks write into a file.
@@ -43,7 +45,7 @@ class Planner:
         apart: Whether each host writes files of its own: then any rank may write the blocks that it holds.
         window: Number of blocks that one request of a load brings, counted from a file's first one on: one rank reads
             all of them where it can. 0: blocks are read by themselves.
-        homes: Where a load finds which block; None: every rank sees all of them.
+        homes: Ranks that can read each block; None: every rank reads all blocks.
         names: For each file its name, by which `homes` knows it.
     """
 
@@ -81,11 +83,11 @@ class Planner:
         self._dealt: Counter[tuple[int, ...]] = Counter()  # by ranks that blocks rotate over: how many did so far
         self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
 
-    def save(self) -> Plan:
+    def save(self) -> RankPlan:
         """Every block is written by one rank, or in parts by those that hold it in runs; of replicas one gives."""
         return self._planned(saving=True, near=False)
 
-    def load(self, *, near: bool) -> Plan:
+    def load(self, *, near: bool) -> RankPlan:
         """Every block that somebody needs is read, in parts by those that hold it in runs, or as a whole.
 
         A block that is read as a whole is read by one rank, or by a few where they share a machine; its pieces then go
@@ -97,11 +99,11 @@ class Planner:
         """
         return self._planned(saving=False, near=near)
 
-    def _planned(self, *, saving: bool, near: bool) -> Plan:
+    def _planned(self, *, saving: bool, near: bool) -> RankPlan:
         """Deals out every run of blocks, and lists those in which this rank takes part."""
         blocks = Blocks(self._tensors, self._indexes, self._areas, self._rank, hosts=self._hosts, saving=saving)
-        listed = Listed(blocks, self._dealt_out(saving=saving, near=near))
-        return Plan(blocks, listed, max(self._turns), window=self._window)
+        listed = BlockList(blocks, self._dealt_out(saving=saving, near=near))
+        return RankPlan(blocks, listed, max(self._turns), window=self._window)
 
     def writers(self) -> "list[array[int]]":
         """By area: for each block, the rank that a save has it written by, where none is written in parts."""
@@ -109,7 +111,7 @@ class Planner:
         for area, runs in zip(self._areas, self._dealt_out(saving=True, near=False), strict=True):
             ranks = array("q", bytes(8 * area.count))
             for run in runs:
-                if isinstance(run, Parts):
+                if isinstance(run, HeldRun):
                     raise RuntimeError(f"blocks from {run.first} on have several writers; a bug of par-checkpoint")
                 for rank, _, numbers in run.deal.segments(run.first, run.stop):
                     for number in numbers:
@@ -117,12 +119,12 @@ class Planner:
             found.append(ranks)
         return found
 
-    def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[Dealt | Parts]]:
+    def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[AssignedRun | HeldRun]]:
         """By area: its runs of blocks, in order."""
         self._begin()
         if self._size == 1:
             for area in self._areas:
-                yield [Dealt(Rotation(0, area.count, (0,), 0, (0,)), sends=False)]
+                yield [AssignedRun(Rotation(0, area.count, (0,), 0, (0,)), sends=False)]
             return
         is_free = bool(self._owners) or self._apart if saving else self._homes is not None
         shared = {} if is_free else self._shared(saving=saving)
@@ -132,11 +134,11 @@ class Planner:
                 owner = (self._owners[area.file],)
                 yield [self._rotated(0, area.count, owner, sends=True)]
             elif number in shared:
-                yield [Dealt(shared[number], sends=True)]
+                yield [AssignedRun(shared[number], sends=True)]
             else:
                 yield list(self._free(number, area, saving=saving, near=near))
 
-    def _shared(self, *, saving: bool) -> dict[int, Shares]:
+    def _shared(self, *, saving: bool) -> dict[int, ByteShares]:
         """By number: the areas that more ranks hold parts of than may write into one file, dealt out to some of these.
 
         Areas with the same holders are dealt out together, one run of blocks after the other.
@@ -160,7 +162,7 @@ class Planner:
             chosen = tuple(self._neighbours(free))
             turns, offset = self._next_turns(chosen), 0
             for number, length in zip(numbers, lengths, strict=True):
-                found[number] = Shares(0, length, chosen, offset, chunk, turns)
+                found[number] = ByteShares(0, length, chosen, offset, chunk, turns)
                 offset += length
             for place, rank in enumerate(chosen):
                 self._turns[rank] = turns[place] + min(chunk, offset - place * chunk)
@@ -171,7 +173,7 @@ class Planner:
         hosts = self._hosts
         return sorted(ranks) if hosts is None else sorted(ranks, key=lambda rank: (hosts[rank], rank))
 
-    def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
+    def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[AssignedRun | HeldRun]:
         """The runs of an area into which all of its holders may write."""
         for first, stop, begin, tensors in area.stretches():
             if not tensors:
@@ -180,7 +182,7 @@ class Planner:
             index, width = self._indexes[tensors[0]], self._tensors[tensors[0]].dtype.itemsize
             is_alone = len(tensors) == 1 and not index.cut.is_one_box
             if is_alone and self._in_runs(index, width, area.block, saving=saving):
-                yield Parts(first, stop)
+                yield HeldRun(first, stop)
                 continue
             reached = first
             edges = {element for tensor in tensors for element in self._indexes[tensor].cut.slices}
@@ -201,7 +203,7 @@ class Planner:
         is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
         return is_held_once and index.cut.run * width * _RUNS >= block
 
-    def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
+    def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[AssignedRun | HeldRun]:
         """Deals out a run of blocks by who holds how much of all of it.
 
         Most are cut alike within it. Where one index of the first dim is more than a block, boxes may be cut inside:
@@ -226,7 +228,7 @@ class Planner:
             and not (self._by_window and not held.are_runs)
             and held.is_in_parts
         ):
-            yield Parts(first, stop)
+            yield HeldRun(first, stop)
         elif self._by_window:
             yield from self._in_windows(number, first, stop, main, sends=len(held.some) > 1)
         elif saving or not near:
@@ -237,7 +239,7 @@ class Planner:
 
     def _where_kept(
         self, number: int, first: int, stop: int, main: tuple[int, ...], some: frozenset[int]
-    ) -> Iterator[Dealt]:
+    ) -> Iterator[AssignedRun]:
         """Blocks that only some ranks can read: of those the ones that need most of it do, or any where none needs it.
 
         Args:
@@ -253,7 +255,7 @@ class Planner:
             readers = tuple(rank for rank in main if rank in among) or tuple(sorted(some & among)) or seeing
             yield self._rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
 
-    def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
+    def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
         """Blocks that ranks take in turn, going on where they stopped the last time."""
         start = self._dealt[ranks] % len(ranks)
         self._dealt[ranks] += stop - first
@@ -261,11 +263,11 @@ class Planner:
         if sends:
             for place, rank in enumerate(ranks):
                 self._turns[rank] += len(range(first + (place - start) % len(ranks), stop, len(ranks)))
-        return Dealt(deal, sends)
+        return AssignedRun(deal, sends)
 
     def _in_windows(
         self, number: int, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool
-    ) -> Iterator[Dealt]:
+    ) -> Iterator[AssignedRun]:
         """Blocks that ranks read in windows, in turn; a window that another run began stays with its reader if it can.
 
         A window lies in one round, so its reader begins it with a turn that is a multiple of its length.
@@ -282,7 +284,7 @@ class Planner:
                 self._dealt[ranks] += 1
                 (turn,) = self._next_turns((reader,))
             end = min(first + self._window - inside, stop)
-            yield Dealt(Rotation(first, end, (reader,), 0, (turn,)), sends)
+            yield AssignedRun(Rotation(first, end, (reader,), 0, (turn,)), sends)
             if sends:
                 self._turns[reader] = turn + end - first
             self._last = reader, area.file, window
@@ -291,7 +293,7 @@ class Planner:
             return
         start = self._dealt[ranks] % len(ranks)
         deal = Windows(first, stop, ranks, start, self._next_turns(ranks), self._window)
-        yield Dealt(deal, sends)
+        yield AssignedRun(deal, sends)
         self._dealt[ranks] += deal.count
         if sends:
             for place, rank in enumerate(ranks):
@@ -304,13 +306,13 @@ class Planner:
         """For each of the ranks, the next turn with which a window may begin."""
         return tuple(-(-self._turns[rank] // self._window) * self._window for rank in ranks)
 
-    def _together(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
+    def _together(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
         """Blocks that all of the ranks read."""
         deal = Together(first, stop, ranks, tuple(self._turns[rank] for rank in ranks))
         if sends:
             for rank in ranks:
                 self._turns[rank] += stop - first
-        return Dealt(deal, sends)
+        return AssignedRun(deal, sends)
 
 
 class _Held:
@@ -324,7 +326,7 @@ class _Held:
         indexes: For each of its spans, the boxes of the tensor.
     """
 
-    def __init__(self, block: Block, indexes: Sequence[BoxIndex]) -> None:
+    def __init__(self, block: FileBlock, indexes: Sequence[BoxIndex]) -> None:
         self._block = block
         spans = zip(block.spans, indexes, strict=True)
         overlaps = [(span, index.within(span.start, span.stop)) for span, index in spans]

@@ -9,18 +9,18 @@ from typing import TypeVar
 
 import torch
 
-from .blocks import Area, Block, Span
+from .blocks import Area, FileBlock, TensorSpan
 from .claims import GlobalTensor
 from .deal import Deal, Together
 from .overlap import BoxIndex, Overlap
 from .replicas import Hop, Replicas
 
 Shape = tuple[int, ...]
-Run = TypeVar("Run", "Dealt", "Parts")
+Run = TypeVar("Run", "AssignedRun", "HeldRun")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class BlockPiece:
     """A rectangle of a tensor that lies in one block and in one box of one rank.
 
     Args:
@@ -58,10 +58,10 @@ class Task:
         pieces: The pieces in the order in which they are packed.
     """
 
-    block: Block
+    block: FileBlock
     turn: int
     rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BlockPiece, ...]
 
     @property
     def has_gaps(self) -> bool:
@@ -70,7 +70,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class AssignedRun:
     """A run of blocks that is dealt out.
 
     Args:
@@ -93,7 +93,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Parts:
+class HeldRun:
     """A run of blocks first .. stop - 1 of which each rank writes or reads what it holds."""
 
     first: int
@@ -106,7 +106,7 @@ class Blocks:
     Args:
         tensors: All tensors.
         indexes: For each of them, its boxes.
-        areas: What the files are cut into.
+        areas: Data areas of the files.
         rank: The rank.
         hosts: By rank: the number of its machine; None: all share one.
         saving: Whether the ranks save; else they load.
@@ -124,16 +124,18 @@ class Blocks:
     ) -> None:
         self.areas, self.rank, self.saving = areas, rank, saving
         self._tensors, self._indexes, self._hosts = tensors, indexes, hosts
-        self._runs: dict[int, Sequence[Dealt | Parts]] = {}  # by area: those with blocks in which this rank takes part
+        self._runs: dict[
+            int, Sequence[AssignedRun | HeldRun]
+        ] = {}  # by area: those with blocks in which this rank takes part
         self._replicas: dict[tuple[BoxIndex, int, tuple[int, ...]], Replicas] = {}
 
     def mine(self, turn: int, area: int, number: int, low: int, high: int) -> Task:
         """A block, or bytes low .. high - 1 of it, that this rank writes or reads."""
         block = self.areas[area].at(number, self._tensors, low, high)
         run = self.run_of(area, number)
-        pieces: list[Piece] = []
+        pieces: list[BlockPiece] = []
         for span, overlap in self._overlaps(block):
-            if isinstance(run, Parts) or not run.sends:
+            if isinstance(run, HeldRun) or not run.sends:
                 for box in overlap.boxes_of(self.rank):
                     pieces += _pieces(span, overlap, box, self.rank, self.rank)
             elif self.saving:
@@ -155,7 +157,7 @@ class Blocks:
         """A block that another rank writes or reads, and what this rank gives to it or takes from it."""
         block = self.areas[area].at(number, self._tensors)
         run = self.run_of(area, number)
-        pieces: list[Piece] = []
+        pieces: list[BlockPiece] = []
         for span, overlap in self._overlaps(block):
             index = overlap.index
             for box in overlap.boxes_of(self.rank):
@@ -170,9 +172,9 @@ class Blocks:
         """Those who give a box to a rank that does not hold it, in turn."""
         return self._replicas_of(index, box).givers(taker)
 
-    def _hops(self, run: Dealt | Parts, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
+    def _hops(self, run: AssignedRun | HeldRun, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
         """The hops in which this rank takes part, of a box from the rank that sends it to all that do not read it."""
-        readers = run.deal.ranks if isinstance(run, Dealt) and isinstance(run.deal, Together) else ()
+        readers = run.deal.ranks if isinstance(run, AssignedRun) and isinstance(run.deal, Together) else ()
         return self._replicas_of(index, box, readers).hops(reader, self.rank)
 
     def _replicas_of(self, index: BoxIndex, box: int, without: tuple[int, ...] = ()) -> Replicas:
@@ -190,9 +192,9 @@ class Blocks:
             if holder == self.rank:
                 yield low, high
 
-    def keep(self, area: int, runs: Sequence[Dealt | Parts], numbers: Iterable[int]) -> None:
+    def keep(self, area: int, runs: Sequence[AssignedRun | HeldRun], numbers: Iterable[int]) -> None:
         """Keeps the runs of some blocks of an area, of all its runs, to be asked about these blocks later."""
-        kept: list[Dealt | Parts] = []
+        kept: list[AssignedRun | HeldRun] = []
         for number in sorted(numbers):
             if not kept or number >= kept[-1].stop:
                 kept.append(_run_of(runs, number))
@@ -209,7 +211,7 @@ class Blocks:
                 low, high = begin + first * width - own.begin, begin + last * width - own.begin
                 yield low // own.block, -(-high // own.block), index, box
 
-    def run_of(self, area: int, number: int) -> Dealt | Parts:
+    def run_of(self, area: int, number: int) -> AssignedRun | HeldRun:
         """The run that a block belongs to, in which this rank takes part."""
         return _run_of(self._runs[area], number)
 
@@ -217,12 +219,12 @@ class Blocks:
         """Whether somebody holds anything of a block."""
         return any(overlap.boxes for _, overlap in self._overlaps(self.areas[area].at(number, self._tensors)))
 
-    def _overlaps(self, block: Block) -> list[tuple[Span, Overlap]]:
-        """Who holds how much of each span of a block."""
+    def _overlaps(self, block: FileBlock) -> list[tuple[TensorSpan, Overlap]]:
+        """Return the overlap of each span of a block with the boxes of ranks."""
         return [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
 
 
-class Plan:
+class RankPlan:
     """This rank's part of a save or a load.
 
     Args:
@@ -232,7 +234,7 @@ class Plan:
         window: Number of blocks that one request of a load brings.
     """
 
-    def __init__(self, blocks: Blocks, listed: "Listed", turns: int, *, window: int = 1) -> None:
+    def __init__(self, blocks: Blocks, listed: "BlockList", turns: int, *, window: int = 1) -> None:
         self.turns, self.peers = turns, listed.peers
         self._blocks = blocks
         shared, own = _rows(listed.shared, 5), _rows(listed.alone, 5)
@@ -283,13 +285,13 @@ class Plan:
 
 
 def parts_of(
-    block: Block, overlaps: Iterable[tuple[Span, Overlap]], number: int = 0, *, limit: int | None = None
+    block: FileBlock, overlaps: Iterable[tuple[TensorSpan, Overlap]], number: int = 0, *, limit: int | None = None
 ) -> list[tuple[int, int, int]]:
     """A block that ranks hold in runs of bytes: first byte, one past the last, and the rank that writes or reads it.
 
     Args:
         block: The block.
-        overlaps: Who holds how much of each of its spans.
+        overlaps: Overlap of each of its spans with the boxes of ranks.
         number: The block's number, by which replicas take turns.
         limit: The most runs; None: any number.
 
@@ -317,7 +319,7 @@ def parts_of(
     return found if end == block.size else []
 
 
-class Listed:
+class BlockList:
     """The blocks in which a rank takes part, a few integers for each; of all the others nothing is kept.
 
     Args:
@@ -332,26 +334,26 @@ class Listed:
         peers: Whether any rank sends anything to another; the same on every rank.
     """
 
-    def __init__(self, blocks: Blocks, dealt: Iterable[Sequence[Dealt | Parts]]) -> None:
+    def __init__(self, blocks: Blocks, dealt: Iterable[Sequence[AssignedRun | HeldRun]]) -> None:
         self.shared, self.alone, self.others = array("q"), array("q"), array("q")
         self.peers = False
         for area, runs in enumerate(dealt):
-            self.peers |= any(isinstance(run, Dealt) and run.sends for run in runs)
+            self.peers |= any(isinstance(run, AssignedRun) and run.sends for run in runs)
             blocks.keep(area, runs, {*self._list_mine(blocks, area, runs), *self._list_others(blocks, area, runs)})
 
-    def _list_mine(self, blocks: Blocks, area: int, runs: Sequence[Dealt | Parts]) -> Iterator[int]:
+    def _list_mine(self, blocks: Blocks, area: int, runs: Sequence[AssignedRun | HeldRun]) -> Iterator[int]:
         """Lists the blocks of an area that this rank writes or reads, and yields their numbers."""
         own = blocks.areas[area]
         is_full = sum(last - first for _, first, last in own.placed) == own.end - own.begin
         for run in runs:
-            if isinstance(run, Dealt):
+            if isinstance(run, AssignedRun):
                 rows = self.shared if run.sends else self.alone
                 for number, turn in run.deal.of(blocks.rank):
                     if blocks.saving or (is_full and run.sends) or blocks.is_wanted(area, number):
                         rows.extend((turn, area, number, 0, own.block))
                         yield number
         numbers: set[int] = set()
-        parts = [run for run in runs if isinstance(run, Parts)]
+        parts = [run for run in runs if isinstance(run, HeldRun)]
         if parts:
             for first, stop, _, _ in blocks.reached(area):
                 for run in _between(parts, first, stop):
@@ -361,11 +363,11 @@ class Listed:
                 self.alone.extend((0, area, number, low, high))
                 yield number
 
-    def _list_others(self, blocks: Blocks, area: int, runs: Sequence[Dealt | Parts]) -> Iterator[int]:
+    def _list_others(self, blocks: Blocks, area: int, runs: Sequence[AssignedRun | HeldRun]) -> Iterator[int]:
         """Lists the blocks of an area, of other ranks, that this rank may have pieces of, and yields their numbers."""
         rank = blocks.rank
         given: dict[int, tuple[int, int]] = {}
-        shared = [run for run in runs if isinstance(run, Dealt) and run.sends]
+        shared = [run for run in runs if isinstance(run, AssignedRun) and run.sends]
         if not shared:
             return
         for first, stop, index, box in blocks.reached(area):
@@ -385,7 +387,7 @@ class Listed:
             yield number
 
 
-def _run_of(runs: Sequence[Dealt | Parts], number: int) -> Dealt | Parts:
+def _run_of(runs: Sequence[AssignedRun | HeldRun], number: int) -> AssignedRun | HeldRun:
     """The run that a block belongs to."""
     return runs[bisect_right(runs, number, key=lambda run: run.first) - 1]
 
@@ -413,9 +415,9 @@ def _in_turn(ranks: Sequence[int], turn: int) -> int:
     return ranks[turn % len(ranks)]
 
 
-def _pieces(span: Span, overlap: Overlap, box: int, source: int, to: int, wave: int = 0) -> Iterator[Piece]:
+def _pieces(span: TensorSpan, overlap: Overlap, box: int, source: int, to: int, wave: int = 0) -> Iterator[BlockPiece]:
     """The rectangles of a span within one box, on their way from one rank to another."""
     for start, size in overlap.stretch.parts(box):
         first = sum(i * stride for i, stride in zip(start, overlap.index.cut.strides, strict=True))
         at = span.at + (first - span.start) * span.width
-        yield Piece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to, wave=wave)
+        yield BlockPiece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to, wave=wave)

@@ -1,4 +1,4 @@
-"""The small files beside a model's tensors: what describes it to transformers, and what the caller wants copied.
+"""The small files next to a model's tensors: its config for transformers, and the files of `assets`.
 
 They go into the folder in the same step as the tensors. People edit them, so a load never compares their checksums,
 unless it is asked for `verify="full"`.
@@ -35,7 +35,9 @@ def files_beside(
     style: str,
     dtype: torch.dtype | None,
 ) -> dict[str, bytes]:
-    """The files that a save writes beside those of the tensors. The arguments are those of `par_checkpoint.save`.
+    """Return the files that a save writes in addition to the tensors' files.
+
+    The arguments are those of `par_checkpoint.save` and the fields of `Format`.
 
     Returns:
         Their bytes by name: the config that was given, what was asked for in `assets`, and what transformers would

@@ -133,7 +133,8 @@ def _left_by_transformers(model: nn.Module, buffers: Sequence[MetaBuffer]) -> se
 def tie_(model: Model | None) -> None:
     """Ties what a model of transformers says is tied, while it is on the meta device.
 
-    Release 5.0 leaves such a model untied there. A part of a model, which lacks one of two tied tensors, is left alone.
+    Release 5.0 leaves such a model untied there. Part of a model, such as a pipeline stage, may lack one of two tied
+    tensors; it does not change then.
     """
     pretrained = pretrained_of(model)
     keys: Any = {} if pretrained is None else getattr(pretrained, "all_tied_weights_keys", None) or {}
@@ -151,7 +152,7 @@ def make_buffers_(model: Model | None, buffers: Sequence[MetaBuffer], device: to
     Args:
         model: The model that holds them, filled.
         buffers: Those that can be made.
-        device: Where they are made. They are computed on the CPU, as transformers does it.
+        device: Device of the new buffers. They are computed on the CPU, as transformers does it.
 
     Raises:
         CheckpointError: A module that has left one as it was.

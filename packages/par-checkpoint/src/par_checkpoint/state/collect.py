@@ -1,4 +1,4 @@
-"""What this rank brings to a save: the tensors of model and optimizer, and everything else, encoded.
+"""The content that this rank adds to a save: tensors of model and optimizer, and encoded state.
 
 Nothing is copied but small state. What is no tensor of a file (param groups, schedulers) has to be the same on every
 rank, for a checkpoint knows no ranks; only parameter names are put together. `extra` may differ, such as random states:
@@ -21,7 +21,7 @@ from par_groups import Sharding, attributes, settle_
 from ..format.bytes import bytes_of
 from ..format.header import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
-from ..plan.claims import Entry, key_of, name_of
+from ..plan.claims import LocalTensor, key_of, name_of
 from .conversion import Conversion, checked
 from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
 from .optimizer import Naming, OptimizerState, optimizer_state
@@ -70,7 +70,7 @@ class EncodedState:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What this rank brings to a save.
+    """Content that this rank adds to a save.
 
     Args:
         entries: The tensors that go into safetensors files.
@@ -80,7 +80,7 @@ class Content:
         beside: What is copied beside the tensors' files, by name: bytes of config.json and its like. On rank 0 alone.
     """
 
-    entries: list[Entry]
+    entries: list[LocalTensor]
     tied: Mapping[str, str]
     state: EncodedState
     samples: Samples
@@ -113,7 +113,7 @@ def collect(
     """Looks at model, optimizer and the rest. The arguments are those of `par_checkpoint.save`.
 
     Raises:
-        ValueError, TypeError: What cannot be saved, by name.
+        ValueError, TypeError: A tensor or value cannot be saved; the message names it.
     """
     found = model_state({} if model is None else model)
     layout = layout or {}
@@ -128,7 +128,7 @@ def collect(
     if dtype is not None:
         dtypes = {names_on_disk[name]: tensor.dtype for name, tensor in found.tensors.items()}
         check_cast(dtypes, list(names_on_disk.values()), dtype)
-    entries: list[Entry] = []
+    entries: list[LocalTensor] = []
     samples: Samples = []
     for name, tensor in found.tensors.items():
         if tensor.is_meta:
@@ -144,7 +144,7 @@ def collect(
             samples.append((key_of("model", name), _checksum_of_beginning(tensor)))
         for segment in segments_on_disk(name, shardings[name], convert, names_on_disk[name]):
             entries.append(
-                Entry(
+                LocalTensor(
                     key=key_of("model", segment.name),
                     dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
                     sharding=segment.sharding,

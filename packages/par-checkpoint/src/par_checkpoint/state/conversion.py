@@ -92,7 +92,7 @@ def parts_cover(shape: Shape, parts: Sequence[TensorSlice]) -> None:
 
     Args:
         shape: Shape of the whole tensor in memory.
-        parts: What it is put together from.
+        parts: Slices that make up the tensor.
 
     Raises:
         ValueError: A part that leaves the shape, elements that no part holds or that two hold, a name with two
@@ -172,11 +172,11 @@ def checked(convert: Conversion) -> Conversion:
 
 
 def split(sharding: Sharding, parts: Sequence[TensorSlice]) -> list[Segment]:
-    """A rank's share of a tensor in memory, as its share of each tensor in the files.
+    """Map a rank's shard of a tensor in memory to its shard of each tensor in the files.
 
     Args:
         sharding: How the local tensor is cut out of the tensor in memory.
-        parts: What that is put together from. See `parts_cover`.
+        parts: Slices that make up the tensor. See `parts_cover`.
 
     Returns:
         One segment for each name in the files, with boxes that point into the same local tensor; a segment without
@@ -193,7 +193,7 @@ def split(sharding: Sharding, parts: Sequence[TensorSlice]) -> list[Segment]:
 
 
 def _common(box: Box, part: TensorSlice) -> Box | None:
-    """What a box and a part have in common, as a box of the tensor in the files."""
+    """Intersect a box with a slice, as a box of the tensor in the files."""
     start, size, stride = list(part.first), list(part.extent), list(box.stride)
     offset = box.offset
     for dim, (own, first) in enumerate(zip(box.start, part.start, strict=True)):

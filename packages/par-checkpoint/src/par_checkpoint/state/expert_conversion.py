@@ -29,7 +29,7 @@ def expert_conversion(
         transposed: Whether memory has [experts, h, 2 f] and [experts, f, h].
 
     Returns:
-        What maps a name and its global shape to the parts in the files; None for what is no tensor of experts.
+        A function from a name and its global shape to slices in the files, or to None if it is no tensor of experts.
 
     Raises:
         ValueError: Names that do not fit the pattern, or that are equal.

@@ -22,7 +22,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and a
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """What a model's state dict holds.
+    """Content of a model's state dict.
 
     Args:
         tensors: The parameters and buffers themselves, not copies, by name; tied ones once.
@@ -96,7 +96,7 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
 
     Args:
         model: The module.
-        found: What its state dict holds.
+        found: Content of its state dict.
     """
     own = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if _has_memory(local_of(tensor))}
     strange = [name for name, tensor in found.tensors.items() if tensor.numel() and storage_of(tensor) not in own]

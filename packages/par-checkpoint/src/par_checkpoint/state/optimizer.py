@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from par_groups import SCALARS, Segment, Segments, Sharding, attributes, segments_of, sharding_of, whole
 
-from ..plan.claims import Entry, key_of
+from ..plan.claims import LocalTensor, key_of
 from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
 from .own_loading import own_entries
 
@@ -18,7 +18,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class NamedGroup:
     """A param group: the names of its parameters on this rank, and everything else in it."""
 
     names: tuple[str, ...]
@@ -37,14 +37,14 @@ class OptimizerState:
         own: What its state dict has beside state and param groups, see `own_entries`.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LocalTensor] = field(default_factory=list)
     objects: dict[str, object] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[NamedGroup] = field(default_factory=list)
     own: list[dict[str, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedSlots:
     """One tensor of an optimizer, and the named parameters that it holds parts of.
 
     Args:
@@ -61,7 +61,7 @@ class Packed:
     recorded: Mapping[str, str]
     apart: bool
 
-    def of(self, names: Container[str]) -> "Packed":
+    def of(self, names: Container[str]) -> "PackedSlots":
         """The same tensor, with some of its parameters alone."""
         return replace(self, segments=Segments(segment for segment in self.segments if segment.name in names))
 
@@ -91,7 +91,7 @@ class Naming:
         self._storages = {local_of(tensor).untyped_storage().data_ptr() for _, tensor in pairs if not tensor.is_meta}
         self._names, self._layout = names, layout
 
-    def groups(self, optimizer: Optimizer) -> Iterator[list[Packed]]:
+    def groups(self, optimizer: Optimizer) -> Iterator[list[PackedSlots]]:
         """For each param group, what its tensors hold.
 
         Raises:
@@ -104,7 +104,7 @@ class Naming:
                 for i, (tensor, name) in enumerate(zip(group["params"], given, strict=True))
             ]
 
-    def in_order(self, tensors: Iterable[Packed]) -> tuple[str, ...]:
+    def in_order(self, tensors: Iterable[PackedSlots]) -> tuple[str, ...]:
         """The names of the parameters in a param group, each once.
 
         torch matches the parameters of a saved group with those of another optimizer by their places alone. Flat
@@ -117,8 +117,8 @@ class Naming:
         order = {self._names.get(name, name): place for place, name in enumerate(self._by_id.values())}
         return tuple(sorted(names, key=lambda name: order.get(name, len(order))))
 
-    def _packed(self, tensor: torch.Tensor, given: str | None, where: str) -> Packed:
-        """What one tensor of the optimizer holds.
+    def _packed(self, tensor: torch.Tensor, given: str | None, where: str) -> PackedSlots:
+        """Return the parameters that one tensor of the optimizer holds.
 
         Args:
             tensor: The tensor.
@@ -139,7 +139,7 @@ class Naming:
         recorded = {self._names.get(name, name): name for name in segments.names}
         in_files = (Segment(name, segments[own]) for name, own in recorded.items())
         repeats = segments.derived and bool(self._by_id)  # the model beside it, which is saved too
-        return Packed(
+        return PackedSlots(
             tensor=tensor,
             segments=Segments(in_files),
             is_master=not repeats and self._is_master(tensor),
@@ -171,7 +171,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
     for group, tensors in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
         names = naming.in_order(tensors)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.groups.append(Group(names=names, options=options))
+        found.groups.append(NamedGroup(names=names, options=options))
         for packed in tensors:
             if packed.is_master:
                 found.entries.extend(_cut(packed, MASTER, packed.tensor))
@@ -187,11 +187,11 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
     return found
 
 
-def _note(found: OptimizerState, packed: Packed, slots: Mapping[str, object]) -> None:
+def _note(found: OptimizerState, packed: PackedSlots, slots: Mapping[str, object]) -> None:
     """Notes some slots of a tensor for each of its parameters.
 
     Raises:
-        ValueError: A slot that cannot be told or cut.
+        ValueError: A slot has an unknown name, or cannot be split.
     """
     for slot, value in slots.items():
         if "." in slot:
@@ -204,17 +204,17 @@ def _note(found: OptimizerState, packed: Packed, slots: Mapping[str, object]) ->
             found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
 
 
-def _cut(packed: Packed, slot: str, value: torch.Tensor) -> Iterator[Entry]:
+def _cut(packed: PackedSlots, slot: str, value: torch.Tensor) -> Iterator[LocalTensor]:
     """One slot of a tensor, cut into those of the parameters that the tensor holds parts of."""
     check_plain(f"{packed.segments.names[0]}.{slot}" if packed.segments.names else slot, value)
     local = local_of(value)
     for segment in packed.segments:
         sharding = slot_sharding(packed, segment, slot, value)
         key = key_of("optimizer", f"{segment.name}.{slot}")
-        yield Entry(key=key, dtype=value.dtype, sharding=sharding, local=local, steady=value)
+        yield LocalTensor(key=key, dtype=value.dtype, sharding=sharding, local=local, steady=value)
 
 
-def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tensor) -> Sharding:
+def slot_sharding(packed: PackedSlots, segment: Segment, slot: str, value: torch.Tensor) -> Sharding:
     """How a slot of one of the parameters in a tensor is cut.
 
     A slot of the tensor's own shape is cut like it, a scalar belongs to each of its parameters whole, and any other

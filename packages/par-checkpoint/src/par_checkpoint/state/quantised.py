@@ -1,4 +1,4 @@
-"""Float8 tensors whose values are codes: what they stand for is the product of a code and a scale beside it."""
+"""Quantized float8 tensors: an element's value is the product of its code and a separate scale."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a load sets rather than fills, when all tensors are read: param groups and schedulers."""
+"""State that a load sets after all tensors are filled: param groups and schedulers."""
 
 import copy
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from par_groups import SCALARS, Segments, Sharding, slots_of, whole
 
-from ..plan.claims import Entry, key_of, name_of, section_of
-from ..storage.directory import Place
+from ..plan.claims import LocalTensor, key_of, name_of, section_of
+from ..storage.directory import StoredTensor
 from .conversion import Conversion, checked
 from .model import (
     Model,
@@ -29,15 +29,15 @@ from .model import (
     sharding_in,
     unwrapped,
 )
-from .optimizer import MASTER, Naming, Packed, other_kind, other_slots, slot_sharding
+from .optimizer import MASTER, Naming, PackedSlots, other_kind, other_slots, slot_sharding
 from .quantised import Scales, is_float8, quantised
 from .transformers import conversion_of
 
-Places = Mapping[str, Place]
+Places = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class FillTarget:
     """One tensor to fill, before it has memory.
 
     Args:
@@ -52,29 +52,29 @@ class Target:
     sharding: Sharding
     tensor: torch.Tensor
 
-    def entry(self, device: torch.device) -> Entry:
+    def entry(self, device: torch.device) -> LocalTensor:
         """The target as an entry; a tensor on the meta device gets memory on `device`."""
         if self.tensor.is_meta:
             materialise_(self.tensor, device)
             if self.sharding.local_numel < self.tensor.numel():  # padding, where a NaN would spread
                 self.tensor.detach().zero_()
-        return Entry(key=self.key, dtype=self.dtype, sharding=self.sharding, local=local_of(self.tensor))
+        return LocalTensor(key=self.key, dtype=self.dtype, sharding=self.sharding, local=local_of(self.tensor))
 
 
 @dataclass(kw_only=True)
 class Targets:
-    """What this rank fills of the model or of the optimizer.
+    """Tensors of the model or the optimizer that this rank fills.
 
     Args:
         pending: The tensors to fill.
         missing: Names that the model or the optimizer has and the files have not.
-        mismatched: What has another shape or dtype in the files, in words.
+        mismatched: Text for each tensor with another shape or dtype in the files.
         resized: Names in the files of what has another shape.
         used: Keys of what is in the files and has a place in the model or the optimizer.
         same: Pairs of names in the files that must hold the same values: they are one tensor in the model.
     """
 
-    pending: list[Target] = field(default_factory=list)
+    pending: list[FillTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     resized: set[str] = field(default_factory=set)
@@ -133,7 +133,7 @@ class Targets:
             return
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
-        self.pending.append(Target(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
+        self.pending.append(FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
 
     def _scales_of(self, name: str, places: Places) -> list[str]:
         """The scales of a tensor in the files; all of these are looked through once."""
@@ -157,8 +157,8 @@ def model_targets(
     Args:
         model: The model to fill.
         places: What the files hold.
-        tied: What the checkpoint says of names that are not stored: the stored name of each.
-        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
+        tied: Stored name of each name that the checkpoint does not store, because it is tied.
+        layout: `Sharding` of local tensors by name, for tensors without sharding metadata of their own.
         names: From a tensor's name in the model to its name in the files.
         convert: From a tensor's name and global shape to the tensors on disk that make it up; None: what transformers
             does to its own models, where the files have no tensor of the name.
@@ -201,7 +201,7 @@ def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -
     Args:
         model: The model whose ties count.
         names: From its names to those in the files.
-        tied: What the checkpoint says of names that are not stored.
+        tied: Stored names of tied names.
     """
     found = model_state({} if model is None else model)
     on_disk = rename(names, found.names)
@@ -234,7 +234,7 @@ class Scalars:
 
 @dataclass(kw_only=True)
 class OptimizerTargets(Targets):
-    """What this rank fills of an optimizer, and what it sets afterwards.
+    """Tensors of an optimizer that this rank fills, and state that it sets afterwards.
 
     Args:
         state: The new state of each tensor, which takes the place of the old one when everything is read.
@@ -337,7 +337,7 @@ class _PackedTargets:
         self,
         targets: OptimizerTargets,
         saved: SavedOptimizer,
-        packed: Packed,
+        packed: PackedSlots,
         old: Mapping[str, object],
         *,
         on_device: bool,
@@ -392,7 +392,7 @@ class _PackedTargets:
         keys = [f"{self._saved.saved_as(name)}.{slot}" for slot in slots if slot != MASTER]
         return any(key in self._saved.places or key in self._saved.objects for key in keys)
 
-    def _is_scalar(self, slot: str, segments: Segments, places: Sequence[Place]) -> bool:
+    def _is_scalar(self, slot: str, segments: Segments, places: Sequence[StoredTensor]) -> bool:
         """Whether a slot is one number for a parameter, and not one for each of its elements."""
         if any(place.shape != () for place in places):
             return False
@@ -404,18 +404,18 @@ class _PackedTargets:
         device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
         read = [(key, torch.empty((), dtype=dtype, device="cpu")) for key in keys]
         for key, value in read:
-            target = Target(key=key_of("optimizer", key), dtype=dtype, sharding=whole((), (0,)), tensor=value)
+            target = FillTarget(key=key_of("optimizer", key), dtype=dtype, sharding=whole((), (0,)), tensor=value)
             self._targets.pending.append(target)
         return self._reused(slot, torch.empty((), dtype=dtype, device=device)), read
 
-    def _tensor(self, slot: str, place: Place) -> torch.Tensor:
+    def _tensor(self, slot: str, place: StoredTensor) -> torch.Tensor:
         """Memory for a slot: like its parameter's, or of the shape in the files where that is another one."""
         tensor, segments = self._packed.tensor, self._packed.segments
         if len(segments) > 1 or tuple(place.shape) == next(iter(segments)).sharding.shape:
             return self._reused(slot, torch.zeros_like(tensor, dtype=place.dtype, device=self._device))
         return self._reused(slot, torch.empty(place.shape, dtype=place.dtype, device=self._device))
 
-    def _fill(self, packed: Packed, slot: str, value: torch.Tensor) -> None:
+    def _fill(self, packed: PackedSlots, slot: str, value: torch.Tensor) -> None:
         """Notes a slot as something to fill, parameter by parameter."""
         for segment in packed.segments:
             sharding = slot_sharding(packed, segment, slot, value)

@@ -46,8 +46,8 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversio
         shapes: Name and global shape of each of the model's tensors, tied ones once. Only these can be asked for.
 
     Returns:
-        What maps a name to its parts, or None if this is no model of transformers, or one that it does not convert. It
-        raises ValueError when it is asked for a tensor that is converted by more than placement.
+        Return a function from a name to its slices, or None if transformers does not convert the model. It raises
+        ValueError when it is asked for a tensor that is converted by more than placement.
 
     Raises:
         ValueError: A conversion that transformers cannot reverse, such as a quantised model's.
@@ -135,11 +135,11 @@ def _as_it_is(key: str, shape: Shape, parts: Sequence[TensorSlice]) -> bool:
     return part.shape == part.extent == tuple(shape) and part.dims == tuple(range(len(shape)))
 
 
-Parts = dict[str, list[TensorSlice]]
+HeldRun = dict[str, list[TensorSlice]]
 Refused = dict[str, tuple[str, Exception]]
 
 
-def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config: Any) -> tuple[Parts, Refused]:
+def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config: Any) -> tuple[HeldRun, Refused]:
     """By name in the model: its parts; or the operations that are more than placement, and what failed in them."""
     renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
     groups, single = _grouped([transform for transform in transforms if hasattr(transform, "operations")], shapes)
@@ -155,7 +155,7 @@ def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config
             continue
         for target, result in results.items():
             traced[_renamed(target, renamings)] = result[0] if isinstance(result, list) else result
-    parts: Parts = {}
+    parts: HeldRun = {}
     for name, tensor in traced.items():
         for piece in tensor.pieces:
             part = TensorSlice(
@@ -192,7 +192,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
     return name
 
 
-class _Piece(NamedTuple):
+class _TracedPiece(NamedTuple):
     """A rectangle of a traced tensor, and the place of its elements in the model, with the fields of `TensorSlice`."""
 
     key: str
@@ -210,13 +210,13 @@ class _Traced:
     """
 
     shape: Shape
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_TracedPiece, ...]
 
     @classmethod
     def of(cls, key: str, shape: Shape) -> "_Traced":
         """A tensor of the model."""
         origin = (0,) * len(shape)
-        return cls(tuple(shape), (_Piece(key, origin, tuple(range(len(shape))), origin, tuple(shape)),))
+        return cls(tuple(shape), (_TracedPiece(key, origin, tuple(range(len(shape))), origin, tuple(shape)),))
 
     @classmethod
     def __torch_function__(
@@ -254,14 +254,14 @@ class _Traced:
 
 
 def _transpose(tensor: _Traced, dim0: int, dim1: int) -> _Traced:
-    """What `torch.transpose` does to a traced tensor."""
+    """Trace `torch.transpose`."""
     dims = list(range(len(tensor.shape)))
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return tensor._select(dims)
 
 
 def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
-    """What `torch.chunk` does to a traced tensor."""
+    """Trace `torch.chunk`."""
     length = tensor.shape[dim]
     step = -(-length // chunks)
     return tuple(
@@ -270,7 +270,7 @@ def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
 
 
 def _narrow(tensor: _Traced, dim: int, start: int, length: int) -> _Traced:
-    """What `torch.narrow` does to a traced tensor."""
+    """Trace `torch.narrow`."""
     pieces = []
     for piece in tensor.pieces:
         low, high = max(start, piece.offset[dim]), min(start + length, piece.offset[dim] + piece.size[dim])
@@ -287,12 +287,12 @@ def _narrow(tensor: _Traced, dim: int, start: int, length: int) -> _Traced:
 
 
 def _cat(tensors: Sequence[_Traced], dim: int = 0) -> _Traced:
-    """What `torch.cat` does to traced tensors."""
+    """Trace `torch.cat` for several tensors."""
     dim %= len(tensors[0].shape)
     if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"tensors of shapes {shapes} cannot be joined along dim {dim}; their other dims must be alike")
-    pieces: list[_Piece] = []
+    pieces: list[_TracedPiece] = []
     length = 0
     for tensor in tensors:
         pieces += (

@@ -4,17 +4,17 @@ A save gathers its files in a staging folder `.<name>.tmp-<nonce>` beside the ta
 itself, are on the disk, the commit is one of these:
 
 - Nothing is there: the staging folder is renamed to the target. One rename; before it nothing, after it all.
-- Linux exchanges the old folder and the new one in one step. What then bears the staging name is the old one.
+- Linux exchanges the old folder and the new one in one step. The old folder then has the staging name.
 - Elsewhere the old folder becomes `.<name>.old-<nonce>`, then the staging folder becomes the target. Between the two
   there is no target, and the old one is whole: `recover` gives it its name back.
 
-So at any kill the target is wholly the old or wholly the new, or it is absent and a whole `.old-*` is there. That one
-stays whole because nothing is ever removed under such a name: it is renamed to a staging name first. A staging name
-never counts, so a half-removed folder is never read.
+So after any kill the target is the complete old or the complete new folder, or it is absent and a complete `.old-*`
+exists. Nothing is ever removed under such a name. The folder is renamed to a staging name first. A staging name never
+counts, so a half-removed folder is never read.
 
 The saver holds a lease, `.<name>.lease-<nonce>`, from before there is a staging folder until it is gone (see `lease`):
-what has no lease that is held has no living saver, and may be swept. Where `recover` sees no target, but a saver that
-lives, it waits for the second rename.
+what has no lease that is held has no living saver, and may be swept. If `recover` sees no target but a living saver, it
+waits for the second rename.
 
 Only savers rename. A reader that finds no target reads the old one where it is, and starts again should it vanish.
 
@@ -53,7 +53,7 @@ class OutrunError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class CommitTarget:
     """The folder of a checkpoint, and the hidden folders of saves beside it.
 
     Args:
@@ -141,12 +141,12 @@ class Target:
             time.sleep(0.02)
 
     def seen(self) -> Path:
-        """Where the checkpoint is to be read: under its name, or, between a saver's renames, as the old one."""
+        """Return the folder to read: the target or, between a saver's two renames, the old folder."""
         newest = self._newest_old()
         return self.path if newest is None else self.beside("old", newest.nonce)
 
     def _newest_old(self) -> Remnant | None:
-        """What the last saver has renamed of the checkpoint, where nothing has its name."""
+        """Return the old folder that the last saver has renamed, if no folder has the checkpoint's name."""
         if os.path.lexists(self.path):
             return None
         olds = [folder for folder in self._remnants() if folder.kind == "old"]
@@ -176,7 +176,7 @@ class Target:
         return swept
 
     def retire(self, path: Path) -> None:
-        """Removes a whole folder, the target or an old one beside it, by way of a name that is never read."""
+        """Rename a complete folder, the target or an old one, to a name that is never read, and remove it."""
         trash = self.beside("tmp", uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
             path.rename(trash)
@@ -202,7 +202,7 @@ class Target:
 
     @contextlib.contextmanager
     def _others_may_be_first(self) -> Iterator[None]:
-        """Raises OutrunError for an error of a rename which says that names are not what they were."""
+        """Raise OutrunError if a rename fails because another saver has changed the names."""
         try:
             yield
         except OSError as error:
@@ -261,8 +261,8 @@ def exchange(one: Path, other: Path) -> bool:
 def erase(path: Path) -> None:
     """Removes a folder that bears a staging name.
 
-    What cannot be removed is left for the next sweep: some file systems keep files that are open elsewhere, and a save
-    that is in its place has not failed.
+    Files that cannot be removed stay until the next sweep. Some file systems keep files that another process has open,
+    and a save that is committed has not failed.
     """
     shutil.rmtree(path, ignore_errors=True)
 

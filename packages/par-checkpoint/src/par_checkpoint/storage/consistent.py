@@ -1,4 +1,4 @@
-"""Reading a checkpoint that a save may replace meanwhile: what is read is wholly the old or wholly the new one.
+"""Reading a checkpoint that a save may replace: a reader gets all of the old one or all of the new one.
 
 Readers take no locks. They note which checkpoint is there, read, and look whether it still is; if not, they read again.
 On file systems that show late what other machines have written, names and sizes included, a reader may meet both

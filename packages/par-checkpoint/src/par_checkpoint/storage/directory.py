@@ -9,7 +9,7 @@ import torch
 from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt
-from ..format.header import Header, decode_header
+from ..format.header import SafetensorsHeader, decode_header
 from ..format.index import decode_index, is_base_name
 from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
 
@@ -40,13 +40,13 @@ class ReadableFolder(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies.
+class StoredTensor:
+    """File and range of a stored tensor.
 
     Args:
         file: The file, relative to the folder.
         dtype: The dtype of its elements.
-        shape: The shape of the whole tensor, which lies there row-major.
+        shape: Shape of the full tensor, which is stored row-major.
         begin: First byte in the file.
         end: One past the last byte.
     """
@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Directory:
-    """Where all tensors of a model, or of an optimizer, lie.
+    """Files and offsets of all tensors of a model or an optimizer.
 
     Args:
         places: By the tensors' names; at first of safetensors files alone.
@@ -69,7 +69,7 @@ class Directory:
         weight_map: What the index of such files says: the file of each tensor, relative to the folder.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, StoredTensor]
     pickles: tuple[str, ...] = ()
     index: str | None = None
     weight_map: Mapping[str, str] | None = None
@@ -90,7 +90,7 @@ def read_directory(
     """Finds the files, reads the headers of those in safetensors, and checks that all of it agrees.
 
     Args:
-        folder: Where to look.
+        folder: Folder to read.
         stem: What the files' names begin with: "adapter_model" for an adapter of peft, "optimizer/optimizer" for an
             optimizer.
         variant: Read model.<variant>.safetensors and its like instead.
@@ -126,7 +126,7 @@ def read_directory(
     for file, header in headers.items():
         for key, stored in header.tensors.items():
             begin, end = header.data_begin + stored.begin, header.data_begin + stored.end
-            places[key] = Place(file, stored.dtype, stored.shape, begin, end)
+            places[key] = StoredTensor(file, stored.dtype, stored.shape, begin, end)
     return Directory(places, (), index)
 
 
@@ -220,8 +220,8 @@ def _check_size(folder: ReadableFolder, name: str, sizes: Mapping[str, int], rec
         raise corrupt(path, f"has {sizes[name]} bytes, but {MANIFEST} says {records[name].size}")
 
 
-def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecord | None) -> Header:
-    """The header of a safetensors file; where there is a record, it is checked before a word of it is believed."""
+def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecord | None) -> SafetensorsHeader:
+    """Read the header of a safetensors file, after a check against its record if it has one."""
     path = f"{folder.url}/{name}"
     if record is None:
         return decode_header(lambda begin, end: folder.read(name, begin, end), size, path)

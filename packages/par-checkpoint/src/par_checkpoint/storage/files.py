@@ -1,4 +1,4 @@
-"""A file that is read, and one that is written, wherever it lies."""
+"""Interfaces of files to read and to write, on disks and in object stores."""
 
 from typing import Protocol
 
@@ -9,14 +9,14 @@ IN_FLIGHT = 16
 """Requests of one rank to a store that are under way at a time, at most."""
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """A file that is being read."""
 
     size: int
     stride: int
     """Bytes to read at a time, where something is done with them right after."""
 
-    def ranged(self, begin: int, end: int) -> "Source":
+    def ranged(self, begin: int, end: int) -> "FileSource":
         """Opens the file once more, to read its bytes begin .. end - 1 in order; the caller closes it."""
 
     def read_into(self, begin: int, view: memoryview) -> None:

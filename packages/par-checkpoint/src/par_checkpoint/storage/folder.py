@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a file system, beside single files, and the choice between a local and a remote one."""
+"""The interface of folders that a checkpoint needs, and the choice between local and remote folders."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from ..format.manifest import BLOCK, Manifest
-from .files import Source, Writer
+from .files import FileSource, Writer
 from .local import LocalFolder
 from .sharing import Sharing
 
@@ -95,7 +95,7 @@ class Folder(Protocol):
 
     @property
     def settles(self) -> float:
-        """Seconds after which most of what other machines have written is seen here; 0 where it is at once."""
+        """Seconds until a change by another machine is usually visible; 0 if it is visible at once."""
 
     def recover(self) -> None:
         """Finds the old checkpoint again if a save died while it swapped; called before reading."""
@@ -119,7 +119,7 @@ class Folder(Protocol):
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes begin .. end - 1 of a file, by default all."""
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> FileSource:
         """A file to read from."""
 
     def folders(self) -> list[str]:
@@ -140,8 +140,8 @@ class Folder(Protocol):
         """Raises if what is there now cannot be replaced, so that it is known before bytes are moved.
 
         Raises:
-            FileExistsError: Something is there, and `overwrite` is not asked for.
-            CheckpointError: What is there is not ours to replace.
+            FileExistsError: The folder exists, and `overwrite` is False.
+            CheckpointError: The folder contains files that a save must not replace.
         """
 
     def remove(self) -> None:
@@ -191,7 +191,9 @@ class Staging(Protocol):
         """A file to write into."""
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
-        """The rank that created: makes this the checkpoint. At any kill there is wholly the old or wholly the new.
+        """Make this the checkpoint, on the rank that called `create`.
+
+        After any kill, the folder is all of the old or all of the new checkpoint.
 
         Args:
             overwrite: Whether to replace a checkpoint that is there.

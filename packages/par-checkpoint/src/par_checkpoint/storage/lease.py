@@ -1,7 +1,7 @@
 """A save's sign of life: a file beside its staging folder that says who saves, and is written anew while it does.
 
 Locks of a file system tell the living from the dead on one machine, and on a network file system only where all of its
-clients and its server agree about them. So none is taken. Who wants to know whether a saver lives asks:
+clients and its server agree about them. So none is taken. Whether a saver lives is decided by:
 
 - on the saver's machine: whether its process is there. Machines are told apart by what their kernels drew when they
   booted, processes by their number and by when they began.
@@ -30,11 +30,11 @@ _SIZE = 512  # bytes of the file, always: it is written over in place
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What a lease says of the process that holds it.
+    """The process that holds a lease.
 
     Args:
         host: Name of its machine, for people.
-        boot: What its kernel drew when it booted, and its space of process numbers.
+        boot: Random id of its kernel's boot, and its PID namespace.
         pid: Number of the process.
         began: When the process began, as its kernel counts; "" where that cannot be told.
         beat: How often the lease was written.
@@ -119,7 +119,7 @@ def is_held(path: Path, seconds: float) -> bool:
     """Whether the holder of a lease lives, or may live.
 
     Args:
-        path: The lease's file; where there is none, nobody holds it.
+        path: The lease's file; without a file, no process holds the lease.
         seconds: Seconds without a sign of life after which the holder is taken for dead. Half of them pass before that
             is said of a process of another machine.
     """
@@ -145,7 +145,7 @@ def is_held(path: Path, seconds: float) -> bool:
 
 
 def holder_of(path: Path) -> str:
-    """Who holds a lease, in words."""
+    """Describe the holder of a lease."""
     try:
         holder, _ = _said(path)
     except FileNotFoundError:
@@ -154,13 +154,13 @@ def holder_of(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[Holder | None, float]:
-    """What a lease says, or None where it says nothing sound yet, and its age in seconds."""
+    """Read the holder in a lease, or None if the content is not valid yet, and its age in seconds."""
     holder, changed = _said(path)
     return holder, _now(path.parent) - changed
 
 
 def _said(path: Path) -> tuple[Holder | None, float]:
-    """What a lease says, or None where it says nothing sound yet, and when that was written."""
+    """Read the holder in a lease, or None if the content is not valid yet, and its modification time."""
     try:
         with path.open("rb") as file:  # a network file system looks anew at what is opened
             data, changed = file.read(_SIZE), os.fstat(file.fileno()).st_mtime
@@ -205,7 +205,7 @@ def _this() -> Holder:
 
 
 def _began(pid: int) -> str:
-    """When a process began, as its kernel counts; "" where it is gone, or where that cannot be told."""
+    """Return the start time of a process in its kernel's units, or "" if the process is gone or the time unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

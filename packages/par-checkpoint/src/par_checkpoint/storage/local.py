@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, OPTIMIZER, TEMPLATES, Manifest, generation_in
-from .commit import GONE, UNREADABLE, OutrunError, Target, erase, is_folder, scan, sync
+from .commit import GONE, UNREADABLE, CommitTarget, OutrunError, erase, is_folder, scan, sync
 from .owned import carried, check_name, check_replaceable, parents
 from .sharing import Sharing, sharing_of
 
@@ -56,7 +56,7 @@ class LocalFolder:
         if not hasattr(os, "pwrite"):
             raise CheckpointError(f"path={path!r}: local checkpoints need Linux or macOS; use WSL, or an object store")
         self.url = str(self.path)
-        self.target = Target(path=self.path, at=at, exchange=exchange, patience=patience, lease=lease)
+        self.target = CommitTarget(path=self.path, at=at, exchange=exchange, patience=patience, lease=lease)
         self._seen = self.path
         self._generation: str | None = None
 
@@ -67,7 +67,7 @@ class LocalFolder:
 
     @property
     def settles(self) -> float:
-        """Seconds after which most of what other machines have written is seen here; 0 where it is at once."""
+        """Seconds until a change by another machine is usually visible; 0 if it is visible at once."""
         return _SETTLES if self.sharing is Sharing.FILES else 0.0
 
     def block(self, size: int) -> int:
@@ -85,7 +85,7 @@ class LocalFolder:
         self._seen, self._generation = self.path, None
 
     def use(self, manifest: Manifest | None) -> None:
-        """Looks anew; the manifest says in which folder the files lie."""
+        """Read the folder again; the manifest names the subfolder of the files."""
         self.recover()
         self._generation = "" if manifest is None else manifest.generation
 
@@ -249,7 +249,7 @@ class LocalStaging:
         self._carried: list[str] = []
 
     def create(self, names: Iterable[str], needed: int) -> None:
-        """Sweeps, checks that there is room, and makes the staging folder, with a lease beside it."""
+        """Remove remnants, check the free space, and create the staging folder and its lease."""
         parent, target = self._folder.path.parent, self._folder.target
         parent.mkdir(parents=True, exist_ok=True)
         self._folder.repair()
@@ -282,7 +282,7 @@ class LocalStaging:
             scan(self._path.parent)  # makes a network file system look again
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
-        """Makes a file of that many bytes, into which all ranks write, wherever they like."""
+        """Create a file of a given size, into which all ranks write at any offset."""
         del head, block
         with contextlib.closing(self.writer(name)) as writer:
             writer.resize(size)
@@ -356,7 +356,7 @@ class LocalStaging:
 
 
 class LocalSource:
-    """A file that is being read, see `Source`. Threads may read at once."""
+    """A file that is being read, see `FileSource`. Threads may read at once."""
 
     stride = 1 << 21  # what was read is mostly in the core's cache for the checksum, and threads change seldom
     _fd = -1
@@ -400,9 +400,9 @@ class LocalSource:
 class LocalWriter:
     """A file that is being written, see `Writer`. Threads and ranks may write at once.
 
-    What is written begins its way to the disk at once, and leaves the page cache once it is there. So fsync finds
-    little left, a save needs few new pages, which may cost more time than the disk, and it pushes nobody else's files
-    out of memory. On other systems than Linux it goes its usual way.
+    The kernel starts to write the bytes to the disk at once, and drops them from the page cache afterwards. So fsync
+    finds little left, a save needs few new pages, which may cost more time than the disk, and it pushes nobody else's
+    files out of memory. On other systems than Linux it goes its usual way.
     """
 
     def __init__(self, path: Path) -> None:

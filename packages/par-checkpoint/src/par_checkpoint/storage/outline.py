@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds beside the tensors' data: one rank reads it, checks it and tells the others."""
+"""The content of a checkpoint without the tensors' data. One rank reads and checks it, and broadcasts it."""
 
 from collections.abc import Container, Mapping
 from contextlib import closing
@@ -16,7 +16,7 @@ from ..format.index import STEMS, index_of
 from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, check_optimizer, decode_manifest
 from ..format.pickled import flat_tensors, load_outline, load_pickle, place_of
 from ..format.tagged import decode, split_ranks
-from .directory import Directory, Place, check_index, check_linked, read_directory, read_small
+from .directory import Directory, StoredTensor, check_index, check_linked, read_directory, read_small
 from .folder import Folder
 
 
@@ -34,8 +34,8 @@ class Outline:
     directories: Mapping[str, Directory] = field(default_factory=dict)
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def places(self, section: str) -> Mapping[str, Place]:
-        """Where the tensors of "model" or "optimizer" lie, by name."""
+    def places(self, section: str) -> Mapping[str, StoredTensor]:
+        """Return the location of each tensor of "model" or "optimizer", by name."""
         return self.directories[section].places if section in self.directories else {}
 
     def digest(self) -> bytes:
@@ -62,7 +62,7 @@ class Outline:
         return None if encoded is None else decode(encoded, self.side)
 
     def extra_of_ranks(self) -> tuple[Any, ...] | None:
-        """What each rank gave as `extra`, where they differed; None where they did not."""
+        """Return the value of `extra` of each rank, or None if the ranks had equal values."""
         encoded = None if self.manifest is None else split_ranks(self.manifest.extra)
         return None if encoded is None else tuple(decode(one, self.side) for one in encoded)
 
@@ -97,7 +97,7 @@ class Outline:
         return [(group["params"], decode(group["options"], self.side)) for group in groups]  # type: ignore[misc]
 
     def own(self) -> list[dict[str, object]]:
-        """What the state dict of each optimizer had beside state and param groups."""
+        """Return the entries of each optimizer's state dict besides state and param groups."""
         optimizer = None if self.manifest is None else self.manifest.optimizer
         own = decode((optimizer or {}).get("own", []), self.side)
         if not isinstance(own, list) or not all(isinstance(entries, dict) for entries in own):
@@ -125,7 +125,7 @@ def read_outline(
         model: Whether the model's files are wanted; None: if there are any.
         optimizer: Whether the optimizer's files are wanted; None: if there are any.
         variant: The variant of others' files to read, such as "fp16".
-        stem: What the names of others' files begin with, such as "adapter_model".
+        stem: First part of the names of files that another program wrote, such as "adapter_model".
 
     Raises:
         CheckpointError: There is no checkpoint, or it does not hold what is wanted.
@@ -253,11 +253,13 @@ def _with_pickles(folder: Folder, directory: Directory) -> Directory:
     if not directory.pickles:
         return directory
     local = "://" not in folder.url.removeprefix("file://")
-    by_file: dict[str, dict[str, Place]] = {}
+    by_file: dict[str, dict[str, StoredTensor]] = {}
     for name in directory.pickles:
         if local:
             tensors = load_pickle(_local_path(folder, name))
-            by_file[name] = {key: Place("", each.dtype, tuple(each.shape), 0, 0) for key, each in tensors.items()}
+            by_file[name] = {
+                key: StoredTensor("", each.dtype, tuple(each.shape), 0, 0) for key, each in tensors.items()
+            }
         else:
             by_file[name] = _places_in_pickle(folder, "model", name, None)
     if directory.weight_map is not None:
@@ -268,14 +270,14 @@ def _with_pickles(folder: Folder, directory: Directory) -> Directory:
 
 def _places_in_pickle(
     folder: Folder, section: str, name: str, record: FileRecord | None, beside: Container[object] = ()
-) -> dict[str, Place]:
-    """Where the tensors of a section lie in a file of torch.save, without reading their data.
+) -> dict[str, StoredTensor]:
+    """Locate the tensors of a section in a file of torch.save, without reading their data.
 
     Args:
         folder: The checkpoint's folder.
         section: "model" or "optimizer".
         name: The file.
-        record: What the manifest says of the file; None where others have written it.
+        record: Manifest record of the file; None for a file of another program.
         beside: Names of what the model's state dict has beside tensors.
 
     Raises:
@@ -288,7 +290,8 @@ def _places_in_pickle(
         saved = {key: value for key, value in saved.items() if key not in beside}
     tensors = flat_tensors(saved, path) if section == "model" else _slots_in(saved, path)
     return {
-        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, size, path)) for key, each in tensors.items()
+        key: StoredTensor(name, each.dtype, tuple(each.shape), *place_of(each, size, path))
+        for key, each in tensors.items()
     }
 
 

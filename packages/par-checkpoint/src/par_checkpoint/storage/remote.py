@@ -9,15 +9,16 @@ below the target that no other save uses, and the manifest in the target itself,
 
 A save works in this order:
 
-1. All files are written below the new generation. So far nobody reads them.
-2. The manifest is put in the target. This one request is the commit.
-3. What transformers opens in the target (index, config, tokenizer) is put there.
+1. All files are written below the new generation, which no reader knows yet.
+2. The manifest is put into the target. This one request is the commit.
+3. The files that transformers opens (index, config, tokenizer) are put into the target.
 4. The objects of the old generation are removed.
 
-Whoever reads believes the manifest alone, so at any kill the checkpoint is wholly the old, before 2, or wholly the new.
-transformers, which knows no manifest, finds wholly the old before the last request of 3, and then wholly the new. Where
-nothing was there before, 3 comes before 2, so that the manifest is the last of all. The next save, or `prune`, puts
-right what a saver that died has left: it removes generations that no manifest names, and does step 3 anew.
+Readers use only the manifest. So after any kill they find the complete old checkpoint before step 2, and the complete
+new one afterwards. transformers does not read the manifest. It finds the old checkpoint before the last request of step
+3, and then the new one. If the path was empty, step 3 precedes step 2, so that the manifest is the last object. The
+next save, or `prune`, corrects what a dead saver has left: it removes generations that no manifest names, and repeats
+step 3.
 
 A checkpoint is removed from what transformers opens by way of the manifest to the data, so that it is whole or gone.
 
@@ -44,8 +45,8 @@ from ..format.manifest import (
     decode_manifest,
     generation_in,
 )
-from .files import IN_FLIGHT, Source, Writer
-from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, client_options
+from .files import IN_FLIGHT, FileSource, Writer
+from .objects.s3 import MOST_PARTS, PART, S3PartsWriter, S3Store, UploadParts, client_options
 from .objects.store import FsspecStore, Store, UnderWay, missing
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data, is_of_tokenizer
 from .sharing import Sharing
@@ -73,7 +74,7 @@ class RemoteFolder:
         self.store: Store = (S3Store if hasattr(fs, "call_s3") else FsspecStore)(fs, self.url)
         self.positional = self.store.joins
         self.sharing = Sharing.RANGES if self.positional else Sharing.FILES
-        self._seen: _Seen | None = None
+        self._seen: _SeenManifest | None = None
         self._manifest = b"", ""  # its bytes and its tag, as they were read the last time
 
     def block(self, size: int) -> int:
@@ -90,7 +91,7 @@ class RemoteFolder:
         if manifest is not None:
             sizes = {name: record.size for name, record in manifest.files.items()}
             inside, root = ({manifest.generation: sizes}, {}) if manifest.generation else ({}, sizes)
-            self._seen = _Seen(manifest=b"", generation=manifest.generation, root=root, generations=inside)
+            self._seen = _SeenManifest(manifest=b"", generation=manifest.generation, root=root, generations=inside)
 
     def repair(self) -> None:
         """Finds the old checkpoint again, as `recover` does."""
@@ -105,7 +106,7 @@ class RemoteFolder:
         return f"{generation_in(data)} {len(data)} {data[:32]!r}"  # it begins with its checksum
 
     def exists(self) -> bool:
-        """Whether there is any file; what a save has only begun is none."""
+        """Whether any file exists, apart from unfinished uploads."""
         return bool(self.look().visible)
 
     def sizes(self) -> dict[str, int]:
@@ -126,7 +127,7 @@ class RemoteFolder:
             source.read_into(begin, memoryview(data))
         return bytes(data)
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> FileSource:
         """A file to read from."""
         seen = self.look()
         where = f"{self.path}/{seen.generation}" if name in seen.inside else self.path
@@ -154,7 +155,7 @@ class RemoteFolder:
         check_replaceable(self.url, seen.visible, seen.manifest or None)
 
     def remove(self) -> None:
-        """Removes the checkpoint: what transformers opens, then the manifest, then all that is left."""
+        """Remove the checkpoint: first the files that transformers opens, then the manifest, then all other objects."""
         self.recover()
         seen = self.look()
         self.store.delete(self.path, sorted(name for name in seen.root if name != MANIFEST and seen.generation))
@@ -196,7 +197,7 @@ class RemoteFolder:
             self.recover()
         return list(paths)
 
-    def look(self) -> "_Seen":
+    def look(self) -> "_SeenManifest":
         """What lies below the path, listed once: by the first call, and anew by the first after `recover`."""
         if self._seen is None:
             listed = self.store.objects(self.path)
@@ -221,7 +222,7 @@ class RemoteFolder:
                 shown = GENERATION.search(self.store.get(f"{self.path}/{index}").decode(errors="replace"))
                 if shown and shown[0] in generations:  # of a save that died before its manifest came
                     orphans = [*sorted(root.keys() & generations[shown[0]].keys() - {index}), index]
-            self._seen = _Seen(
+            self._seen = _SeenManifest(
                 manifest=manifest,
                 generation=generation_in(manifest) or "",
                 is_sound=generation_in(manifest) is not None,
@@ -231,7 +232,7 @@ class RemoteFolder:
             )
         return self._seen
 
-    def _show_anew(self, seen: "_Seen") -> None:
+    def _show_anew(self, seen: "_SeenManifest") -> None:
         """Does what a saver that died after its manifest has left to do for transformers, if it has."""
         manifest = decode_manifest(seen.manifest)
         name, inside = f"{manifest.stem}.safetensors.index.json", f"{self.path}/{seen.generation}"
@@ -243,11 +244,11 @@ class RemoteFolder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What is in a folder.
+class _SeenManifest:
+    """Content of a folder.
 
     Args:
-        manifest: The manifest's bytes; empty where there is none. Where another rank has read it, nobody asks for it.
+        manifest: The manifest's bytes; empty where there is none. No request is needed if another rank has read it.
         generation: The generation that it names; "" where it names none, as the files lie in the folder itself.
         root: The bytes of each file that is in no generation.
         generations: By generation: the bytes of each file in it.
@@ -291,7 +292,7 @@ class RemoteStaging:
         self._path = f"{folder.path}/{generation}"
         self._store = folder.store
         self.positional = self.joins = folder.positional and not by_owner
-        self._parts: dict[str, Parts] = {}
+        self._parts: dict[str, UploadParts] = {}
         self._uploads: dict[str, str] = {}
         self._beside: dict[str, bytes] = {}
         self._manifest = b""
@@ -309,12 +310,12 @@ class RemoteStaging:
         self._folder.at("swept")
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
-        """Takes up a file that ranks write together; what is one part is put as a whole."""
+        """Register a file that ranks write together; a file of one part is put in one request."""
         if not self.positional:
             raise TypeError(f"{name} of {size} bytes: {self._folder.url} is written from beginning to end, by one rank")
-        self._parts[name] = Parts(size=size, head=head, part=block)
+        self._parts[name] = UploadParts(size=size, head=head, part=block)
 
-    def invite(self) -> dict[str, tuple[Parts, str | None]]:
+    def invite(self) -> dict[str, tuple[UploadParts, str | None]]:
         """Begins the uploads, and names them: what the other ranks need to take part."""
         if isinstance(self._store, S3Store):
             for name in (name for name, parts in self._parts.items() if parts.count > 1):
@@ -323,7 +324,7 @@ class RemoteStaging:
         self._folder.at("begun")
         return {name: (parts, self._uploads.get(name)) for name, parts in self._parts.items()}
 
-    def attach(self, invitation: dict[str, tuple[Parts, str | None]]) -> None:
+    def attach(self, invitation: dict[str, tuple[UploadParts, str | None]]) -> None:
         """Takes part in the uploads; where there are none, raises CheckpointError if the save is not visible here."""
         self._parts = {name: parts for name, (parts, _) in invitation.items()}
         self._uploads = {name: upload for name, (_, upload) in invitation.items() if upload is not None}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Sharing(IntEnum):
-    """What may be done with a file, the freest first."""
+    """Ways in which clients may write one file, the least restricted first."""
 
     RANGES = 0
     """Every process writes any bytes of it: the kernel of one machine has all of it."""

@@ -143,7 +143,7 @@ def _broken(folder: Folder) -> str | None:
 
 
 def newest(root: str | os.PathLike[str]) -> str | None:
-    """The path of the highest step below `root` that is whole, or None, as this process alone sees it."""
+    """Return the path of the highest complete step below `root` that this process sees, or None."""
     for _, folder, _ in _steps(open_folder(root)):
         manifest = read_consistently(
             folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None

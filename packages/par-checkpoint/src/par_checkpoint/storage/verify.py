@@ -11,17 +11,17 @@ from .._errors import CheckpointError, CorruptError, corrupt_block
 from ..format.bytes import bytes_of
 from ..format.manifest import BLOCK, CONFIG, MANIFEST, FileRecord, Manifest, block_ranges, decode_manifest, record_of
 from ..format.strict_json import parse_object
-from .directory import Directory, Place
+from .directory import Directory, StoredTensor
 from .folder import Folder
 from .outline import Outline, read_outline, tensors_of, wrong_size
 
 
 class VerifyReport(list[str]):
-    """What is wrong with a checkpoint, one sentence for each fault.
+    """Faults of a checkpoint, one sentence for each.
 
     Attributes:
-        lost: Those of them for which nothing else stands in, so that the checkpoint cannot be loaded as it is. All of
-            them but where parts of hosts were looked at: a fault in a part of which a sound copy was given is none.
+        lost: Faults without a sound replica, because of which the checkpoint cannot be loaded. All of them but where
+            parts of hosts were looked at: a fault in a part of which a sound copy was given is none.
     """
 
     def __init__(self, faults: Iterable[str] = (), lost: Iterable[str] | None = None) -> None:
@@ -68,7 +68,7 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
         pairs: Pairs of names that are one tensor in the model.
 
     Raises:
-        CheckpointError: They differ: which of them is right, nobody can tell.
+        CheckpointError: They differ, so it is unknown which one is right.
     """
     pairs, places = sorted(pairs), outline.places("model")
     pickled = tensors_of(folder, outline.pickled["model"]) if pairs and "model" in outline.pickled else None
@@ -85,11 +85,11 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
 
 
 def faults_of(folder: Folder, *, deep: bool) -> VerifyReport:
-    """What is wrong with a checkpoint.
+    """Return the faults of a checkpoint.
 
     Args:
         folder: The checkpoint's folder.
-        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
+        deep: Whether to read all data. False checks only sizes, headers, index and manifest.
     """
     try:
         outline = read_outline(folder)
@@ -134,7 +134,7 @@ def check_beside(folder: Folder, outline: Outline) -> None:
 
 
 def wrong_beside(folder: Folder, manifest: Manifest, *, deep: bool) -> list[str]:
-    """What is wrong with the files beside the tensors, such as a config's and a tokenizer's.
+    """Return the faults of files without tensors, such as a config or a tokenizer.
 
     Args:
         folder: The checkpoint's folder.
@@ -202,7 +202,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
 
 
-def _equal_bytes(folder: Folder, a: Place, b: Place) -> bool:
+def _equal_bytes(folder: Folder, a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return all(

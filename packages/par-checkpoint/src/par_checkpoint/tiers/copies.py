@@ -1,4 +1,4 @@
-"""What goes on in the background once every host has its part: copies on the neighbours, and one in the next tier."""
+"""Copies in the background, after every host has its shard: to the neighbours' memory, and to the next tier."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from ..storage.folder import Folder, Staging
 from ..transfer.ranks import Ranks
 from .kept import KeptFolder, KeptSource
 from .part import RECORD, decode_part
-from .saving import Hosts, PartFolder, PartStaging, Saved
+from .saving import Hosts, PartFolder, PartStaging, SavedShards
 from .travel import Move, travel
 
 
-def _kept_of(saved: Saved) -> KeptFolder:
+def _kept_of(saved: SavedShards) -> KeptFolder:
     """The checkpoint, to read: each host has its own part alone."""
     staging, folder = saved.staging, saved.staging.folder
     headers = {file.name: file.header for file in staging.files}
@@ -34,7 +34,9 @@ def _kept_of(saved: Saved) -> KeptFolder:
     )
 
 
-def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int) -> bool:
+def copy_on(
+    saved: SavedShards, next_tier: Folder | None, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int
+) -> bool:
     """Copies parts to the neighbours of their hosts, and the checkpoint to the next tier. Collective.
 
     Args:
@@ -58,7 +60,7 @@ def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *,
 
     def copy_to_next() -> None:
         if next_tier is not None:
-            carrier = _Carrier(kept, saved.staging.folder.hosts)
+            carrier = _ShardCopier(kept, saved.staging.folder.hosts)
             copy_checkpoint(kept, next_tier, ranks, nonce, overwrite=overwrite, threads=threads, carrier=carrier)
 
     if is_replaced():
@@ -76,7 +78,7 @@ def copy_on(saved: Saved, next_tier: Folder | None, ranks: Ranks, nonce: str, *,
     return True
 
 
-def _is_replaced(saved: Saved) -> bool:
+def _is_replaced(saved: SavedShards) -> bool:
     """Whether a later save has taken the place of this host's part.
 
     Raises:
@@ -93,7 +95,7 @@ def _is_replaced(saved: Saved) -> bool:
         ) from error
 
 
-def _copy_to_neighbours(saved: Saved, kept: KeptFolder, ranks: Ranks) -> None:
+def _copy_to_neighbours(saved: SavedShards, kept: KeptFolder, ranks: Ranks) -> None:
     """Copies the part of each host to as many hosts after it as are asked for.
 
     A copy is committed as the part was: it appears at once and whole on its host, or not at all.
@@ -144,8 +146,8 @@ def _blocks_of(kept: KeptFolder, part: int) -> Iterator[tuple[str, int]]:
 
 
 @dataclass(frozen=True)
-class _Carrier:
-    """Brings the blocks of all hosts into a tier that all ranks see; see `Carrier` of `_copy`."""
+class _ShardCopier:
+    """Brings the blocks of all hosts into a tier that all ranks see; see `CheckpointCopier` of `_copy`."""
 
     kept: KeptFolder
     hosts: Hosts

@@ -12,7 +12,7 @@ from par_groups import Box, cut, whole
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import MANIFEST, block_ranges, decode_manifest
 from ..storage.commit import is_folder, scan
-from ..storage.directory import Place
+from ..storage.directory import StoredTensor
 from ..storage.folder import Folder, open_folder
 from ..storage.local import LocalFolder
 from ..storage.outline import read_outline
@@ -35,7 +35,7 @@ class HostShard:
         keeper: Name of the host that keeps it: another one for a copy.
         saved: When the checkpoint was committed: seconds since 1970, by the clock of the first rank.
         bytes: Bytes of the blocks and small files in it.
-        fault: What is wrong with it, as far as sizes, headers and manifest tell; "" for nothing.
+        fault: Its fault, as far as sizes, headers and manifest show; "" for none.
     """
 
     path: str
@@ -63,11 +63,11 @@ def open_checkpoint(path: AnyPath | Sequence[AnyPath]) -> Folder:
     Raises:
         TypeError: A path of bytes.
         ValueError: No folder, or several of which none holds parts.
-        CheckpointError: No part is whole enough to tell what it is of.
+        CheckpointError: No shard is complete enough to identify its checkpoint.
     """
     paths = [path] if isinstance(path, str | bytes | PathLike) else list(path)
     if any(part_folders(each) for each in paths):
-        return Gathered(paths)
+        return GatheredFolder(paths)
     if len(paths) != 1:
         raise ValueError(
             f"path is {paths!r}, of which none holds a part of a checkpoint; give one checkpoint, or the folders of "
@@ -76,7 +76,7 @@ def open_checkpoint(path: AnyPath | Sequence[AnyPath]) -> Folder:
     return open_folder(paths[0])
 
 
-class Gathered(KeptFolder):
+class GatheredFolder(KeptFolder):
     """A checkpoint of which some folders hold all parts or some, see `Folder`; to read.
 
     Args:
@@ -150,7 +150,7 @@ class Gathered(KeptFolder):
         there = [(0,) if number == part else () for number in range(len(self.record.hosts))]
         return KeptFolder(LocalFolder(str(path), at=lambda _: None), self.record, {part: path}, there, self.small)
 
-    def boxes(self, places: Mapping[str, Place]) -> dict[str, tuple[Box, ...]]:
+    def boxes(self, places: Mapping[str, StoredTensor]) -> dict[str, tuple[Box, ...]]:
         """By name of a tensor: the rectangles of it whose elements are in the parts, none for one that is not there."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, homes in self.record.homes.items():
@@ -162,7 +162,7 @@ class Gathered(KeptFolder):
         return {name: tuple(_boxes_of(place, ranges[place.file])) for name, place in places.items()}
 
 
-def _boxes_of(place: Place, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
+def _boxes_of(place: StoredTensor, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
     """The rectangles of a tensor that lie in some ranges of bytes of its file, in order."""
     record, width = whole(place.shape, (0,)), place.dtype.itemsize
     for number in range(bisect_right(ranges, place.begin, key=lambda each: each[1]), len(ranges)):
@@ -175,7 +175,7 @@ def _boxes_of(place: Place, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
 
 
 def _look_at(path: Path) -> tuple[HostShard, PartRecord | None]:
-    """What is in the folder of a part, and what the part says of itself if it is whole."""
+    """Describe the folder of a shard, and return the shard's record if it is complete."""
     number, count = part_of(path.name) or (0, 0)
     try:
         record, manifest = read_part(path)
@@ -198,12 +198,12 @@ def _look_at(path: Path) -> tuple[HostShard, PartRecord | None]:
     return part, record
 
 
-def faults_of_parts(folder: Gathered, *, deep: bool) -> VerifyReport:
+def faults_of_parts(folder: GatheredFolder, *, deep: bool) -> VerifyReport:
     """What is wrong with the parts of a checkpoint, each copy looked at, and what of it a load cannot do without.
 
     Args:
         folder: The parts.
-        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
+        deep: Whether to read all data. False checks only sizes, headers, index and manifest.
     """
     faults = [part.fault for part in folder.parts if part.fault]
     faults += [f"{path} holds no part of a checkpoint" for path in folder.empty]

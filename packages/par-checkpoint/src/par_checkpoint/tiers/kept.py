@@ -25,7 +25,7 @@ class KeptFolder(LocalFolder):
 
     Args:
         whole: The checkpoint's folder in the tier, on this host.
-        record: What one of the parts says of itself.
+        record: Record of one of the shards.
         paths: By number of the parts that this host has: their folders.
         ranks: By part: the ranks whose host has it.
         small: By name: the bytes of small files, and the headers of those with tensors. On the first rank.
@@ -154,7 +154,7 @@ class KeptFolder(LocalFolder):
 
 
 class KeptSource:
-    """A file that is being read, from the parts of it on this host; see `Source`. Threads may read at once."""
+    """A file that is being read, from the parts of it on this host; see `FileSource`. Threads may read at once."""
 
     stride = LocalSource.stride
 
@@ -195,19 +195,19 @@ class KeptSource:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenShards:
     """The parts of one checkpoint that a host has.
 
     Args:
         parts: By save: the count of its parts, and the numbers of those that are here whole.
-        broken: What is wrong with others, in words.
+        broken: Texts about faulty shards.
     """
 
     parts: Mapping[SaveId, tuple[int, tuple[int, ...]]]
     broken: tuple[str, ...]
 
 
-def seen_in(whole: Path) -> tuple[Seen, dict[tuple[SaveId, int], Path]]:
+def seen_in(whole: Path) -> tuple[SeenShards, dict[tuple[SaveId, int], Path]]:
     """The parts in the folder of a checkpoint on this host.
 
     Returns:
@@ -227,16 +227,16 @@ def seen_in(whole: Path) -> tuple[Seen, dict[tuple[SaveId, int], Path]]:
         paths[record.save, record.part] = Path(entry.path)
         counts[record.save] = len(record.hosts)
     parts = {save: (count, tuple(part for of, part in paths if of == save)) for save, count in counts.items()}
-    return Seen(parts, tuple(broken)), paths
+    return SeenShards(parts, tuple(broken)), paths
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the ranks see of the parts of a checkpoint together.
+class FoundShards:
+    """The shards of a checkpoint that all ranks see together.
 
     Args:
         ranks: By save: for each of its parts, the ranks whose host has it.
-        broken: What is wrong with parts, in words.
+        broken: Texts about faulty shards.
     """
 
     ranks: Mapping[SaveId, Sequence[tuple[int, ...]]]
@@ -256,7 +256,7 @@ class Found:
         return "; ".join([f"of {len(parts)} parts, {which} on no host that loads", *self.broken[:3]])
 
 
-def united(seen: Sequence[tuple[Sequence[int], Seen]]) -> Found:
+def united(seen: Sequence[tuple[Sequence[int], SeenShards]]) -> FoundShards:
     """What ranks see together.
 
     Args:
@@ -268,7 +268,7 @@ def united(seen: Sequence[tuple[Sequence[int], Seen]]) -> Found:
             places = found.setdefault(save, [()] * count)
             for part in parts:
                 places[part] = tuple(sorted((*places[part], *ranks)))
-    return Found(ranks=found, broken=[text for _, own in seen for text in own.broken])
+    return FoundShards(ranks=found, broken=[text for _, own in seen for text in own.broken])
 
 
 def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str | None]:

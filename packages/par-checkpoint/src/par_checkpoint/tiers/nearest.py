@@ -1,4 +1,4 @@
-"""Which tier a checkpoint is loaded from, and which step of a run is the newest that any tier has."""
+"""The choice of the tier that a checkpoint is loaded from, and of the newest step that any tier has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Nearest:
         """The checkpoint.
 
         Args:
-            folders: Where it was looked for, for the message.
+            folders: Searched folders, for the message.
 
         Raises:
             CheckpointError: There is none.

@@ -1,4 +1,4 @@
-"""A part of a checkpoint on one host: its blocks, where they lie in the whole files, and what all parts have.
+"""The shard of a checkpoint on one host: its blocks at their offsets in the full files, and the files of all shards.
 
     /dev/shm/run/step-100/part-00000-of-00002/
         model.safetensors.part         as long as the whole file, with its header; of the data this part's blocks alone
@@ -33,7 +33,7 @@ _NAME = re.compile("part-([0-9]{5,})-of-([0-9]{5,})")
 
 @dataclass(frozen=True, kw_only=True)
 class PartRecord:
-    """What a part says of itself.
+    """Record of a shard.
 
     Args:
         part: Its number.
@@ -127,7 +127,7 @@ def decode_part(data: bytes, where: str) -> PartRecord:
 
 
 def read_part(folder: Path) -> tuple[PartRecord, Manifest]:
-    """The record of a part, and the manifest of the whole, if the part is whole.
+    """Read the record of a complete shard, and the manifest of the checkpoint.
 
     Raises:
         CorruptError: A file is missing, truncated or not what was written.

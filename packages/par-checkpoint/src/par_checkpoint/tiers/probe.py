@@ -28,7 +28,7 @@ def check_tiers(roots: Sequence[str], copies: int | None, ranks: Ranks) -> None:
         ranks: The ranks that save.
 
     Raises:
-        TypeError, ValueError: What was given, the rule, and what to give.
+        TypeError, ValueError: An argument is not valid.
         StoreError: An object store refuses to be written.
     """
     hosts = hosts_of(ranks)

@@ -76,7 +76,7 @@ def check_copies(copies: int, folder: Folder, style: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What all parts of a save have in common, beside blocks.
+    """Content that all shards of a save have in common, apart from blocks.
 
     Args:
         small: By name: the bytes of the small files, the manifest among them, which every part has.
@@ -174,7 +174,7 @@ def check_hosts(copies: int, hosts: Hosts) -> None:
 
 @dataclass
 class _Asked:
-    """What the first rank has been asked for, which each host does."""
+    """Requests to the first rank, which each host carries out."""
 
     names: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
@@ -279,7 +279,7 @@ class PartStaging(LocalStaging):
         return newest
 
     def common(self, newest: int) -> Common:
-        """On the first rank, when all is asked for: what all parts have in common.
+        """Return the common content of all shards, on the first rank after all requests.
 
         Args:
             newest: When the latest save was committed of which any host has a part. The present one counts as later,
@@ -288,7 +288,7 @@ class PartStaging(LocalStaging):
         return Common(small=self.asked.small, written=max(time.time_ns(), newest + 1))
 
     def record(self, common: Common) -> PartRecord:
-        """What this part says of itself."""
+        """Return the record of this shard."""
         return PartRecord(
             part=self.folder.part,
             keeper=self.folder.hosts.mine,
@@ -337,25 +337,25 @@ class PartStaging(LocalStaging):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedShards:
     """A save whose parts are there.
 
     Args:
         staging: That of this host's part.
-        common: What all parts have in common.
+        common: Content that all shards have in common.
     """
 
     staging: PartStaging
     common: Common
 
 
-def commit_parts(staging: PartStaging, ranks: Ranks) -> Saved:
+def commit_parts(staging: PartStaging, ranks: Ranks) -> SavedShards:
     """Commits the part of each host, once the first rank has said what all parts have. Collective.
 
-    Whatever can fail for want of room is done on all hosts before any of them renames its part.
+    All hosts finish every step that needs disk space before one of them renames its shard.
     """
     newest = max(of_rank for _, of_rank in ranks.distinct(staging.newest() if staging.folder.hosts.leads else 0))
     common = ranks.on_first(lambda: staging.common(newest))
     ranks.agree(lambda: staging.complete_part(common))
     ranks.agree(staging.publish_part)
-    return Saved(staging=staging, common=common)
+    return SavedShards(staging=staging, common=common)

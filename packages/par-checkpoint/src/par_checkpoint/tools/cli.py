@@ -18,7 +18,7 @@ from ..storage.folder import open_folder
 from ..storage.outline import read_outline
 from ..storage.steps import prune, read_manifest, step_of
 from ..storage.verify import check_blocks
-from ..tiers.gathered import Gathered, HostShard, open_checkpoint, part_folders
+from ..tiers.gathered import GatheredFolder, HostShard, open_checkpoint, part_folders
 from .convert import FORMATS, convert_checkpoint
 from .inspect import CheckpointInfo, inspect
 from .read import reader_of
@@ -165,7 +165,7 @@ def _about(part: HostShard) -> str:
 def _summary_of_parts(paths: Sequence[str]) -> str:
     """What of a checkpoint there is in folders of hosts, in one line."""
     try:
-        folder = Gathered(paths)
+        folder = GatheredFolder(paths)
     except CheckpointError as error:
         return f"not whole: {error}"
     size, count = sum(part.bytes for part in folder.parts), len(folder.parts)

@@ -88,7 +88,7 @@ def convert_checkpoint(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _SourceState:
     """What a source holds.
 
     Args:
@@ -104,23 +104,23 @@ class _Found:
     step: int | None = None
 
 
-def _read_model(source: str) -> _Found:
+def _read_model(source: str) -> _SourceState:
     """All tensors of a model, whole, and what lies beside them."""
     if Path(source).is_file():
         tensors, left_out = named_tensors(load_object(Path(source)))
         check_whole(tensors, source)
-        return _Found(tensors=tensors, left_out=left_out)
+        return _SourceState(tensors=tensors, left_out=left_out)
     if (Path(source) / ".metadata").is_file():
         from .dcp import open_dcp  # noqa: PLC0415 - slow to import
 
         nested, read = open_dcp(source)
         tensors, left_out = named_tensors(nested)
-        return _Found(tensors={name: read(tensor) for name, tensor in tensors.items()}, left_out=left_out)
+        return _SourceState(tensors={name: read(tensor) for name, tensor in tensors.items()}, left_out=left_out)
     folder = open_checkpoint(source)
     return read_consistently(folder, lambda: _read_checkpoint(folder))
 
 
-def _read_checkpoint(folder: Folder) -> _Found:
+def _read_checkpoint(folder: Folder) -> _SourceState:
     outline = read_outline(folder)
     check_blocks(folder, outline)  # corrupt bytes must not get new checksums
     read = reader_of(folder, outline)
@@ -133,7 +133,7 @@ def _read_checkpoint(folder: Folder) -> _Found:
         known |= outline.manifest.files.keys()
         left_out += [f"the {part}" for part in ("optimizer", "scheduler", "extra") if getattr(outline.manifest, part)]
         left_out += [f"extra state of modules, such as {name!r}" for name in list(outline.objects())[:1]]
-    return _Found(
+    return _SourceState(
         tensors={**tensors, **{name: tensors[stored] for name, stored in outline.tied.items()}},
         left_out=[*left_out, *sorted(folder.sizes().keys() - known)],
         beside={name: folder.read(name) for name in beside},

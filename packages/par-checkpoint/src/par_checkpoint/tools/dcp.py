@@ -94,7 +94,7 @@ def open_dcp(source: str) -> tuple[dict[str, Any], Callable[[torch.Tensor], torc
     return nested, read
 
 
-class _Item(NamedTuple):
+class _DcpItem(NamedTuple):
     """Where a chunk is stored.
 
     Args:
@@ -108,7 +108,7 @@ class _Item(NamedTuple):
     size: int
 
 
-_Items = dict[tuple[str, tuple[int, ...]], _Item]
+_Items = dict[tuple[str, tuple[int, ...]], _DcpItem]
 """By name and first index of a chunk: where it is stored."""
 
 
@@ -140,7 +140,7 @@ class _DcpFiles:
                 raise corrupt(str(self.path(name)), f"is missing, but {FILE} lists it ({error.strerror})") from error
         return self._sizes[name]
 
-    def read(self, item: _Item) -> bytes:
+    def read(self, item: _DcpItem) -> bytes:
         """The bytes of an item."""
         with self.path(item.file).open("rb") as file:
             file.seek(item.begin)
@@ -187,7 +187,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, TensorStorageMetadata], dict[s
                     f"{path}: {index.fqn!r:.80} is compressed by an extension of torch.distributed.checkpoint; load it "
                     "there, and save it without extensions"
                 )
-            items[index.fqn, tuple(index.offset or ())] = _Item(file_name, begin, size)
+            items[index.fqn, tuple(index.offset or ())] = _DcpItem(file_name, begin, size)
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # a broken pickle can fail in any way

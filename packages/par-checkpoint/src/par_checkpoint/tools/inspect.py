@@ -9,10 +9,10 @@ from typing import Any
 from par_groups import Box
 
 from ..storage.consistent import read_consistently
-from ..storage.directory import Place
+from ..storage.directory import StoredTensor
 from ..storage.folder import Folder
 from ..storage.outline import read_outline
-from ..tiers.gathered import Gathered, HostShard, open_checkpoint
+from ..tiers.gathered import GatheredFolder, HostShard, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class CheckpointInfo:
     path: str
     style: str
     step: int | None
-    tensors: Mapping[str, Place]
-    optimizer: Mapping[str, Place]
+    tensors: Mapping[str, StoredTensor]
+    optimizer: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
     files: Mapping[str, int]
     groups: tuple[tuple[list[str], dict[str, Any]], ...]
@@ -79,7 +79,7 @@ def inspect(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Checkp
 def _contents(folder: Folder) -> CheckpointInfo:
     outline = read_outline(folder)
     manifest = outline.manifest
-    parts = folder if isinstance(folder, Gathered) else None
+    parts = folder if isinstance(folder, GatheredFolder) else None
     places = {**outline.places("optimizer"), **outline.places("model")}
     return CheckpointInfo(
         path=folder.url if parts is None else parts.names,

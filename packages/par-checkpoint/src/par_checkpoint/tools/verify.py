@@ -5,7 +5,7 @@ from os import PathLike
 
 from ..storage.consistent import read_consistently
 from ..storage.verify import VerifyReport, faults_of
-from ..tiers.gathered import Gathered, faults_of_parts, open_checkpoint
+from ..tiers.gathered import GatheredFolder, faults_of_parts, open_checkpoint
 
 
 def verify(path: str | PathLike[str] | Sequence[str | PathLike[str]], deep: bool = True) -> VerifyReport:
@@ -25,6 +25,6 @@ def verify(path: str | PathLike[str] | Sequence[str | PathLike[str]], deep: bool
         ReplacedError: Other checkpoints took its place again and again while it was read.
     """
     folder = open_checkpoint(path)
-    if isinstance(folder, Gathered):
+    if isinstance(folder, GatheredFolder):
         return read_consistently(folder, lambda: faults_of_parts(folder, deep=deep))
     return read_consistently(folder, lambda: faults_of(folder, deep=deep))

@@ -13,7 +13,7 @@ _ALIGNMENT = 64  # bytes, of a part, as torch's own memory is aligned
 
 
 class Chunks:
-    """Memory in chunks, in which parts lie, each in one piece. What is there is used again.
+    """Memory in chunks, in which parts lie, each in one piece. Existing memory is reused.
 
     Its pages exist, so that copies meet no page faults.
 

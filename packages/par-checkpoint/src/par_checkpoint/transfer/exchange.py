@@ -1,4 +1,4 @@
-"""What ranks send each other: which elements each of them holds, and then the elements, in rounds of two buffers."""
+"""Messages between ranks: the claims of each rank, and then elements, in rounds of two buffers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -6,15 +6,15 @@ from itertools import zip_longest
 import torch
 
 from ..plan.claims import Claims
-from ..plan.tasks import Piece, Task
+from ..plan.tasks import BlockPiece, Task
 from .ranks import Ranks, words
 
-Pairs = Mapping[int, Sequence[Piece]]
+Pairs = Mapping[int, Sequence[BlockPiece]]
 """By rank at the other end: its pieces, in the order in which they are packed."""
 
 
 def words_of(claims: Claims, rank: int) -> list[int]:
-    """Integers whose sums over all ranks stand for what every rank claims, where only equality counts."""
+    """Return a digest of this rank's claims, whose sums over all ranks identify the claims of all ranks."""
     return words(rank.to_bytes(8) + claims.table() + claims.boxes())
 
 
@@ -34,21 +34,21 @@ def claims_of_all(ranks: Ranks, mine: Claims) -> list[tuple[Sequence[int], Claim
     return [(holders, decoded[table_of[holders[0]]].with_boxes(data[8:])) for holders, data in every]
 
 
-class Buffer:
+class ReusedBuffer:
     """One piece of memory, used again in every round, as large as it ever had to be."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
-        """The buffer's first bytes; what was in them is lost."""
+        """Return the buffer's first bytes, whose content is undefined."""
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before the larger one comes
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size]
 
 
-class Exchange:
+class PieceExchange:
     """The buffers of all rounds, one each way.
 
     Args:
@@ -59,19 +59,19 @@ class Exchange:
     """
 
     def __init__(
-        self, ranks: Ranks, packed_size: Callable[[Sequence[Piece]], int], *, limit: int | None = None
+        self, ranks: Ranks, packed_size: Callable[[Sequence[BlockPiece]], int], *, limit: int | None = None
     ) -> None:
         self._ranks, self._packed_size, self._limit = ranks, packed_size, limit
-        self._leaving, self._arriving = Buffer(), Buffer()
+        self._leaving, self._arriving = ReusedBuffer(), ReusedBuffer()
 
     def run(
         self,
         outgoing: Pairs,
         incoming: Pairs,
         *,
-        fill: Callable[[int, Sequence[Piece], torch.Tensor], torch.Tensor],
-        take: Callable[[Sequence[Piece], torch.Tensor], None],
-        place: Callable[[Sequence[Piece]], torch.Tensor | None] = lambda _: None,
+        fill: Callable[[int, Sequence[BlockPiece], torch.Tensor], torch.Tensor],
+        take: Callable[[Sequence[BlockPiece], torch.Tensor], None],
+        place: Callable[[Sequence[BlockPiece]], torch.Tensor | None] = lambda _: None,
     ) -> None:
         """Sends and receives the pieces of one wave of a round.
 
@@ -108,7 +108,7 @@ class Exchange:
                 if sending is not None:
                     sending.wait()
 
-    def _parcels(self, pairs: Pairs, peer: int) -> Iterator[Sequence[Piece]]:
+    def _parcels(self, pairs: Pairs, peer: int) -> Iterator[Sequence[BlockPiece]]:
         """The pieces for or from a rank, as many at a time as go in one buffer, but one at least."""
         pieces = pairs.get(peer, ())
         if pieces and self._limit is None:
@@ -133,7 +133,7 @@ def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs, Pairs]]:
         tasks: Tasks of one round.
         rank: This rank; a piece whose two ends it is stays here.
     """
-    found: dict[int, tuple[dict[int, list[Piece]], dict[int, list[Piece]]]] = {}
+    found: dict[int, tuple[dict[int, list[BlockPiece]], dict[int, list[BlockPiece]]]] = {}
     for task in sorted(tasks, key=lambda task: (task.rank, task.turn)):
         for piece in task.pieces:
             if piece.source != piece.to:

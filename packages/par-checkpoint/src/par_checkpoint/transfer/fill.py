@@ -1,4 +1,4 @@
-"""Filling what a load has matched: who holds what, which blocks have it, and reading them."""
+"""Filling the tensors that a load has matched: their holders, their blocks, and the reads."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._errors import UNDEFINED, CheckpointError
-from .._progress import Bar
+from .._progress import ProgressBar
 from ..format.bytes import copy_elements_
 from ..format.crc import decode_crcs, encode_crcs
 from ..format.manifest import BLOCK
-from ..plan.claims import Claims, Entry, GlobalTensor, merge, section_of, with_unique_keys
+from ..plan.claims import Claims, GlobalTensor, LocalTensor, merge, section_of, with_unique_keys
 from ..plan.files import File, data_areas, tensor_areas
 from ..plan.homes import Homes
-from ..plan.plan import Planner
-from ..plan.tasks import Plan
+from ..plan.plan import BlockPlanner
+from ..plan.tasks import RankPlan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
 from .exchange import claims_of_all, words_of
-from .memory import Local
+from .memory import LocalState
 from .ranks import attempt
-from .read import Reading, read_blocks, window_of, wrong_join
+from .read import BlockReader, read_blocks, window_of, wrong_join
 from .sessions import Session
 
 
@@ -66,7 +66,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
     """
     ranks, outline = filling.session.ranks, filling.outline
 
-    def claim() -> tuple[tuple[list[Entry], list[Entry], Claims], list[int]]:
+    def claim() -> tuple[tuple[list[LocalTensor], list[LocalTensor], Claims], list[int]]:
         made = [target.entry(filling.device) for target in targets.pending]
         in_blocks = list(with_unique_keys(entry for entry in made if section_of(entry.key) not in outline.pickled))
         claims = Claims.of(in_blocks)
@@ -76,14 +76,14 @@ def fill_(targets: Targets, filling: Filling) -> None:
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
     at_once, homes = 0 if filling.folder.cached else filling.folder.in_flight, filling.homes
 
-    def make() -> tuple[list[GlobalTensor], list[File], Plan, int]:
+    def make() -> tuple[list[GlobalTensor], list[File], RankPlan, int]:
         tensors = merge(claims_of_all(ranks, claims))
         files = _files(outline, tensors)
         areas = (tensor_areas if outline.manifest is None else data_areas)(files)
         block = max((file.block for file in files), default=BLOCK)
         total = sum(file.size for file in files)
         window = window_of(total, filling.budget, block, ranks.size, at_once) if at_once else 0
-        planner = Planner(
+        planner = BlockPlanner(
             tensors,
             areas,
             ranks.rank,
@@ -99,9 +99,9 @@ def fill_(targets: Targets, filling: Filling) -> None:
     same = "load", tuple(digest_of_all), outline.digest(), filling.near, at_once and (at_once, filling.budget), kept
     tensors, files, plan, window = filling.session.planned(same, make)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
-    reading = Reading(
+    reading = BlockReader(
         files=files,
-        local=Local.of(in_blocks, tensors),
+        local=LocalState.of(in_blocks, tensors),
         ranks=ranks,
         folder=filling.folder,
         crcs={name: record.crcs for name, record in records.items()},
@@ -111,7 +111,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         wrong=filling.wrong,
     )
     total = sum(file.size for file in files)
-    with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
+    with ProgressBar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
         parts, error = read_blocks(plan, reading, bar.add)
     if error is None:
         _, error = attempt(lambda: _copy_pickled(filling, made))
@@ -136,7 +136,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         ranks.agree(set_)
 
 
-def _check_parts(of_ranks: Iterable[memoryview], reading: Reading) -> None:
+def _check_parts(of_ranks: Iterable[memoryview], reading: BlockReader) -> None:
     """Raises CorruptError unless the parts of blocks that ranks have read make up what was written.
 
     Args:
@@ -150,7 +150,7 @@ def _check_parts(of_ranks: Iterable[memoryview], reading: Reading) -> None:
 
 
 def _undefined(error: BaseException) -> BaseException:
-    """The error, saying what it leaves behind: some tensors may be filled, others not."""
+    """Return the error with the note that some tensors may be filled and others not."""
     if isinstance(error, CheckpointError):
         return type(error)(f"{error}{UNDEFINED}")
     if isinstance(error, OSError) and error.errno is not None:
@@ -179,7 +179,7 @@ def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
     return files
 
 
-def _copy_pickled(filling: Filling, entries: Iterable[Entry]) -> None:
+def _copy_pickled(filling: Filling, entries: Iterable[LocalTensor]) -> None:
     """Copies from files of other writers that torch.load maps: every rank takes its boxes."""
     for section, names in filling.outline.pickled.items():
         mine = [entry for entry in entries if section_of(entry.key) == section]

@@ -10,16 +10,16 @@ import torch
 from par_groups import Box
 
 from ..format.bytes import copy_elements_
-from ..plan.claims import Entry, GlobalTensor, row_major
-from ..plan.tasks import Piece
+from ..plan.claims import GlobalTensor, LocalTensor, row_major
+from ..plan.tasks import BlockPiece
 
 _ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed as its dtype
 
 
-class Pool:
+class MemoryPool:
     """Pieces of memory of one size, as many as are used at a time. Threads may share it.
 
-    What is freed and asked for anew, round by round, would break up the heap, and it would grow.
+    Memory that is freed and allocated again in each round would fragment the heap, and the heap would grow.
 
     Args:
         size: Bytes of each piece.
@@ -51,7 +51,7 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LocalBox:
     """One box that this rank holds.
 
     Args:
@@ -66,7 +66,7 @@ class Part:
     flat: torch.Tensor | None
     steady: torch.Tensor | None
 
-    def holds(self, piece: Piece) -> bool:
+    def holds(self, piece: BlockPiece) -> bool:
         """Whether a piece lies in the box."""
         box = self.box
         return all(
@@ -75,8 +75,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
-    """What this rank holds of the checkpoint.
+class LocalState:
+    """Tensors of the checkpoint that this rank holds.
 
     Args:
         tensors: All tensors of the checkpoint.
@@ -84,20 +84,20 @@ class Local:
     """
 
     tensors: Sequence[GlobalTensor]
-    parts: Mapping[int, Sequence[Part]]
+    parts: Mapping[int, Sequence[LocalBox]]
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], tensors: Sequence[GlobalTensor]) -> "Local":
+    def of(cls, entries: Iterable[LocalTensor], tensors: Sequence[GlobalTensor]) -> "LocalState":
         """What a rank with these entries holds; entries of other tensors do not count."""
         numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
-        parts: dict[int, list[Part]] = {}
+        parts: dict[int, list[LocalBox]] = {}
         for entry in entries:
             if entry.key in numbers:
                 local = entry.local
                 is_plain = local.device.type == "cpu" and local.dtype == entry.dtype and local.is_contiguous()
                 flat = local.view(-1).view(torch.uint8) if is_plain else None
                 parts.setdefault(numbers[entry.key], []).extend(
-                    Part(box=box, local=local, flat=flat, steady=entry.steady) for box in entry.sharding.boxes
+                    LocalBox(box=box, local=local, flat=flat, steady=entry.steady) for box in entry.sharding.boxes
                 )
         return cls(tensors=tensors, parts=parts)
 
@@ -110,7 +110,7 @@ class Local:
             if device.startswith("cuda"):
                 torch.cuda.current_stream(device).synchronize()
 
-    def view(self, piece: Piece) -> torch.Tensor:
+    def view(self, piece: BlockPiece) -> torch.Tensor:
         """A piece as a view of the local tensor that holds it."""
         part = self._part(piece)
         view = part.box.of(part.local)
@@ -119,7 +119,7 @@ class Local:
         return view
 
     def direct(
-        self, pieces: Iterable[Piece], size: int, spare: torch.Tensor | None = None
+        self, pieces: Iterable[BlockPiece], size: int, spare: torch.Tensor | None = None
     ) -> list[torch.Tensor] | None:
         """The bytes of a block where they lie in the local tensors, run by run; None if they do not lie in runs.
 
@@ -144,11 +144,11 @@ class Local:
             end = size
         return runs if end == size else None
 
-    def _run(self, piece: Piece) -> torch.Tensor | None:
+    def _run(self, piece: BlockPiece) -> torch.Tensor | None:
         """The bytes of a piece, if they lie in its local tensor as they do in the whole one, without a gap."""
         return self.place([piece]) if _is_run(piece.size, row_major(self.tensors[piece.tensor].shape)) else None
 
-    def place(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+    def place(self, pieces: Sequence[BlockPiece]) -> torch.Tensor | None:
         """The bytes of a single piece where they lie in its local tensor as they do in a buffer; else None."""
         if len(pieces) != 1:
             return None
@@ -161,14 +161,14 @@ class Local:
         first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * tensor.dtype.itemsize
         return part.flat[first : first + self._bytes(piece)]
 
-    def _part(self, piece: Piece) -> Part:
+    def _part(self, piece: BlockPiece) -> LocalBox:
         """The box of this rank that holds a piece."""
         for part in self.parts[piece.tensor]:
             if part.holds(piece):
                 return part
         raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}; a bug of par-checkpoint")
 
-    def in_block(self, piece: Piece, block: torch.Tensor) -> torch.Tensor:
+    def in_block(self, piece: BlockPiece, block: torch.Tensor) -> torch.Tensor:
         """A piece as a view of the block's bytes, in which it lies with the strides of the whole tensor."""
         tensor = self.tensors[piece.tensor]
         width, strides = tensor.dtype.itemsize, row_major(tensor.shape)
@@ -176,7 +176,7 @@ class Local:
         typed = block[piece.at : piece.at + reach * width].view(tensor.dtype)
         return typed.as_strided(piece.size, strides, typed.storage_offset())
 
-    def packed(self, pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
+    def packed(self, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> list[torch.Tensor]:
         """The pieces as views of a buffer in which they lie one after the other."""
         views, begin = [], 0
         for piece in pieces:
@@ -185,21 +185,21 @@ class Local:
             begin += -(-size // _ALIGNMENT) * _ALIGNMENT
         return views
 
-    def packed_size(self, pieces: Sequence[Piece]) -> int:
+    def packed_size(self, pieces: Sequence[BlockPiece]) -> int:
         """Bytes of a buffer in which pieces lie one after the other."""
         return sum(-(-self._bytes(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces)
 
-    def to_block_(self, pieces: Iterable[Piece], block: torch.Tensor) -> None:
+    def to_block_(self, pieces: Iterable[BlockPiece], block: torch.Tensor) -> None:
         """Copies pieces from the local tensors into a block."""
         for piece in pieces:
             copy_elements_(self.in_block(piece, block), self.view(piece))
 
-    def from_block_(self, pieces: Iterable[Piece], block: torch.Tensor) -> None:
+    def from_block_(self, pieces: Iterable[BlockPiece], block: torch.Tensor) -> None:
         """Copies pieces from a block into the local tensors."""
         for piece in pieces:
             copy_elements_(self.view(piece), self.in_block(piece, block))
 
-    def _bytes(self, piece: Piece) -> int:
+    def _bytes(self, piece: BlockPiece) -> int:
         """Bytes of a piece's elements."""
         return self.tensors[piece.tensor].dtype.itemsize * piece.count
 

@@ -110,7 +110,7 @@ class Ranks:
                 set_timeout_of(self._gloo, self._timeout)
 
     def _make(self) -> None:
-        """Makes a communicator of these ranks alone; torch's `new_group` would have to be called by all others, too."""
+        """Make a communicator of only these ranks. All other ranks would have to call torch's `new_group`, too."""
         self._name = self._roll.next_name()
         try:
             self._gloo = gloo_among(self._name, self.rank, self.size, _PATIENCE)
@@ -226,7 +226,7 @@ class Ranks:
             count: Number of the integers.
 
         Returns:
-            What this rank keeps, and the sums of the integers.
+            This rank's own value, and the sums of the integers.
 
         Raises:
             Exception: `act` failed on some rank; every rank raises that error.
@@ -261,7 +261,7 @@ class Ranks:
     def distinct_bytes(self, mine: bytes) -> list[tuple[Sequence[int], bytes]]:
         """The bytes of all ranks, equal ones once, each with the ranks that have them, by the first of them.
 
-        Every rank tells a digest; of each kind of bytes, the first rank that has them tells them to all.
+        Every rank sends a digest. Of each distinct value, the first rank that has it broadcasts it.
 
         Raises:
             RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
@@ -305,7 +305,7 @@ class Ranks:
     def to_first(self, mine: bytes) -> list[memoryview]:
         """On rank 0, the bytes of every rank, in any order; elsewhere nothing.
 
-        They come up a tree, so that no rank has many others to receive from.
+        They travel up a tree, so that no rank receives from many ranks.
         """
         parts = [memoryview(mine)]
         step = 1
@@ -422,7 +422,7 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
 
 
 def words(data: bytes) -> list[int]:
-    """Integers that stand for some bytes where only equality counts, and whose sums over all ranks do so, too."""
+    """Return a digest as integers, whose sums over all ranks can be compared, too."""
     return list(struct.unpack("<8I", hashlib.sha256(data).digest()))
 
 

@@ -14,13 +14,13 @@ from .._errors import CorruptError, corrupt_block
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.blocks import Block
+from ..plan.blocks import FileBlock
 from ..plan.files import File, join_parts
-from ..plan.tasks import Piece, Plan, Task
-from ..storage.files import REACH, Source
+from ..plan.tasks import BlockPiece, RankPlan, Task
+from ..storage.files import REACH, FileSource
 from ..storage.folder import Folder
-from .exchange import Exchange, by_wave
-from .memory import Local, Pool
+from .exchange import PieceExchange, by_wave
+from .memory import LocalState, MemoryPool
 from .ranks import Ranks
 
 _AHEAD = 1024  # blocks that are listed before the first is read where ranks send each other nothing
@@ -29,8 +29,8 @@ _AT_ONCE = 4  # requests of a rank that reads for others, at least, where its bu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What reading needs beside the plan.
+class BlockReader:
+    """Context of the reads.
 
     Args:
         files: All files.
@@ -45,7 +45,7 @@ class Reading:
     """
 
     files: Sequence[File]
-    local: Local
+    local: LocalState
     ranks: Ranks
     folder: Folder
     crcs: Mapping[str, Sequence[int]]
@@ -86,16 +86,16 @@ def round_of(budget: int, block: int) -> int:
 
 
 def read_blocks(
-    plan: Plan, reading: Reading, progress: Callable[[int], None]
+    plan: RankPlan, reading: BlockReader, progress: Callable[[int], None]
 ) -> tuple[list[Crc], BaseException | None]:
     """Fills this rank's tensors, and gives others what it reads for them.
 
-    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+    After an error this rank still sends and receives until the end, so that no rank waits for it.
 
     Args:
         plan: This rank's part.
-        reading: What reading needs beside the plan.
-        progress: Called with the number of bytes of each block that was read.
+        reading: Context of the reads.
+        progress: Function that takes the bytes of each block that was read.
 
     Returns:
         The checksums of parts of blocks that others read the rest of, and the first error if there was one.
@@ -128,7 +128,7 @@ def read_blocks(
     return reader.parts, reader.error
 
 
-def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
+def wrong_join(parts: Iterable[Crc], reading: BlockReader) -> CorruptError | None:
     """The error for a block whose parts, as several ranks have read them, do not make up what was written; or None.
 
     Args:
@@ -165,14 +165,14 @@ class _Reader:
     """The state of one rank's reading.
 
     Args:
-        reading: What reading needs beside the plan.
+        reading: Context of the reads.
         pool: The threads that read.
-        progress: Called with the number of bytes of each block that was read.
+        progress: Function that takes the bytes of each block that was read.
         blocks: By file: the number of blocks that this rank reads.
     """
 
     def __init__(
-        self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None], blocks: Mapping[int, int]
+        self, reading: BlockReader, pool: ThreadPoolExecutor, progress: Callable[[int], None], blocks: Mapping[int, int]
     ) -> None:
         self.error: BaseException | None = None
         self.parts: list[Crc] = []  # of blocks that several ranks read
@@ -180,8 +180,8 @@ class _Reader:
         self._reading, self._pool, self._progress = reading, pool, progress
         self._rank = reading.ranks.rank
         self.sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
-        self._blocks = Pool(max((file.block for file in reading.files), default=0))
-        self._exchange = Exchange(reading.ranks, reading.local.packed_size, limit=reading.budget // 4)
+        self._blocks = MemoryPool(max((file.block for file in reading.files), default=0))
+        self._exchange = PieceExchange(reading.ranks, reading.local.packed_size, limit=reading.budget // 4)
 
     def begin(self, tasks: Sequence[Task], others: Sequence[Task]) -> "_Round":
         """Begins to read the blocks of a round.
@@ -237,14 +237,14 @@ class _Reader:
         local = self._reading.local
         block_of = {id(piece): block for task, block in shared for piece in task.pieces}
 
-        def fill(to: int, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
+        def fill(to: int, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> torch.Tensor:
             del to
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 block = block_of.get(id(piece))
                 copy_elements_(view, local.view(piece) if block is None else local.in_block(piece, block))
             return buffer
 
-        def take(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+        def take(pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> None:
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(local.view(piece), view)
 
@@ -267,7 +267,7 @@ class _Reader:
             if ranged is not source:
                 ranged.close()
 
-    def _read_own(self, source: Source, task: Task) -> None:
+    def _read_own(self, source: FileSource, task: Task) -> None:
         """Reads a block of which no other rank takes a piece from here: straight into the tensors, if it can."""
         with self._blocks.lent() as spare:
             direct = self._reading.local.direct(task.pieces, task.block.size, spare)
@@ -276,7 +276,7 @@ class _Reader:
             else:
                 self._read_into(source, task, spare)
 
-    def _read_into(self, source: Source, task: Task, memory: torch.Tensor) -> None:
+    def _read_into(self, source: FileSource, task: Task, memory: torch.Tensor) -> None:
         """Reads a block into memory, and copies this rank's pieces of it."""
         block = memory[: task.block.size]
         self._read(source, task.block, [block])
@@ -284,7 +284,7 @@ class _Reader:
         with torch.no_grad():
             self._reading.local.from_block_(own, block)
 
-    def _read(self, source: Source, block: Block, into: Iterable[torch.Tensor]) -> None:
+    def _read(self, source: FileSource, block: FileBlock, into: Iterable[torch.Tensor]) -> None:
         """Reads a block into one or several runs of memory, and verifies it."""
         file = self._reading.files[block.file]
         crcs = self._reading.crcs.get(file.name)
@@ -299,7 +299,7 @@ class _Reader:
             self._check(file, block, crc, crcs)
         self._progress(block.size)
 
-    def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
+    def _check(self, file: File, block: FileBlock, crc: int, crcs: Sequence[int]) -> None:
         """Compares a block's checksum with the recorded one; that of a part of a block is kept for later."""
         number, start = divmod(block.begin - file.data_begin, file.block)
         if start or block.end < min(block.begin + file.block, file.size):
@@ -334,10 +334,10 @@ class _Sources:
 
     def __init__(self, folder: Folder, blocks: Mapping[str, int]) -> None:
         self._folder, self._left = folder, dict(blocks)
-        self._open: dict[str, Source] = {}
+        self._open: dict[str, FileSource] = {}
         self._opening = threading.Lock()
 
-    def __getitem__(self, name: str) -> Source:
+    def __getitem__(self, name: str) -> FileSource:
         """The open file of that name."""
         with self._opening:
             if name not in self._open:

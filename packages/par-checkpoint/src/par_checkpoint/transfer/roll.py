@@ -13,7 +13,7 @@ _LONGEST = 0.5  # seconds between two looks into the store
 
 
 class Roll:
-    """The calls that ranks of a group have come to, each noted in the store by the rank that comes.
+    """The calls that the ranks of a group have joined, which each rank registers in the store.
 
     A rank that waits for another one cannot ask it, for the other one may be computing, or gone. The store answers.
 
@@ -38,7 +38,7 @@ class Roll:
         """Notes that this rank has come to a call.
 
         Args:
-            call: What to name it in errors, such as "save('runs/step-10')".
+            call: Name of the call in errors, such as "save('runs/step-10')".
         """
         self.call, self._count = call, self._count + 1
         if self.is_lost:

@@ -1,7 +1,7 @@
-"""What the ranks of a group keep between calls, for all threads of a process that save or load.
+"""State that the ranks of a group keep between calls, for all threads of a process that save or load.
 
-Saves of one process alone may overlap: each has memory of its own, and what is kept is behind a lock. Where a group has
-several ranks, its calls take turns, for ranks find each other's messages by their order alone.
+Saves of one process alone may overlap: each has memory of its own, and what is kept is behind a lock. In a group of
+several ranks, calls run one after the other, because ranks match their messages only by order.
 """
 
 import threading
@@ -27,7 +27,7 @@ _PLANS = 4  # a trainer saves one or two kinds of checkpoints
 
 
 class Session:
-    """What a group keeps between calls: communicators, plans, memory, and saves that still run in the background.
+    """State of a group between calls: communicators, plans, memory, and background saves that still run.
 
     Args:
         group: The ranks; None: this process alone.
@@ -55,7 +55,7 @@ class Session:
 
         Args:
             call: The call in words, for errors of ranks that wait for others.
-            timeout: Seconds that it waits for a rank that does not answer. What is under way keeps its own.
+            timeout: Seconds that it waits for a rank that does not answer. Running saves keep their own timeout.
 
         Raises:
             CheckpointError: A call inside a call of the same thread.

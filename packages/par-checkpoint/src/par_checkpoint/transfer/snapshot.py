@@ -9,9 +9,9 @@ import torch
 from .._errors import CheckpointError
 from .._torch_private import version_of
 from ..format.bytes import copy_elements_, join_
-from ..plan.tasks import Piece, Plan, Task
+from ..plan.tasks import BlockPiece, RankPlan, Task
 from .chunks import Chunks
-from .memory import Local
+from .memory import LocalState
 from .workers import Workers
 
 
@@ -31,7 +31,9 @@ class Snapshot:
         blocks: By file and first byte: a block that this rank writes, with this rank's pieces in it.
     """
 
-    def __init__(self, plan: Plan, local: Local, rank: int, memory: Chunks | None, *, late: bool, threads: int) -> None:
+    def __init__(
+        self, plan: RankPlan, local: LocalState, rank: int, memory: Chunks | None, *, late: bool, threads: int
+    ) -> None:
         self._plan, self._local, self._rank = plan, local, rank
         self._watched = _versions(local) if late else {}
         self._streams = _streams(local) if self._watched else []
@@ -81,7 +83,7 @@ class Snapshot:
                 )
 
     def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
-        """What this rank gives to blocks of one other rank, one after the other at the beginning of a buffer."""
+        """Pack this rank's pieces of another rank's blocks at the beginning of a buffer."""
         begin = 0
         for task in tasks:
             part = self._packed[task.rank, task.turn]
@@ -89,7 +91,7 @@ class Snapshot:
             begin += part.numel()
         return buffer
 
-    def _copy(self, chosen: Callable[[Piece], bool], workers: Workers | None) -> None:
+    def _copy(self, chosen: Callable[[BlockPiece], bool], workers: Workers | None) -> None:
         """Copies the chosen pieces; if there are workers, they copy what lies in runs of bytes."""
         jobs = []
         for block, pieces in self._own:
@@ -109,7 +111,7 @@ class Snapshot:
             job.result()
 
 
-def _versions(local: Local) -> dict[int, list[tuple[torch.Tensor, int]]]:
+def _versions(local: LocalState) -> dict[int, list[tuple[torch.Tensor, int]]]:
     """By number, for tensors that change only in an optimizer's step: their counts of changes, now.
 
     A DTensor counts its changes itself, everything else counts those of its memory. An inference tensor counts nothing.
@@ -123,7 +125,7 @@ def _versions(local: Local) -> dict[int, list[tuple[torch.Tensor, int]]]:
     return found
 
 
-def _streams(local: Local) -> list[torch.cuda.Stream]:
+def _streams(local: LocalState) -> list[torch.cuda.Stream]:
     """A stream of each GPU, for copies beside the trainer's work, after what it has enqueued by now."""
     devices = {part.local.device for parts in local.parts.values() for part in parts if part.local.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]

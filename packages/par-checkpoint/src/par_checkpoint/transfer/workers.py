@@ -28,7 +28,7 @@ class Workers:
             thread.start()
 
     def submit(self, act: Callable[[], Value]) -> Future[Value]:
-        """Has something called by a thread; what it raises is raised by the result."""
+        """Have a thread call a function; the result raises its error."""
         future: Future[Value] = Future()
         self._jobs.put((future, act))
         return future

@@ -14,13 +14,13 @@ from crc32c import crc32c
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.blocks import Block
+from ..plan.blocks import FileBlock
 from ..plan.files import File
-from ..plan.tasks import Piece, Plan, Task
+from ..plan.tasks import BlockPiece, RankPlan, Task
 from ..storage.files import Writer
 from ..storage.folder import Staging
-from .exchange import Exchange, by_wave
-from .memory import Local, Pool
+from .exchange import PieceExchange, by_wave
+from .memory import LocalState, MemoryPool
 from .ranks import Ranks
 from .snapshot import Snapshot
 from .workers import Workers
@@ -30,8 +30,8 @@ _ROUNDS = 4  # at least, where ranks send each other pieces, so that they do so 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What writing needs beside the plan.
+class WriteContext:
+    """Context of the write.
 
     Args:
         files: All files.
@@ -40,11 +40,11 @@ class Work:
         staging: The folder to write to.
         budget: Bytes that may be held beside the state.
         workers: The threads that write; one alone where a stream is written in order.
-        progress: Called with the number of bytes of each block that was written.
+        progress: Function that takes the bytes of each block that was written.
     """
 
     files: Sequence[File]
-    local: Local
+    local: LocalState
     ranks: Ranks
     staging: Staging
     budget: int
@@ -57,14 +57,16 @@ class Work:
         return max((file.block for file in self.files), default=BLOCK)
 
 
-def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[list[Crc], BaseException | None]:
+def write_blocks(
+    plan: RankPlan, work: WriteContext, snapshot: Snapshot | None = None
+) -> tuple[list[Crc], BaseException | None]:
     """Writes this rank's blocks and sends others their pieces.
 
-    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+    After an error this rank still sends and receives until the end, so that no rank waits for it.
 
     Args:
         plan: This rank's part.
-        work: What writing needs beside the plan.
+        work: Context of the write.
         snapshot: The copy to write from; None: straight from the local tensors.
 
     Returns:
@@ -75,7 +77,7 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     """
     if snapshot is None:
         work.local.wait_for_streams()
-    writing = _Writing(work, snapshot, Counter(plan.files()))
+    writing = _BlockWriter(work, snapshot, Counter(plan.files()))
     blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
     if plan.peers:  # the first blocks are being written when the next ones are exchanged
         blocks = min(blocks, max(1, plan.turns // _ROUNDS))
@@ -88,16 +90,16 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     return writing.finish()
 
 
-class _Writing:
+class _BlockWriter:
     """The state of one rank's writing.
 
     Args:
-        work: What writing needs beside the plan.
+        work: Context of the write.
         snapshot: The copy to write from, or None.
         blocks: By file: the number of blocks that this rank writes.
     """
 
-    def __init__(self, work: Work, snapshot: Snapshot | None, blocks: Mapping[int, int]) -> None:
+    def __init__(self, work: WriteContext, snapshot: Snapshot | None, blocks: Mapping[int, int]) -> None:
         self._work, self._snapshot = work, snapshot
         self._rank = work.ranks.rank
         self._jobs: list[Future[Crc]] = []
@@ -106,8 +108,8 @@ class _Writing:
         self._error: BaseException | None = None
         self._free_bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
-        self._scratches = Pool(work.block)  # one a thread at most
-        self._exchange = Exchange(work.ranks, work.local.packed_size)  # all in one: a copy is packed already
+        self._scratches = MemoryPool(work.block)  # one a thread at most
+        self._exchange = PieceExchange(work.ranks, work.local.packed_size)  # all in one: a copy is packed already
         self._opening = threading.Lock()
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
@@ -180,11 +182,11 @@ class _Writing:
         local, snapshot = self._work.local, self._snapshot
         block_of = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
 
-        def pack(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+        def pack(pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> None:
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(view, local.view(piece))
 
-        def fill(to: int, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
+        def fill(to: int, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> torch.Tensor:
             if snapshot is not None:
                 return snapshot.outgoing(
                     sorted((task for task in others if task.rank == to), key=lambda task: task.turn), buffer
@@ -192,7 +194,7 @@ class _Writing:
             self._try(partial(pack, pieces, buffer))
             return buffer
 
-        def take(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+        def take(pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> None:
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(local.in_block(piece, block_of[id(piece)]), view)
 
@@ -224,7 +226,7 @@ class _Writing:
             if bounce is not None:
                 self._free_bounces.put(bounce)
 
-    def _write(self, block: Block, runs: Iterable[torch.Tensor]) -> Crc:
+    def _write(self, block: FileBlock, runs: Iterable[torch.Tensor]) -> Crc:
         """Checksums a block and writes it, from one or several runs of memory. After an error nothing is written."""
         begin, crc = block.begin, 0
         file = self._work.files[block.file]

@@ -12,7 +12,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class Requests:
-    """What a save or a load asks of a store, all ranks together.
+    """Requests of a save or a load to a store, of all ranks together.
 
     Args:
         by_kind: The number of requests of each kind, by S3's name for it.

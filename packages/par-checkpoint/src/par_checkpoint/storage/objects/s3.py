@@ -20,7 +20,7 @@ from fsspec.config import conf  # type: ignore[import-untyped]
 from ..._errors import CheckpointError, StoreError
 from ..files import IN_FLIGHT
 from .requests import PAGE
-from .store import Listed, ObjectSource, StreamWriter, missing, passes, persist
+from .store import ObjectInfo, ObjectSource, StreamWriter, missing, passes, persist
 
 PART = 8 << 20
 """Bytes of a part, and of the blocks of a file that is written in parts; the first part has the header, too."""
@@ -34,7 +34,7 @@ _UNKNOWN = ("NotImplemented", "MethodNotAllowed")  # what S3 calls requests that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class UploadParts:
     """How an object is cut into parts.
 
     Args:
@@ -68,7 +68,7 @@ class S3Store:
 
     Args:
         fs: The file system of s3fs.
-        url: What the user called it, for messages.
+        url: The user's URL, for messages.
     """
 
     joins = True
@@ -76,12 +76,12 @@ class S3Store:
     def __init__(self, fs: Any, url: str) -> None:
         self.fs, self._url = fs, url
 
-    def objects(self, folder: str) -> dict[str, Listed]:
+    def objects(self, folder: str) -> dict[str, ObjectInfo]:
         """Every object below a folder."""
         bucket, prefix = _split(f"{folder}/")
         pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix)
         return {
-            str(each["Key"]).removeprefix(prefix): Listed(int(each["Size"]), str(each.get("ETag", "")))
+            str(each["Key"]).removeprefix(prefix): ObjectInfo(int(each["Size"]), str(each.get("ETag", "")))
             for page in pages
             for each in page.get("Contents", ())
         }
@@ -169,7 +169,7 @@ class S3Store:
                 "path, or one after the other"
             ) from error
 
-    def join(self, path: str, upload: str, parts: Parts) -> None:
+    def join(self, path: str, upload: str, parts: UploadParts) -> None:
         """Makes an object of the parts of an upload.
 
         Raises:
@@ -307,7 +307,7 @@ class S3Store:
 
 
 class S3Range:
-    """A range of an object that is being received, see `Range`.
+    """A range of an object that is being received, see `ByteRange`.
 
     Args:
         loop: The event loop of s3fs.
@@ -336,7 +336,7 @@ class S3PartsWriter:
         parts: How it is cut.
     """
 
-    def __init__(self, store: S3Store, path: str, upload: str | None, parts: Parts) -> None:
+    def __init__(self, store: S3Store, path: str, upload: str | None, parts: UploadParts) -> None:
         self._store, self._path, self._upload, self._parts = store, path, upload, parts
         self._begun: dict[int, io.BytesIO] = {}
         self._lock = threading.Lock()
@@ -409,6 +409,6 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _code(error: BaseException) -> str:
-    """What S3 calls an error."""
+    """Return the code of an S3 error."""
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
     return str(response.get("Error", {}).get("Code", type(error).__name__))

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a store of objects, and how fsspec's file systems give it.
+"""The interface of object stores that a checkpoint needs, implemented with fsspec's file systems.
 
 An object is written once, appears whole, and is never changed. `s3` speaks to S3 itself, where ranks write one object
 together; everything else that fsspec opens is served here, where one rank writes an object from beginning to end.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from ..._errors import CheckpointError, CorruptError, StoreError
-from ..files import Source, Writer
+from ..files import FileSource, Writer
 
 Value = TypeVar("Value")
 
@@ -37,8 +37,8 @@ _OF_BUCKETS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "r2",
 """Protocols of stores whose paths begin with a bucket or a container."""
 
 
-class Listed(NamedTuple):
-    """What a list says of an object.
+class ObjectInfo(NamedTuple):
+    """An object's entry in a list.
 
     Args:
         size: Its bytes.
@@ -50,12 +50,12 @@ class Listed(NamedTuple):
 
 
 class Store(Protocol):
-    """Objects by path. What the store refuses is raised as `StoreError`, what is not there as FileNotFoundError."""
+    """Objects by path. A rejected request raises `StoreError`, and a missing object raises FileNotFoundError."""
 
     joins: bool
     """Whether ranks can write one object together, in parts."""
 
-    def objects(self, folder: str) -> dict[str, Listed]:
+    def objects(self, folder: str) -> dict[str, ObjectInfo]:
         """Every object below a folder, by its name relative to that."""
 
     def folders(self, folder: str) -> list[str]:
@@ -71,7 +71,7 @@ class Store(Protocol):
         """Writes an object in one request."""
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
-        """Writes an object that is there: whoever reads it meanwhile, or after a kill, has wholly the old or the new.
+        """Replace an object; a reader gets all of the old or all of the new bytes, even after a kill.
 
         Args:
             path: The object.
@@ -80,9 +80,9 @@ class Store(Protocol):
         """
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
-        """Removes objects below a folder, in this order; what is gone already does not matter."""
+        """Remove objects below a folder, in this order; missing objects are ignored."""
 
-    def open(self, path: str, size: int | None) -> Source:
+    def open(self, path: str, size: int | None) -> FileSource:
         """An object to read from; its size, where it is known."""
 
     def stream(self, path: str) -> Writer:
@@ -101,7 +101,7 @@ class FsspecStore:
     def __init__(self, fs: Any, url: str) -> None:
         self.fs, self._url = fs, url
 
-    def objects(self, folder: str) -> dict[str, Listed]:
+    def objects(self, folder: str) -> dict[str, ObjectInfo]:
         """Every object below a folder, without a tag."""
         self.fs.invalidate_cache()
         with self.told():
@@ -109,7 +109,9 @@ class FsspecStore:
                 listed = self.fs.find(folder, detail=True)
             except FileNotFoundError as error:  # of a folder that is not there, fsspec finds nothing
                 raise self._no_bucket(error) from error
-        return {path.removeprefix(folder).lstrip("/"): Listed(int(info["size"]), "") for path, info in listed.items()}
+        return {
+            path.removeprefix(folder).lstrip("/"): ObjectInfo(int(info["size"]), "") for path, info in listed.items()
+        }
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
@@ -237,7 +239,7 @@ class FsspecStore:
         )
 
 
-class Range(Protocol):
+class ByteRange(Protocol):
     """A range of an object that is being received."""
 
     def fill(self, view: memoryview) -> int:
@@ -266,7 +268,7 @@ class FsspecRange:
 
 
 class ObjectSource:
-    """An object that is being read, see `Source`. Threads may read at once, each with requests of its own.
+    """An object that is being read, see `FileSource`. Threads may read at once, each with requests of its own.
 
     What breaks, or ends too early, is asked for anew from the first byte of the view that is being filled; whoever
     compares checksums does so after that.
@@ -279,7 +281,7 @@ class ObjectSource:
 
     stride = 1 << 30  # a view is filled as a whole, or anew
 
-    def __init__(self, path: str, size: int, ask: Callable[[int, int], Range]) -> None:
+    def __init__(self, path: str, size: int, ask: Callable[[int, int], ByteRange]) -> None:
         self.path, self.size, self.ask = path, size, ask
 
     def ranged(self, begin: int, end: int) -> "RangedSource":
@@ -296,7 +298,7 @@ class ObjectSource:
 
 
 class RangedSource:
-    """A range of an object, which is read in order from one request as long as that does not break, see `Source`.
+    """A range of an object, which is read in order from one request as long as that does not break, see `FileSource`.
 
     Args:
         whole: The object.
@@ -308,7 +310,7 @@ class RangedSource:
 
     def __init__(self, whole: ObjectSource, begin: int, end: int) -> None:
         self._whole, self._at, self._end = whole, begin, end
-        self._range: Range | None = None
+        self._range: ByteRange | None = None
         self.size = whole.size
 
     def ranged(self, begin: int, end: int) -> "RangedSource":
