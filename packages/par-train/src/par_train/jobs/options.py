@@ -264,7 +264,7 @@ class Options:
         (), "who gets each line of metrics, too: tensorboard, wandb (offline with WANDB_MODE=offline), mlflow"
     )
     diagnose: float = option(
-        300.0, "seconds without progress after which one line says which rank keeps the others; 0: never", low=0
+        300.0, "seconds without progress after which one line names the rank that hangs; 0: no watchdog", low=0
     )
     goodput: bool = option(
         False, "write where time went into each line of metrics: data, steps, checkpoints, waiting for each axis"

@@ -70,8 +70,8 @@ class Run:
             with `log(values, step)`.
         profile: Steps whose trace torch's profiler takes, such as "steps=10:15", of which 15 is not one: trace.json has
             all ranks' for Perfetto, with a pipeline's actions as tracks of their own. None: none.
-        diagnose: Seconds without progress after which one line says which rank keeps the others, in which call; on
-            SIGQUIT and when a rank fails it is said at once. None: never.
+        diagnose: Seconds without progress after which one line names the rank that hangs, the place and the cause. The
+            line is printed at once after SIGQUIT, or if a rank fails. None: no watchdog.
         goodput: Whether lines have where the time since the line before went, as shares: `time_data`, `time_step`,
             `time_checkpoint` and so on of rank 0's, `exposed_tensor` and so on of waiting in collectives of each
             axis, where a host can know that: on CPUs. A summary is printed at the end.
