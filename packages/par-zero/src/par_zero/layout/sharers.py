@@ -1,4 +1,4 @@
-"""Who shares a chunk: the ranks that each keep a part of it, and those that keep the same part."""
+"""Data-parallel groups of chunks: the ranks that each hold a shard, and the ranks that hold the same shard."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class DataParallelGroup:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The group, and the replicas if there are any."""
+        """The group, followed by the group of replicas if there is one."""
         return [self.group] if self.replicas is None else [self.group, self.replicas]
 
     @property
@@ -48,24 +48,25 @@ class DataParallelGroup:
 
     @property
     def near(self) -> list[int]:
-        """The ranks of the group and the replicas of this rank, by number of the world, ascending."""
+        """Global ranks of the group and of this rank's replicas, in ascending order."""
         return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
 
     def has_copies(self, record: Sharding) -> bool:
-        """Whether all of these ranks have copies of all that this rank has of a parameter."""
+        """Return whether all of these ranks hold replicas of everything that this rank holds of a parameter."""
         return all(set(self.near) <= set(box.copies) for box in record.boxes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """Who shares a chunk, by communicators.
+    """Communicators of the data-parallel group of a chunk.
 
     Args:
-        shards: The ranks that each keep a share.
-        gathers: The same ranks by the communicator over which parameters are gathered at stage 3, where data decides on
-            each rank what comes first, a gathering or a reduction; before stage 3 `shards`.
-        replicas: The ranks that keep the same share, for hybrid sharding; None without.
-        divisor: By what the sum of gradients over all of them is divided. None: by nothing.
+        shards: Ranks that each hold a shard.
+        gathers: The same ranks on the communicator of stage 3's all-gathers. Data decides on each rank whether an
+            all-gather or a reduction begins first, so one communicator for both could mix them up. Below stage 3 it
+            is `shards`.
+        replicas: Ranks that hold the same shard, for hybrid sharding; None: there are no others.
+        divisor: Divisor of the sum of gradients over all of these ranks; None: the sum is not divided.
     """
 
     shards: dist.ProcessGroup
@@ -75,39 +76,39 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """Which share is this rank's."""
+        """Index of this rank's shard."""
         return dist.get_rank(self.shards)
 
     @property
     def both(self) -> list[dist.ProcessGroup]:
-        """The communicators on which reductions go."""
+        """Communicators of reductions, in their order."""
         return [self.shards] if self.replicas is None else [self.shards, self.replicas]
 
     @property
     def scale(self) -> float:
-        """By what numbers are multiplied as they are summed over `shards`."""
+        """Factor of gradients in the sum over `shards`."""
         if self.divisor is None:
             return 1
         return (1 if self.replicas is None else dist.get_world_size(self.replicas)) / self.divisor
 
     @property
     def scale_of_replicas(self) -> float:
-        """By what that sum is multiplied as it is summed over `replicas`."""
+        """Factor of that sum in the sum over `replicas`."""
         return 1 if self.divisor is None or self.replicas is None else 1 / dist.get_world_size(self.replicas)
 
     @property
     def is_pair(self) -> bool:
-        """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
+        """Whether the group has two ranks. A sum of two numbers has one order, so any all-reduce gives the same bits."""
         return self.replicas is None and dist.get_world_size(self.shards) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharers:
-    """All who share the chunks of a module, which follow one order.
+    """All data-parallel groups of a module's chunks.
 
     Args:
-        each: Those of each share, the first one's first.
-        reach: Of each, whether it has ranks that the first group of some rank has not. The first one counts as such.
+        each: Communicators of each group; those of `shard(group=...)` come first.
+        reach: For each group, whether it connects ranks that the first group of some rank does not; True for the first.
     """
 
     each: tuple[Groups, ...]
@@ -115,27 +116,27 @@ class Sharers:
 
     @property
     def agreeing(self) -> list[dist.ProcessGroup]:
-        """The communicators over which one after the other all ranks tell each other what they must know alike."""
+        """Communicators by which all ranks agree on a value, if they exchange it over one after the other."""
         return [
             group for groups, reaches in zip(self.each, self.reach, strict=True) if reaches for group in groups.both
         ]
 
     @property
     def gathering(self) -> list[dist.ProcessGroup]:
-        """The same for those that gather units together, by the communicators of that."""
+        """Communicators of all-gathers, for agreements between ranks that gather the same units."""
         return [groups.gathers for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
 
     @property
     def beside_replicas(self) -> list[dist.ProcessGroup]:
-        """Of `agreeing` those whose ranks run forward together, as they gather the same units."""
+        """Communicators of `agreeing` without those of replicas, which may be in another forward."""
         return [groups.shards for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
 
     @property
     def beside_gathering(self) -> list[dist.ProcessGroup]:
-        """Of `agreeing` those that `gathering` does not come to."""
+        """Communicators of `agreeing` whose ranks `gathering` does not connect."""
         shards = [groups.shards for groups in self.each]
         return [group for group in self.agreeing if not any(group is each for each in shards)]
 
     def device_of_flags(self, device: torch.device) -> torch.device:
-        """The device of what the host wants to know: the CPU, unless a group is of NCCL alone; then the chunks'."""
+        """Return the device for flags that the host reads: the CPU, or the chunks' if a group has only NCCL."""
         return torch.device("cpu") if all(backend_of(group, "cpu") for group in self.agreeing) else device

@@ -28,16 +28,16 @@ from ..layout.sharers import Sharers
 
 
 class WatchedParameter(nn.Parameter):
-    """A tensor of an optimizer between two steps."""
+    """Tensor of an optimizer between two steps."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor for autograd-free use. What is written to it is counted as if it were written to the tensor."""
+        """The tensor outside of autograd, with the same version counter, so that writes to it are counted."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Copies the values: the memory is a part of a chunk, which would not follow."""
+        """Copy the values. The tensor must keep its memory, which is part of a chunk."""
         self.detach().copy_(value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,7 +51,7 @@ class WatchedParameter(nn.Parameter):
 
 @contextmanager
 def _as_ordinary(tensor: nn.Parameter) -> Iterator[None]:
-    """Inside, a watched tensor is an ordinary parameter, which is what a copy of it shall be."""
+    """Make a watched tensor an ordinary parameter inside, so that copies of it are ordinary parameters."""
     tensor.__class__ = nn.Parameter
     try:
         yield
@@ -60,13 +60,13 @@ def _as_ordinary(tensor: nn.Parameter) -> Iterator[None]:
 
 
 class Watch:
-    """Watches the tensors of an optimizer between two steps.
+    """Detects writes to the tensors of an optimizer between two steps.
 
-    Tensors that are stepped piece by piece keep their class, since a step gives them other memory for its time.
+    Tensors that are stepped piece by piece keep their class, because a step temporarily gives them other memory.
 
     Args:
-        chunks: The chunks whose slices the optimizer holds.
-        late: Whether pieces are stepped while the next forward runs. They are watched from `settled` on.
+        chunks: Chunks whose slices the optimizer holds.
+        late: Whether pieces are stepped during the next forward. They are watched from `settled` on.
     """
 
     def __init__(self, chunks: Sequence[Chunk], *, late: bool = False) -> None:
@@ -74,36 +74,36 @@ class Watch:
         tensors = [part.tensor for part in slices if not part.in_pieces]
         tensors += [whole for chunk in chunks for whole in chunk.wholes]
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
-        # Slices of one buffer have one counter, so that few have to be looked at.
-        # Their detached views share it, and reading it there waits for no all-gather, as `ArrivingSlice` would.
+        # Slices of one buffer share a version counter, so one tensor per buffer is enough. The counter is read from a
+        # detached view: the tensor itself may be an `ArrivingParameter`, which would wait for its all-gather.
         self._counted = list({place.untyped_storage().data_ptr(): place for _, place in self._tensors}.values())
         self._pieces, self._late = [part.tensor for part in slices if part.in_pieces], late
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.begin()
 
     def begin(self) -> None:
-        """All ranks have what the tensors hold now."""
+        """Start to watch: all ranks have the current values of the tensors."""
         self._versions = _versions(self._counted if self._late else [*self._counted, *self._pieces])
         for tensor, _ in self._tensors:
             if type(tensor) is nn.Parameter:  # not one whose all-gather is in flight
                 tensor.__class__ = WatchedParameter
 
     def settled(self, *_: object) -> None:
-        """No step is under way any more."""
+        """Watch the pieces too, since no step is running any more."""
         known = {tensor for tensor, _ in self._versions}
         self._versions += _versions([tensor for tensor in self._pieces if tensor not in known])
 
     def end(self) -> None:
-        """A step begins, whose foreach and fused kernels take ordinary parameters only.
+        """Stop to watch for a step, whose foreach and fused kernels accept only ordinary parameters.
 
-        Until `begin`, nothing is found: a step that fails on one rank must not have that rank alone gather.
+        `found` is False until `begin`. If a step fails on one rank, that rank must not begin an all-gather alone.
         """
         self._versions = []
         for tensor, _ in self._tensors:
             tensor.__class__ = nn.Parameter
 
     def put_back_(self) -> None:
-        """Brings what a step has made new tensors of, as `p.data = p.data - update` does, to its place in the chunk."""
+        """Copy tensors that a step has replaced, as `p.data = p.data - update` does, back to their chunk."""
         for tensor, place in self._tensors:
             if tensor.data_ptr() != place.data_ptr():
                 place.copy_(tensor.detach())
@@ -111,12 +111,12 @@ class Watch:
 
     @property
     def found(self) -> bool:
-        """Whether anything was written to the tensors since `begin`, as far as this rank can see."""
+        """Whether this rank has written to its tensors since `begin`."""
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Tensors, and how often each of them was written. Torch does not count writes to tensors of inference mode."""
+    """Return tensors with their version counters, without tensors of inference mode, which have no counter."""
     return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
 
 
@@ -186,12 +186,12 @@ class ModuleWrites:
 
 
 def all_see(chunks: Iterable[Chunk]) -> bool:
-    """Return whether each rank has a tensor of each param group that another rank has one of.
+    """Return whether every rank holds a tensor of each param group of which any rank holds one.
 
-    Code that runs alike on all ranks then writes to a tensor on all of them, or on none.
+    Code that runs identically on all ranks then writes to a tensor on all of them, or on no rank.
 
     Args:
-        chunks: The chunks whose slices an optimizer holds.
+        chunks: Chunks whose slices an optimizer holds.
     """
     of_ranks: dict[int, list[set[int]]] = {}
     for chunk in chunks:
@@ -206,15 +206,15 @@ def all_see(chunks: Iterable[Chunk]) -> bool:
 
 
 class Writes:
-    """Finds what is written to optimizers' tensors outside of their steps, and has it published.
+    """Detects writes to optimizers' tensors outside of their steps, and publishes them to the parameters of all ranks.
 
     Args:
-        stepped: By number of the optimizer, the chunks whose slices it holds.
-        sharers: The ranks that share them.
-        publish: Brings what an optimizer of that number holds to the parameters, and to the other ranks.
-        follow: Copies what was written to the module's parameters to the master weights of an optimizer of that number.
-        ignored: Whether parameters are the optimizers' tensors, so that nothing need be published.
-        late: Whether pieces are stepped while the next forward runs.
+        stepped: For each optimizer, the chunks whose slices it holds.
+        sharers: Data-parallel groups of the chunks.
+        publish: Function of an optimizer's number that copies its tensors to the parameters of all ranks.
+        follow: Function of an optimizer's number that copies writes to the module's parameters to its master weights.
+        ignored: Whether parameters are the optimizers' tensors, so that nothing is published.
+        late: Whether pieces are stepped during the next forward.
     """
 
     def __init__(
