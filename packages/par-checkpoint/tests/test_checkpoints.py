@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import Checkpoints, Tiers, _save, prune
+from par_checkpoint import Checkpoints, Save, Tiers, _save, prune
 from par_checkpoint.storage.steps import step_name
 from par_checkpoint.tiers import retention
 from par_checkpoint.transfer import write as writing
@@ -111,6 +111,23 @@ def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_
         time.sleep(0.01)  # that of a lease ends a moment later
     assert checkpoints.load(model=resumed).step == 1
     assert torch.equal(resumed.weight, model.weight)
+
+
+def test_pruning_after_a_save_has_ended_reports_errors_to_its_handle(tmp_path, monkeypatch):
+    at_end = Save._at_end
+
+    def late(handle, act):
+        handle._tasks[-1].join()
+        at_end(handle, act)
+
+    def prune(*_, **__):
+        raise PermissionError("step-00000001 belongs to somebody else")
+
+    monkeypatch.setattr(Save, "_at_end", late)
+    monkeypatch.setattr(retention, "remove_steps", prune)
+    handle = Checkpoints(tmp_path, keep_last=1).save(1, model={"w": torch.ones(3)}, async_=True)
+    with pytest.raises(OSError, match="belongs to somebody else"):
+        handle.wait()
 
 
 @pytest.mark.ranks(2)

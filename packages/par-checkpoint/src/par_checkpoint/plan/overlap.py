@@ -210,9 +210,9 @@ class BoxIndex:
         self._held: dict[int, frozenset[int]] = {}
         self._holders: dict[int, list[int]] = {}
 
-    def within(self, start: int, stop: int) -> "Overlap":
+    def within(self, start: int, stop: int) -> "BoxOverlap":
         """The boxes that reach into the row-major elements start .. stop - 1."""
-        return Overlap(self, self.cut.within(start, stop))
+        return BoxOverlap(self, self.cut.within(start, stop))
 
     def held_by(self, rank: int) -> frozenset[int]:
         """The numbers of a rank's boxes."""
@@ -249,7 +249,7 @@ def indexes_of(tensors: Iterable[GlobalTensor]) -> list[BoxIndex]:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class BoxOverlap:
     """A stretch of a tensor, and who holds the boxes that reach into it.
 
     Args:

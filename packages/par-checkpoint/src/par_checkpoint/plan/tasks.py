@@ -12,7 +12,7 @@ import torch
 from .blocks import Area, FileBlock, TensorSpan
 from .claims import GlobalTensor
 from .deal import Deal, Together
-from .overlap import BoxIndex, Overlap
+from .overlap import BoxIndex, BoxOverlap
 from .replicas import Hop, Replicas
 
 Shape = tuple[int, ...]
@@ -219,7 +219,7 @@ class Blocks:
         """Whether somebody holds anything of a block."""
         return any(overlap.boxes for _, overlap in self._overlaps(self.areas[area].at(number, self._tensors)))
 
-    def _overlaps(self, block: FileBlock) -> list[tuple[TensorSpan, Overlap]]:
+    def _overlaps(self, block: FileBlock) -> list[tuple[TensorSpan, BoxOverlap]]:
         """Return the overlap of each span of a block with the boxes of ranks."""
         return [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
 
@@ -285,7 +285,7 @@ class RankPlan:
 
 
 def parts_of(
-    block: FileBlock, overlaps: Iterable[tuple[TensorSpan, Overlap]], number: int = 0, *, limit: int | None = None
+    block: FileBlock, overlaps: Iterable[tuple[TensorSpan, BoxOverlap]], number: int = 0, *, limit: int | None = None
 ) -> list[tuple[int, int, int]]:
     """A block that ranks hold in runs of bytes: first byte, one past the last, and the rank that writes or reads it.
 
@@ -415,7 +415,9 @@ def _in_turn(ranks: Sequence[int], turn: int) -> int:
     return ranks[turn % len(ranks)]
 
 
-def _pieces(span: TensorSpan, overlap: Overlap, box: int, source: int, to: int, wave: int = 0) -> Iterator[BlockPiece]:
+def _pieces(
+    span: TensorSpan, overlap: BoxOverlap, box: int, source: int, to: int, wave: int = 0
+) -> Iterator[BlockPiece]:
     """The rectangles of a span within one box, on their way from one rank to another."""
     for start, size in overlap.stretch.parts(box):
         first = sum(i * stride for i, stride in zip(start, overlap.index.cut.strides, strict=True))

@@ -115,7 +115,10 @@ class BackgroundTask:
                 self._next.append(act)
                 return
         if self.error is None:
-            act()
+            try:
+                act()
+            except Exception as error:  # raised as if the thread had called it, whichever of the two was earlier
+                self.error = error
 
     def _take_next(self) -> list[Callable[[], object]]:
         """Take what `then` has added in the meantime; once that is nothing, the work has ended."""
