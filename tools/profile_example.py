@@ -26,7 +26,7 @@ def main() -> None:
 
 def record() -> list[dict[str, object]]:
     """The events of one step, in microseconds from its first one. On a rank."""
-    from par_train import Run, Strategy  # noqa: PLC0415 - in the ranks alone
+    from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy  # noqa: PLC0415 - in the ranks alone
 
     strategy = Strategy(parallel={"pipeline": RANKS}, pipeline={"microbatches": MICROBATCHES}, device="cpu")
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -36,7 +36,12 @@ def record() -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared, 0)
-        with Run(Path(shared[0]) / "run", strategy, progress=False, profile=f"steps={STEP}:{STEP + 1}") as run:
+        with Run(
+            Path(shared[0]) / "run",
+            strategy,
+            logging=LoggingPolicy(progress=False),
+            monitoring=MonitoringPolicy(profile=f"steps={STEP}:{STEP + 1}"),
+        ) as run:
             for batch in run.steps(batches, STEP + 2):
                 strategy.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, optimizer)
                 optimizer.step()

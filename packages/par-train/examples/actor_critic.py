@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         share = options.batch_size // ranks
         part = share * options.tensor  # prompts of a tensor group of the actor's
         first = for_critic.groups.rank("data") * share % part
-        with Run(options.folder, for_actor, log_every=10, overwrite=True) as run:
+        with Run(options.folder, for_actor, overwrite=True) as run:
             for _ in run.steps(count(), until=options.steps):
                 # All ranks draw for the whole batch, so that who has which part of it changes nothing.
                 generator, replica = torch.Generator().manual_seed(run.step), for_actor.groups.rank("data")

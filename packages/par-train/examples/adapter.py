@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from par_data import PackedDataset, read_corpus
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = strategy.from_pretrained(options.model, dtype=torch.float32, adapter=lora).train()
         optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
         model, optimizer, dataloader = strategy.initialize(model, optimizer, dataloader)
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=100, keep_last=1) as run:
+        with Run(options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=100, keep_last=1)) as run:
             for batch in run.steps(dataloader, until=options.steps):
                 loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
                 optimizer.step()

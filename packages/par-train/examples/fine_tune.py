@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from par_checkpoint import Format
 from par_data import PackedDataset, read_corpus
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         lr_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
         files = Format(assets=[options.model])  # the files of its tokenizer
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=500, keep_last=2, format=files) as run:
+        with Run(
+            options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=500, keep_last=2, format=files)
+        ) as run:
             for batch in run.steps(dataloader, until=options.steps):
                 loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
                 optimizer.step()

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from par_layers import Context, Mask, Tokens
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 WORDS = 64
 
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer = AdamW(model.parameters(), lr=3e-3)
         model, optimizer = strategy.initialize(model, optimizer)
         replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=50, keep_last=2) as run:
+        with Run(options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=50, keep_last=2)) as run:
             for _ in run.steps(count(), until=options.steps):
                 place = run.step * replicas + replica
                 ids, documents = packed_rows(options.rows // replicas, options.context, place)

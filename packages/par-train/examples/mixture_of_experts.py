@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_layers import LayerSet, LoadBalancing, RouterConfig, normal
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 WORDS, LENGTH = 32, 3
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer = AdamW(model.parameters(), lr=3e-3, eps=1e-6)
         loader = DataLoader(sums(), batch_size=options.batch_size, shuffle=True, drop_last=True)
         model, optimizer, loader = strategy.initialize(model, optimizer, loader)
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=100, keep_last=2) as run:
+        with Run(options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=100, keep_last=2)) as run:
             for _ in run.steps(count(), until=options.steps):
                 ids, targets = next(iter(loader))
                 loss = strategy.layers.cross_entropy(model(ids), targets, classes=WORDS)

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, LoggingPolicy, Run, Strategy
 
 
 def rotations(count: int = 512) -> TensorDataset:
@@ -47,9 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.folder,
             strategy,
             resume="auto",
-            checkpoint_every=options.checkpoint_every,
-            keep_last=2,
-            log_every=options.log_every,
+            checkpoint=CheckpointPolicy(every=options.checkpoint_every, keep_last=2),
+            logging=LoggingPolicy(every=options.log_every),
         ) as run:
             for inputs, targets in run.steps(dataloader, until=options.steps):
                 loss = nn.functional.mse_loss(model(inputs), targets)

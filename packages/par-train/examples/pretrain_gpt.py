@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 from par_layers import LayerSet, normal
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 
 class Block(nn.Module):
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer = AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.1)
         lr_scheduler = LinearLR(optimizer, start_factor=0.05, total_iters=40)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=200, keep_last=2) as run:
+        with Run(options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=200, keep_last=2)) as run:
             for inputs, targets in run.steps(dataloader, until=options.steps):
                 loss = model(inputs, targets)
                 strategy.backward(loss, optimizer)

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, Run, Strategy
 
 KINDS = ("disc", "square", "cross")
 
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         lr_scheduler = LinearLR(optimizer, start_factor=0.05, total_iters=20)
         dataloader = DataLoader(Shapes(3000), batch_size=options.batch_size, shuffle=True, drop_last=True)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
-        with Run(options.folder, strategy, resume="auto", checkpoint_every=100, keep_last=2) as run:
+        with Run(options.folder, strategy, resume="auto", checkpoint=CheckpointPolicy(every=100, keep_last=2)) as run:
             for images, kinds in run.steps(dataloader, until=options.steps):
                 logits = model(images)
                 loss = cross_entropy(logits, kinds)

@@ -32,7 +32,8 @@ import os, sys, time
 import par_train.jobs.trainer
 import par_train.jobs.text
 import par_train.run.metrics
-import par_train.run.run
+import par_train.run.saver
+import par_train.run.summary
 import par_train.run.stop
 from par_checkpoint import _save as _saving
 from par_checkpoint.storage import local as _local
@@ -85,7 +86,7 @@ def say_and_release(text, stream=None):
         open(os.environ["TEST_HOLD_COPY"], "w").close()
 
 copy_checkpoint, _saving.copy_checkpoint = _saving.copy_checkpoint, held_copy
-say, par_train.run.run.say = par_train.run.run.say, say_and_release
+say, par_train.run.saver.say = par_train.run.saver.say, say_and_release
 ask = par_train.run.stop.Stop.ask
 par_train.run.stop.Stop.ask = note_and_ask
 publish = _local.LocalStaging.publish
@@ -95,7 +96,7 @@ for name in ("par_train.jobs.text", "par_train.jobs.checks"):  # a forked comman
     if name in sys.modules:
         sys.modules[name].read_text = other_text
 if "TEST_PICTURES" not in os.environ:  # which take as long as all steps
-    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.run"):
+    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.summary"):
         if name in sys.modules:
             sys.modules[name].draw_loss = lambda *_, **__: None
 """

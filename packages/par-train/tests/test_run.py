@@ -368,7 +368,7 @@ def test_a_disk_that_is_full_in_the_middle_of_training_is_one_line_and_costs_the
     said = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
     assert len(said) == 1, done.stderr
     assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoint': .*File too large", said[0]), said
-    assert said[0].endswith("; once that is mended, --resume auto goes on after step 3"), said
+    assert said[0].endswith("; once that is fixed, --resume auto resumes after step 3"), said
     assert_no_ranks(ranks_of, process.pid)
     folder = command.folder / "full"
     assert verify(folder / "checkpoint") == []

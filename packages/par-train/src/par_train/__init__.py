@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .jobs.byte_gpt import load_model
+    from .run.policies import CheckpointPolicy, LoggingPolicy, MonitoringPolicy
     from .run.run import Run
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointPolicy",
     "GradientHandler",
+    "LoggingPolicy",
+    "MonitoringPolicy",
     "PipelineStages",
     "Plugin",
     "Run",
@@ -34,6 +38,7 @@ _LATE = {
     "jobs.byte_gpt": ("load_model",),
     "strategy.pretrained.causal": ("causal_lm_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
+    "run.policies": ("CheckpointPolicy", "LoggingPolicy", "MonitoringPolicy"),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),
     "strategy.stages": ("PipelineStages",),

@@ -19,6 +19,8 @@ from par_diagnosis._exchange import DumpExchange
 from par_groups import FlightRecorder
 from par_train import Run, Strategy
 
+from .policies_of import policies_of
+
 
 def made(**options):
     strategy = Strategy(**options)
@@ -70,7 +72,7 @@ def test_run_reports_after_sigquit_and_continues(tmp_path, monkeypatch):
     def both_are_stuck():
         return recorder.begun() != begun[0] and (tmp_path / "waits").exists()
 
-    with redirect_stderr(told), Run(folder, strategy, progress=False) as run:
+    with redirect_stderr(told), Run(folder, strategy, **policies_of(progress=False)) as run:
         for batch in run.steps([torch.ones(3, 2)], 4):
             if run.step == 2 and dist.get_rank() == 1:
                 when(in_wait_for, (tmp_path / "waits").touch)
@@ -99,7 +101,7 @@ def test_run_without_a_hang_reports_nothing_and_leaves_no_file(tmp_path, monkeyp
     told, now, looks, state = StringIO(), [100.0], [], Watchdog._state
     monkeypatch.setattr(_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Watchdog, "_state", lambda watchdog: looks.append(1) or state(watchdog))
-    with redirect_stderr(told), Run(tmp_path / "run", strategy, progress=False, diagnose=0.2) as run:
+    with redirect_stderr(told), Run(tmp_path / "run", strategy, **policies_of(progress=False, diagnose=0.2)) as run:
         for batch in run.steps([torch.ones(3, 2)], 8):
             now[0] += 0.1
             looks.clear()
@@ -142,5 +144,8 @@ def test_watchdog_follows_the_messages_of_a_pipeline(tmp_path, monkeypatch):
 @pytest.mark.ranks(1)
 def test_run_refuses_a_timeout_that_is_not_positive(tmp_path, limit):
     strategy, *_ = made()
-    with pytest.raises(ValueError, match="diagnose is"), Run(tmp_path, strategy, diagnose=limit):
+    with (
+        pytest.raises(ValueError, match=r"monitoring\.diagnose="),
+        Run(tmp_path, strategy, **policies_of(diagnose=limit)),
+    ):
         pass

@@ -22,6 +22,8 @@ from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
 from par_train.run.goodput import Clock, Exposed, Goodput
 
+from .policies_of import policies_of
+
 AGREEMENT = 0.02  # what the design asks of MFU and goodput
 
 
@@ -118,7 +120,11 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
     began = time.monotonic()
     with (
         redirect_stderr(told),
-        Run(tmp_path / "run", strategy, goodput=True, flops=flops, peak_flops=peak, log_every=4, progress=False) as run,
+        Run(
+            tmp_path / "run",
+            strategy,
+            **policies_of(goodput=True, flops=flops, peak_flops=peak, log_every=4, progress=False),
+        ) as run,
     ):
         made = time.monotonic()
         for batch in run.steps(batches(), steps):
@@ -133,7 +139,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
             steps_now.append(None)
             run.log(tokens=5000)  # of which rounded numbers a second are near enough
         least = time.monotonic() - made
-        total = sum(run._clock.seconds().values())
+        total = sum(run._monitor.clock.seconds().values())
         assert least <= total <= time.monotonic() - began
     dist.barrier()
     if dist.get_rank() == 0:

@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from par_train import Run, Strategy
 
+from .policies_of import policies_of
+
 A, B = {"math": 1.0}, {"code": 3.0}
 WHOLE = torch.tensor(0)
 
 
 def train(folder, logged, until=4, parallel=None, **keywords):
     """Takes steps, in which each rank logs what `logged` has for the parity of the step and for the rank."""
-    with Run(folder, Strategy(parallel=parallel), progress=False, diagnose=None, **keywords) as run:
+    with Run(folder, Strategy(parallel=parallel), **policies_of(progress=False, diagnose=None, **keywords)) as run:
         linear = run.strategy.layers.Linear(2, 2)
         run.strategy.initialize(linear, torch.optim.SGD(linear.parameters()))
         for _ in run.steps([0], until):

@@ -11,6 +11,8 @@ from numpy.random.mtrand import set_bit_generator
 from par_train import Run, Strategy
 from par_train.strategy.randomness import gather_states, restore_states
 
+from .policies_of import policies_of
+
 DRAWS = {
     "torch": lambda: torch.rand(()).item(),
     "random": random.random,
@@ -28,7 +30,7 @@ def train(folder, stop, draw, seed, **options):
     with Strategy(**options) as strategy:
         model = strategy.layers.Linear(4, 2)
         model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), 0.1))
-        with Run(folder, strategy, resume="auto", progress=False, diagnose=None) as run:
+        with Run(folder, strategy, resume="auto", **policies_of(progress=False, diagnose=None)) as run:
             for _ in run.steps([0], until=stop):
                 drawn.append(float(draw()))
                 strategy.backward(model(torch.full((1, 4), drawn[-1])).sum(), optimizer)

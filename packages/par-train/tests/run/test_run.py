@@ -21,11 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from par_checkpoint import Tiers, inspect
 from par_groups import STOP_SIGNALS
 from par_train import Run, Strategy
-from par_train.run import run as run_module
+from par_train.run import summary as summary_module
 from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
 from par_train.run.records import Records
+
+from .policies_of import policies_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
@@ -56,11 +58,11 @@ class Loop:
         """Trains in a run, and gives it when it has ended; without the picture, which takes longer than the steps."""
         with pytest.MonkeyPatch.context() as patch:
             if not draws:
-                patch.setattr(run_module, "draw_loss", lambda *_: None)
+                patch.setattr(summary_module, "draw_loss", lambda *_: None)
             return self._train(folder, until, after_step, **keywords)
 
     def _train(self, folder, until, after_step, **keywords):
-        with Run(folder, self.strategy, progress=False, **{"log_every": 1, **keywords}) as run:
+        with Run(folder, self.strategy, **policies_of(**{"progress": False, "log_every": 1, **keywords})) as run:
             for batch in run.steps(self.loader, until):
                 loss = self.strategy.execute_pipeline(
                     iter([batch]), self.model, functional.mse_loss, self.optimizer, return_loss=True
@@ -158,7 +160,7 @@ def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_l
         dist.barrier()
         assert losses_of(case / "run") == losses_of(tmp_path / "whole")
         assert [steps_of(case / tier)[-1] for tier in ("near", "far")] == [9, 9]
-    with pytest.raises(ValueError, match="holds a run already, of step 7; go on with resume='auto', replace it"):
+    with pytest.raises(ValueError, match="holds a run already, of step 7; pass resume='auto' to continue it"):
         Loop().train(tmp_path / "other", 2, **tiers)
     with pytest.raises(ValueError, match="copies is 2, but the ranks are on 1 host"):
         Loop().train(tmp_path / "other", 2, tiers=Tiers([near, far], copies=2), overwrite=True)
@@ -172,7 +174,7 @@ def test_a_run_may_end_early_by_itself_and_train_on_in_the_same_process(tmp_path
     loop = Loop()
     run = loop.train(tmp_path, 9, at(3, lambda run: run.leave()))
     assert (run.step, run.ended_by, run.exit_code) == (3, 0, 0)
-    with Run(tmp_path, loop.strategy, resume="auto", progress=False, log_every=1) as run:
+    with Run(tmp_path, loop.strategy, resume="auto", **policies_of(progress=False, log_every=1)) as run:
         for until in (5, 7):  # a loop may be followed by another one
             for _ in run.steps(loop.loader, until):
                 run.log(loss=0.5)
@@ -198,26 +200,26 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
             loop.train(folder, until, **keywords)
         dist.barrier()
 
-    refused("checkpoint_every is 0; give 1 or more, or None", checkpoint_every=0)
-    refused("keep_last is 0; give 1 or more, or None", keep_last=0)
-    refused("keep_last is '3'; give 1 or more, or None", keep_last="3")
-    refused("log_every is 2.5; give 1 or more", log_every=2.5)
-    refused("log_every is -1; give 1 or more", log_every=-1)
-    refused("format='fast': it must be a policy; pass a par_checkpoint.Format, or None", format="fast")
-    refused(r"tiers=\['a'\]: it must be a policy; pass par_checkpoint.Tiers\(\[...\]\), or None", tiers=["a"])
-    refused("resume='auto' goes on with a run and overwrite=True replaces it", resume="auto", overwrite=True)
-    refused("until is 0; give the number of steps", until=0)
+    refused("checkpoint.every=0: it must be a whole number from 1 on, or None", checkpoint_every=0)
+    refused("checkpoint.keep_last=0: it must be a whole number from 1 on, or None", keep_last=0)
+    refused("checkpoint.keep_last='3': it must be a whole number", keep_last="3")
+    refused("logging.every=2.5: it must be a whole number from 1 on", log_every=2.5)
+    refused("logging.every=-1: it must be a whole number from 1 on", log_every=-1)
+    refused("checkpoint.format='fast': it must be a par_checkpoint.Format, or None", format="fast")
+    refused(r"checkpoint.tiers=\['a'\]: it must be a par_checkpoint.Tiers, or None", tiers=["a"])
+    refused("resume='auto' continues a run and overwrite=True replaces it", resume="auto", overwrite=True)
+    refused("until=0: it is the step at which training ends; pass 1 or more", until=0)
     refused(
         r"taken' is being written by another run \(process \d+ on .+\); name another folder, or wait", taken / "taken"
     )
-    nothing = "resume is '.*nothing', where no whole checkpoint is; give the folder of a run"
+    nothing = "resume='.*nothing': it holds no complete checkpoint; pass the folder of a run"
     refused(nothing, resume=taken / "nothing")
-    refused("resume is '.*step-00000007', where no whole", resume=taken / "run" / "checkpoints" / "step-00000007")
+    refused("resume='.*step-00000007': it holds no complete", resume=taken / "run" / "checkpoints" / "step-00000007")
     refused("rank 1 has other options of a Run than rank 0", log_every=1 + dist.get_rank())
     assert not (folder / "metrics.jsonl").exists()
 
     loop.train(folder, 2)
-    refused(r"run' has a run already \(checkpoints\); go on with resume='auto', replace it", folder)
+    refused(r"run' has a run already \(checkpoints\); pass resume='auto' to continue it", folder)
     other = taken / "other"
     Loop().train(other, 3, checkpoint_every=1)
     refused(r"other' has a run already", other, resume=folder)
@@ -229,8 +231,18 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
         for path in (other / "checkpoints").glob("step-*"):
             path.rename(path.parent / "0" / path.name)
     dist.barrier()
-    refused("has a checkpoint .checkpoints/0/step-00000001. that this run cannot go on from", other, resume="auto")
+    refused("has a checkpoint .checkpoints/0/step-00000001. that this run cannot resume from", other, resume="auto")
     assert len(losses_of(other)) == 3
+
+
+@pytest.mark.ranks(2)
+def test_run_at_its_last_step_says_how_to_train_on(tmp_path):
+    Loop().train(tmp_path, 2)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert Loop().train(tmp_path, 2, resume="auto").step == 2
+    if dist.get_rank() == 0:
+        assert "is at step 2 of 2 already, so no step is taken; raise until to train on" in said.getvalue()
 
 
 @pytest.mark.ranks(2)
@@ -281,7 +293,7 @@ def test_a_signal_before_the_first_step_changes_nothing(tmp_path):
     dist.barrier()
     before = losses_of(tmp_path)
     loop = Loop()
-    with Run(tmp_path, loop.strategy, overwrite=True, progress=False) as run:
+    with Run(tmp_path, loop.strategy, overwrite=True, **policies_of(progress=False)) as run:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         assert list(run.steps(loop.loader, 5)) == []
@@ -316,7 +328,7 @@ def test_lines_have_means_and_counts_of_all_data_ranks_and_go_to_trackers(tmp_pa
     said = io.StringIO()
     with (
         redirect_stderr(said),
-        Run(tmp_path, loop.strategy, log_every=2, trackers=[bad, good], progress=False) as run,
+        Run(tmp_path, loop.strategy, **policies_of(log_every=2, trackers=[bad, good], progress=False)) as run,
     ):
         for _ in run.steps([0, 1], until=5):
             with NoCopyToHost():
@@ -380,7 +392,7 @@ def test_run_picture_that_cannot_be_drawn_raises_on_every_rank(tmp_path, monkeyp
     def draw(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_module, "draw_load", draw)
+    monkeypatch.setattr(summary_module, "draw_load", draw)
     with pytest.raises((OSError, ValueError), match="no space left"):
         Loop().train(tmp_path, until=1)
     dist.barrier()
@@ -393,14 +405,14 @@ def test_batches_that_end_before_the_run_are_named(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
 
     def train():
-        with Run(tmp_path, loop.strategy, progress=False) as run:
+        with Run(tmp_path, loop.strategy, **policies_of(progress=False)) as run:
             for _ in run.steps(iter(range(3)), until=9):
                 run.log(loss=math.nan)
 
-    with pytest.raises(ValueError, match="there is no batch for step 4 of 9; give what has batches each time"):
+    with pytest.raises(ValueError, match="there is no batch for step 4 of 9; pass something that has batches"):
         train()
     assert signal.getsignal(signal.SIGTERM) == before
-    with Run(tmp_path, loop.strategy, resume="auto", progress=False):  # the lock was let go
+    with Run(tmp_path, loop.strategy, resume="auto", **policies_of(progress=False)):  # the lock was let go
         pass
 
 

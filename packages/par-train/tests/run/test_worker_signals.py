@@ -15,6 +15,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from par_train import Run, Strategy
 
+from .policies_of import policies_of
+
 if __name__ == "__main__":
     folder, method, own = sys.argv[1], sys.argv[2], sys.argv[3] == "own"
     with Strategy() as strategy:
@@ -23,7 +25,7 @@ if __name__ == "__main__":
         data = TensorDataset(torch.ones(4096, 8))
         loader = DataLoader(data, 8, num_workers=2, multiprocessing_context=method, persistent_workers=True)
         batches = loader if own else strategy.initialize(loader)
-        with Run(folder, strategy, progress=False, diagnose=None) as run:
+        with Run(folder, strategy, **policies_of(progress=False, diagnose=None)) as run:
             for (x,) in run.steps(batches, until=10**9):
                 strategy.backward(model(x).mean(), optimizer)
                 optimizer.step()

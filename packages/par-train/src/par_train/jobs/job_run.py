@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from par_diagnosis import Watchdog
+from par_checkpoint import Save
 from par_groups import Environment, ProcessGroups, Topology, launch, together
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
@@ -19,9 +21,14 @@ from par_precision import check_device
 from .._errors import UserError
 from ..run.failure import one_traceback
 from ..run.files import RunFiles, write_file, writing
+from ..run.log import MetricsLog
+from ..run.loop import TrainingLoop
 from ..run.metrics import draw_load, draw_loss, read_metrics
+from ..run.monitor import Monitor
+from ..run.opening import Opened
 from ..run.output import say
-from ..run.run import Run
+from ..run.policies import LoggingPolicy, MonitoringPolicy
+from ..run.saver import Saver
 from ..run.stop import Stop
 from .begin import Start, after_restart, find_start, leave_if_asked
 from .checks import check_config
@@ -55,11 +62,11 @@ def train(options: Options, stop: Stop) -> int:
             options = after_restart(options)
             start = find_start(options, stop, held)
             trainer = _make_trainer(options, start, groups, environment.device)
-            with JobRun(trainer, start, stop, topology) as run:
-                for result in run.steps(run.results(), until=options.train.steps):
-                    run.after_step(result)
-            dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
-            return run.ended_by
+            run = JobRun(trainer, start, stop, topology)
+            with run.loop as loop:
+                run.train()
+            dist.barrier()  # a rank that left while rank 0 still writes would be taken for failed
+            return loop.ended_by
 
 
 def _launched(device: str | None) -> Environment:
@@ -70,67 +77,84 @@ def _launched(device: str | None) -> Environment:
         raise UserError(str(error)) from None
 
 
-class JobRun(Run):
-    """The run of a job: of the byte GPT, or of a model of transformers.
-
-    It differs from other runs in three things: `find_start` has taken the folder already, the ranks agree on signals in
-    the all-reduce of the loss, and each checkpoint takes the place of the one before.
+class JobRun:
+    """The run of a job: a `TrainingLoop` around a trainer, whose steps agree on signals in the all-reduce of the loss.
 
     Args:
         trainer: This rank's trainer.
-        start: Where the run starts from.
-        stop: What this rank is asked for; its signals are caught already, before torch is imported.
+        start: Where the run starts from; the folder is locked already.
+        stop: What this rank was asked for; its signals are caught already, before torch is imported.
         topology: The ranks, for the banner.
+
+    Attributes:
+        loop: The loop, to be entered.
     """
 
     def __init__(self, trainer: Trainer, start: Start, stop: Stop, topology: Topology) -> None:
-        options = trainer.options
-        super().__init__(
-            options.files.folder,
-            trainer.strategy,
-            checkpoint_every=options.train.checkpoint_every or None,
-            log_every=options.train.steps,  # `after_step` writes the lines
-            trackers=options.trackers,
+        options, strategy, files = trainer.options, trainer.strategy, trainer.options.files
+        self.trainer, self._stop = trainer, stop
+        self._agreed = 0  # the signal that any rank received, by the last step
+        self._took = 0.0  # seconds for the last step alone
+        policy = MonitoringPolicy(
             profile=options.profile or None,
             diagnose=options.diagnose or None,
             goodput=options.goodput,
             flops=trainer.recipe.flops if options.goodput else None,
             peak_flops=None if options.peak_flops == "auto" else options.peak_flops,
         )
-        self._trainer, self._start, self._topology = trainer, start, topology
-        self._stop, self._lock = stop, start.lock
-        self._checkpoints, self._copies = start.checkpoints, options.checkpoint.copies or None
-        self._activity.facts |= {"options": repr(options)}
-        self._agreed = 0  # the signal that any rank got, by the last step
-        self._took = 0.0  # seconds for the last step alone
-        self._timeline: Timeline | None = None
+        facts = {"options": repr(options), "arguments": sys.argv[1:]}
+        self._monitor = Monitor(strategy, files, policy, facts, report_errors=False)
+        trainer.on_phase = lambda phase: self._monitor.enter(self.loop.step, phase)
+        # `write_line` writes the lines, so that none is due in the loop.
+        logging = LoggingPolicy(every=options.train.steps, trackers=options.trackers)
+        log = MetricsLog(strategy, files, logging, self._monitor, stop)
+        saver = JobSaver(trainer, start, log)
+        self.loop = TrainingLoop(
+            files,
+            strategy,
+            opening=JobOpening(trainer, start, stop, saver),
+            stop=stop,
+            vote=lambda _: self._agreed,
+            saver=saver,
+            log=log,
+            monitor=self._monitor,
+            summary=JobSummary(trainer, start, topology, self._monitor),
+            save_every=options.train.checkpoint_every or None,
+            log_every=logging.every,
+        )
 
-    def results(self) -> Iterator[StepResult]:
-        """Takes steps, one after the other, and says what became of them."""
-        self._trainer.on_phase = lambda phase: self._clock.enter(self.step, phase)
+    def train(self) -> None:
+        """Take all steps, and write a line after each. Collective."""
+        for result in self.loop.steps(self._results(), until=self.trainer.options.train.steps):
+            self._write_line(result)
+
+    def _results(self) -> Iterator[StepResult]:
+        """Take steps one after the other, and yield their results."""
+        strategy = self.trainer.strategy
         while True:
-            before, spent = time.monotonic(), self.strategy.spent
-            result = self._trainer.advance(self._stop.signal)
+            before, spent = time.monotonic(), strategy.spent
+            result = self.trainer.advance(self._stop.signal)
             self._took, self._agreed = time.monotonic() - before, result.signal
-            if self.strategy.is_master and self.strategy.spent is not spent:
-                print_spent(self.strategy)
+            if strategy.is_master and strategy.spent is not spent:
+                print_spent(strategy)
             yield result
 
-    def after_step(self, result: StepResult) -> None:
-        """Validates and writes samples, where that is due, and writes the line of the step."""
-        trainer, options = self._trainer, self._trainer.options
+    def _write_line(self, result: StepResult) -> None:
+        """Validate and generate samples if they are due, and write the line of the step."""
+        trainer, options = self.trainer, self.trainer.options
         last = trainer.step == options.train.steps
         validates = trainer.step % options.train.validate_every == 0 or last
         writes = trainer.step % options.sample.every == 0 or last if options.sample.every else validates
         if (validates or writes) and not result.signal:
-            self._clock.enter(self.step, "validation")
+            self._monitor.enter(self.loop.step, "validation")
         validation_loss = trainer.validate() if validates and not result.signal else None
         samples = trainer.write_samples() if writes and not result.signal else []
         draws = trainer.step % max(1, options.train.steps // LOADS_DRAWN) == 0 or validates
         load = trainer.expert_load() if draws else {}
         perplexity = None
         if validation_loss is not None and trainer.recipe.unit == "token":
-            perplexity = math.exp(min(validation_loss, 700.0))  # larger ones are no numbers
+            perplexity = math.exp(min(validation_loss, 700.0))  # larger ones overflow
+        tokens = options.train.batch_size * trainer.data.context
         line = {
             "step": trainer.step,
             "loss": result.loss,
@@ -138,88 +162,131 @@ class JobRun(Run):
             "perplexity": perplexity,
             "learning_rate": learning_rate(options, trainer.step),
             "tokens": trainer.tokens,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(options.train.batch_size * trainer.data.context / self._took, 1),
+            "seconds": round(self.loop.seconds, 3),
+            "tokens_per_second": round(tokens / self._took, 1),
             "gradient_norm": None if result.skipped else result.gradient_norm,
             "skipped": result.skipped or None,
             **result.routers,
             "samples": samples or None,
             "expert_load": load or None,
         }
-        self._clock.enter(self.step, "log")
-        if self._goodput is not None:
-            line |= self._goodput.line({"tokens": options.train.batch_size * trainer.data.context}, self._took)
-        self.write(line)
+        self._monitor.enter(self.loop.step, "log")
+        if self._monitor.goodput is not None:
+            line |= self._monitor.goodput.line({"tokens": tokens}, self._took)
+        self.loop.write(line)
 
-    def _make_watchdog(self, seconds: float, *, report_errors: bool = False) -> Watchdog:
-        """A rank that fails says so itself; `python -m par_diagnosis` reads its dump."""
-        return super()._make_watchdog(seconds, report_errors=report_errors)
 
-    def _open(self, held: ExitStack) -> None:
-        del held  # `find_start` has taken the folder
-        origin = self._start.origin
+class JobOpening:
+    """The opening of a job: `find_start` has taken the folder, and this restores the checkpoint.
+
+    Args:
+        trainer: This rank's trainer.
+        start: Where the run starts from.
+        stop: What this rank was asked for.
+        saver: Learns the step that is resumed.
+    """
+
+    def __init__(self, trainer: Trainer, start: Start, stop: Stop, saver: "JobSaver") -> None:
+        self._trainer, self._start, self._stop, self._saver = trainer, start, stop, saver
+
+    def open(self, held: ExitStack) -> Opened:
+        """Restore the checkpoint, if there is one. Collective."""
+        del held
+        start, origin = self._start, self._start.origin
+        opened = Opened(step=0, fresh=True, lock=start.lock)
         if origin is not None:
             self._trainer.restore(origin)
-            self._fresh, self.step = False, origin.state.step
-            if self._checkpoints is None or origin.tiers is not None:  # else no tier has it yet
-                self._saved = self.step
-        leave_if_asked(self._stop)  # from here on, the old run in the folder is replaced
+            step = origin.state.step
+            opened = Opened(step=step, fresh=False, lock=start.lock, seconds=origin.state.seconds)
+            if start.checkpoints is None or origin.tiers is not None:  # otherwise no tier has it yet
+                self._saver.saved = step
+        leave_if_asked(self._stop)  # from here on, the earlier run in the folder is replaced
+        return opened
 
-    def _begin(self, until: int) -> None:
-        origin = self._start.origin
-        if self._checkpoints is not None and self._fresh:
-            self._checkpoints.clear()
-        if self.strategy.is_master:
-            print_banner(
-                self._trainer.options, self._topology, self._trainer, None if origin is None else origin.folder
-            )
-        super()._begin(until)
-        if self.strategy.is_master and self._checkpoints is not None:
-            write_file(self.files.tiers, json.dumps(self._trainer.options.checkpoint.tiers).encode())
-        if origin is not None:
-            self._began = time.monotonic() - origin.state.seconds
 
-    def _agree(self) -> int:
-        return self._agreed
+class JobSaver(Saver):
+    """The checkpoints of a job: one folder that each save replaces, or one for each step in tiers.
 
-    def _save(self, *, async_: bool = False) -> None:
-        """Writes the checkpoint, to which every rank gives its part; the clock is the master's."""
-        del async_
-        trainer = self._trainer
-        clock = torch.tensor(self.seconds, dtype=torch.float64, device=self.strategy.device)
+    Args:
+        trainer: This rank's trainer.
+        start: Has the run's checkpoints in its tiers.
+        log: Has the clock of the run.
+    """
+
+    def __init__(self, trainer: Trainer, start: Start, log: MetricsLog) -> None:
+        super().__init__("--resume auto", speaks=trainer.strategy.is_master)
+        self._trainer, self._start, self._log = trainer, start, log
+        self._has_listed = False  # the tiers, in the output folder
+
+    def path(self, step: int) -> str | Path:
+        """Return the folder of the checkpoint of a step."""
+        checkpoints = self._start.checkpoints
+        return self._trainer.options.files.checkpoint if checkpoints is None else checkpoints.path(step)
+
+    def write(self, step: int, *, async_: bool) -> Sequence[Save]:
+        """Write the checkpoint of a step; its clock is rank 0's. Collective."""
+        del step, async_
+        trainer, checkpoints = self._trainer, self._start.checkpoints
+        files = trainer.options.files
+        if checkpoints is not None and trainer.strategy.is_master and not self._has_listed:
+            self._has_listed = True
+            write_file(files.tiers, json.dumps(trainer.options.checkpoint.tiers).encode())
+        clock = torch.tensor(self._log.seconds, dtype=torch.float64, device=trainer.strategy.device)
         dist.broadcast(clock, 0)  # one number over the world
-        self._clock.enter(self.step, "checkpoint")
-        place = self._checkpoints or self.files.checkpoint
-        path = self.files.checkpoint if self._checkpoints is None else self._checkpoints.path(trainer.step)
-        with writing(path, self._remedy("--resume auto")):
-            self._follow([trainer.save(place, float(clock))])
-        self._saved = trainer.step
+        return [trainer.save(checkpoints or files.checkpoint, float(clock))]
 
-    def _end(self, until: int) -> None:
+    def clear(self) -> None:
+        """Remove the checkpoints of a replaced run from the tiers. Collective."""
+        if self._start.checkpoints is not None:
+            self._start.checkpoints.clear()
+
+
+class JobSummary:
+    """The banner, the curves, and what a job wrote.
+
+    Args:
+        trainer: This rank's trainer.
+        start: Where the run started from.
+        topology: The ranks.
+        monitor: Has the shares of time.
+    """
+
+    def __init__(self, trainer: Trainer, start: Start, topology: Topology, monitor: Monitor) -> None:
+        self._trainer, self._start, self._topology, self._monitor = trainer, start, topology, monitor
+        self._timeline: Timeline | None = None
+
+    def begin(self, step: int, until: int) -> None:
+        """Print the banner, and that nothing is left to do, if so."""
+        options, origin = self._trainer.options, self._start.origin
+        print_banner(options, self._topology, self._trainer, None if origin is None else origin.folder)
+        if step >= until:
+            say(
+                f"par-train: step {step} of train.steps {until} is done already, so no step is taken; raise "
+                "--train.steps to train on, or pass --overwrite without --resume to start again",
+                sys.stderr,
+            )
+
+    def collect(self) -> None:
+        """Gather when the ranks of a pipeline did what in the last step. Collective."""
         self._timeline = self._trainer.timeline()
-        super()._end(until)
 
-    def _finish(self, until: int) -> None:
-        """Draws the curve, and the last step of a pipeline if there is one, and says what was written."""
+    def finish(self, step: int, until: int, ended_by: int) -> None:
+        """Draw the curves, and the last step of a pipeline if there is one, and print what was written."""
         del until
         trainer, options, schedule = self._trainer, self._trainer.options, self._trainer.schedule
-        lines = read_metrics(self.files.metrics)
-        guess = (trainer.guess, f"uniform, log({round(math.exp(trainer.guess))}) = {trainer.guess:.2f}")
-        draw_loss(
-            self.files.curve,
-            lines,
-            title=trainer.recipe.title,
-            unit=f"loss (nats a {trainer.recipe.unit})",
-            uniform=guess,
-        )
-        draw_load(self.files.load, lines)
+        files = options.files
+        lines = read_metrics(files.metrics)
+        guess = (trainer.guess, f"uniform, log({trainer.data.vocabulary}) = {trainer.guess:.2f}")
+        unit = f"loss (nats a {trainer.recipe.unit})"
+        draw_loss(files.curve, lines, title=trainer.recipe.title, unit=unit, uniform=guess)
+        draw_load(files.load, lines)
         if self._timeline is not None and schedule is not None:
-            _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
-        print_summary(options, lines, self.step, self.ended_by, trainer.guess)
-        if self._checkpoints is not None:
-            say(f"wrote {self._checkpoints.paths(self.step)[-1]}")
-        if self._goodput is not None:
-            say(f"time       {self._goodput.summary()}")
+            _draw_step(schedule, self._timeline, files, options.pipeline.schedule)
+        print_summary(options, lines, step, ended_by, trainer.guess)
+        if self._start.checkpoints is not None:
+            say(f"wrote {self._start.checkpoints.paths(step)[-1]}")
+        if self._monitor.goodput is not None:
+            say(f"time       {self._monitor.goodput.summary()}")
 
 
 def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from par_checkpoint import Checkpoints, Format, Save
 from par_data import IGNORE_INDEX, split_evenly
 from par_groups import STOP_SIGNALS, ProcessGroups, agree, sharding_of
-from par_pipeline import Schedule, Timeline
+from par_pipeline import PipelineError, Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
@@ -118,7 +118,12 @@ class Trainer:
             # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.
             self._loader.cut = None
             self.model.eval()  # in training mode, routers would count tokens
-            self._evaluate(np.resize(self._validation, self._share_size), self._share_size)
+            try:
+                self._evaluate(np.resize(self._validation, self._share_size), self._share_size)
+            except PipelineError as error:
+                if isinstance(error.__cause__, ValueError):  # sizes that this rank's layers cannot divide
+                    raise error.__cause__ from None
+                raise
             self.model.train()
 
     # One step

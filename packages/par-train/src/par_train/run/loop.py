@@ -1,0 +1,264 @@
+"""`TrainingLoop`: steps that end together on all ranks, with a checkpoint, whoever asks for it.
+
+It is made of parts: an opening takes the folder, a vote agrees on signals, a saver writes checkpoints, a log writes
+lines and a monitor watches. `Run` makes them for a program's own loop, and the job of `par-train run` hands in its own.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+from torch.utils.data import DataLoader
+
+from par_groups import agree, together
+
+from .._errors import TrainingError, UserError
+from ..strategy.strategy import Strategy
+from .attempt import BEGUN, NEAR, SAVED, note_of
+from .files import RunFiles
+from .line import Value
+from .log import MetricsLog
+from .metrics import Line
+from .monitor import Monitor
+from .opening import Opened, Opening
+from .output import say
+from .saver import Saver
+from .stop import FAILED, LEAVE, Stop, exit_code, following_torchrun
+from .summary import Summary
+
+Batch = TypeVar("Batch")
+
+
+class TrainingLoop:
+    """A loop over batches that saves and leaves together on all ranks.
+
+    Used as a context manager on all ranks.
+
+    Args:
+        files: Files of the run.
+        strategy: Strategy that has initialized what is trained.
+        opening: What takes the folder and restores a checkpoint.
+        stop: What this rank was asked for.
+        vote: Function from what this rank was asked for to what the ranks agree on; once a step, collective.
+        saver: What writes checkpoints.
+        log: What writes lines of metrics.
+        monitor: What watches the run.
+        summary: What rank 0 prints and draws.
+        save_every: Steps between two checkpoints; None saves only at the end.
+        log_every: Steps between two lines of metrics.
+        async_: Whether training continues while a checkpoint is written.
+
+    Attributes:
+        step: Steps done, including those of earlier runs.
+        ended_by: Signal that ended the run, such as `signal.SIGTERM`; 0 without one.
+        exit_code: Exit code for the process: 0 if the run is done or saved; 130 if Ctrl-C ended it; 128 plus the signal
+            if a signal ended it before the first step, so that nothing changed.
+    """
+
+    def __init__(
+        self,
+        files: RunFiles,
+        strategy: Strategy,
+        *,
+        opening: Opening,
+        stop: Stop,
+        vote: Callable[[int], int],
+        saver: Saver,
+        log: MetricsLog,
+        monitor: Monitor,
+        summary: Summary,
+        save_every: int | None,
+        log_every: int,
+        async_: bool = False,
+    ) -> None:
+        self.files, self.strategy = files, strategy
+        self.step = self.ended_by = self.exit_code = 0
+        self._opening, self._stop, self._vote = opening, stop, vote
+        self._saver, self._log, self._monitor, self._summary = saver, log, monitor, summary
+        self._due = (save_every, log_every, async_)
+        self._asked = 0  # what the ranks agreed on: a signal, or LEAVE
+        self._opened = Opened(step=0, fresh=True, lock=None)
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as held:
+            if held.enter_context(self._stop.caught()):
+                # Loader workers get the signals of a process group, too, and must outlive them for the last batches.
+                held.enter_context(self.strategy.worker_signals.caught())
+            held.enter_context(following_torchrun(self._stop))
+            self._opened = self._opening.open(held)
+            self.step = self._opened.step
+            self._monitor.start(held)
+            self._held = held.pop_all()
+        return self
+
+    def _begin(self, until: int) -> None:
+        """Remove what the folder has of a run that this one replaces, and open the records. Collective."""
+        opened = self._opened
+        self._log.open_trackers(self.step, fresh=opened.fresh)
+        if opened.fresh:
+            self._saver.clear()
+        with together("the records", None):
+            if self.strategy.is_master:
+                self._summary.begin(self.step, until)
+                self._log.open(until, self.step, fresh=opened.fresh, seconds=opened.seconds)
+                self._note(BEGUN)
+        # A second call of `steps` continues this run, whatever the folder had before.
+        self._opened, self._stop.training = replace(opened, fresh=False, seconds=None), True
+
+    def _note(self, state: str) -> None:
+        """Note in the lock file, on rank 0, how far this launch is."""
+        if self._opened.lock is not None:
+            self._opened.lock.note(note_of(state))
+
+    def steps(self, batches: Iterable[Batch], until: int) -> Iterator[Batch]:
+        """Iterate over batches, epoch after epoch, one a step, from where the last run stopped. Collective.
+
+        One turn of the loop is one step of the optimizer. After it, the run logs and saves what is due. The loop ends
+        at step `until`, or when a rank was asked to leave, with a checkpoint. A loop that is left by `break` saves
+        nothing; see `leave`.
+
+        Args:
+            batches: Iterable of batches, such as the data loader that `Strategy.initialize` returned, whose position is
+                saved and restored, too.
+            until: Step at which training ends, including the steps of earlier runs.
+
+        Raises:
+            ValueError: `until` is below 1, or there are no batches.
+        """
+        if until < 1:
+            raise UserError(f"until={until}: it is the step at which training ends; pass 1 or more")
+        every, log_every, async_ = self._due
+        if not self._asked:
+            self._asked = self._agree_to_continue()
+        if not self._asked:
+            self._begin(until)
+        while self.step < until and not self._asked:
+            before = self.step
+            for batch in self._timed(batches):
+                yield batch
+                self.step += 1
+                self._asked = self._agree_to_continue()
+                if self.step >= until or self._asked:
+                    break
+                if every and self.step % every == 0:
+                    self._log.write_line(self.step)  # so that a run that resumes here has counted every step
+                    self._save(async_=async_)
+                elif self.step % log_every == 0:
+                    self._log.write_line(self.step)
+            if self.step == before:
+                raise UserError(
+                    f"there is no batch for step {before + 1} of {until}; pass something that has batches each time "
+                    "it is iterated, such as a DataLoader, or a smaller until"
+                )
+        self.ended_by = 0 if self._asked == LEAVE else self._asked
+        if self._stop.training:
+            self._end(until)
+            self.exit_code = exit_code(self.ended_by)
+        elif self.ended_by:
+            self.exit_code = 128 + self.ended_by
+            if self.strategy.is_master:
+                say(f"par-train: {signal.Signals(self.ended_by).name}: stopped before training began", sys.stderr)
+
+    def _timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over batches with the time that each one is waited for on the clock."""
+        with ExitStack() as starting:
+            if isinstance(batches, DataLoader):  # not from `initialize`; a ShardedDataLoader protects its own workers
+                starting.enter_context(self.strategy.worker_signals.starting(batches))
+            iterator = iter(batches)
+        while True:
+            self._monitor.at(self.step)
+            self._monitor.enter(self.step, "data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._monitor.enter(self.step, "step")
+            yield batch
+
+    def _agree_to_continue(self) -> int:
+        """Return what the ranks agree on; raise on every rank if one has failed to write records."""
+        asked = self._vote(self._stop.signal)
+        if asked == FAILED:
+            problem, self._stop.problem = self._stop.problem, None
+            agree(problem, None, None)
+        return asked
+
+    def leave(self) -> None:
+        """Ask to leave after this step, with a checkpoint, as a signal does. One rank suffices. For early stopping."""
+        self._stop.ask(LEAVE)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in the loop so far, including earlier runs and excluding interruptions."""
+        return self._log.seconds
+
+    def log(self, **values: Value) -> None:
+        """Add numbers to the next line of metrics. Ranks may log different names, in any order.
+
+        Nothing waits for the device before a line is due. A line has the step, the values, the seconds so far, and for
+        each count its number per second, such as `tokens_per_second`.
+
+        Args:
+            **values: Numbers, or tensors of one element. The line has the mean of all floating-point values that the
+                data ranks have logged under a name since the last line. An integer, such as `tokens=inputs.numel()`, is
+                a count: the line has the sum of what all data ranks have counted since training began. If several ranks
+                of a tensor group or a pipeline log a name, it counts once. A name that receives an integer and a
+                floating-point value is a mean. With a split sequence, a rank counts `strategy.context.ranks` times the
+                number of its own tokens.
+
+        Raises:
+            ValueError, TypeError: A value that is not one number, or the name of something that every line has.
+        """
+        self._log.add(values)
+
+    def write(self, line: Line) -> None:
+        """Write a line as it is, on rank 0: to the metrics file, to the trackers, and as progress.
+
+        Args:
+            line: `step`, `seconds`, and other numbers by name; `expert_load` may be each expert's tokens divided by the
+                mean, a list for each router by name.
+        """
+        self._log.write(line)
+
+    def _save(self, *, async_: bool = False) -> None:
+        self._monitor.enter(self.step, "checkpoint")
+        self._saver.save(self.step, async_=async_)
+
+    def _end(self, until: int) -> None:
+        """Leave everything saved. Collective."""
+        self._summary.collect()
+        self._log.write_line(self.step)
+        is_open = False
+        with together("the records", None):
+            if self._stop.problem is not None:
+                raise self._stop.problem
+            is_open = self._log.close()
+        self._monitor.end()
+        if self._saver.saved != self.step:
+            self._save()  # which waits for earlier saves, in the first tier
+        if self._saver.is_copying:
+            self._note(NEAR)
+        self._monitor.enter(self.step, "checkpoint")
+        self._saver.wait()
+        self._note(SAVED)
+        with together("the end of the run", None):
+            if is_open:
+                self._summary.finish(self.step, until, self.ended_by)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, TrainingError):  # all ranks raise it together, and it interrupts no copy
+                self._saver.wait()
+            self._monitor.stop(kind, error, trace)
+            self._log.close()
+            if error is None and self._stop.problem is not None:  # the loop was left before the ranks agreed on it
+                raise self._stop.problem
+        finally:
+            self._held.close()  # signal handlers are restored, the lock is released

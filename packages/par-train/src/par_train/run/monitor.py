@@ -1,0 +1,93 @@
+"""`Monitor`: what watches a run while it trains: the phases of its time, a profile, goodput and a watchdog."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from par_diagnosis import Activity, Watchdog
+
+from ..strategy.strategy import Strategy
+from .files import RunFiles
+from .goodput import Clock, Exposed, Goodput, peak_of
+from .output import say
+from .policies import MonitoringPolicy
+from .profile import Profile
+from .stop import StoppedEarly
+
+
+class Monitor:
+    """The watchers of one run.
+
+    Args:
+        strategy: Strategy of the run.
+        files: Files of the run.
+        policy: What to watch.
+        facts: What dumps and trackers say of the run, such as its options.
+        report_errors: Whether the watchdog reports an error that leaves the run; otherwise the program does.
+
+    Attributes:
+        activity: What this rank does, for dumps of a hang, and the facts.
+        clock: Seconds that the run spent in each phase.
+        goodput: Shares of time and model FLOPs; None if the policy does not ask for it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        files: RunFiles,
+        policy: MonitoringPolicy,
+        facts: Mapping[str, Any],
+        *,
+        report_errors: bool = True,
+    ) -> None:
+        self.activity = Activity(dict(facts))
+        self.clock = Clock(self.activity)
+        self._profile = None if policy.profile is None else Profile(policy.profile, files)
+        self.goodput: Goodput | None = None
+        if policy.goodput or policy.flops is not None:
+            peak = policy.peak_flops or peak_of(strategy.device, strategy.options.precision_name)
+            world = None if peak is None else peak * strategy.groups.topology.world_size
+            # A GPU's kernels wait for other ranks while the host runs ahead, so only a CPU shows the waiting.
+            exposed = Exposed(strategy.groups) if strategy.device.type == "cpu" else None
+            self.goodput = Goodput(clock=self.clock, exposed=exposed, flops=policy.flops, peak=world)
+        self._watchdog: Watchdog | None = None
+        if policy.diagnose is not None and policy.diagnose > 0:
+            self._watchdog = Watchdog(
+                files.diagnosis,
+                strategy.groups,
+                timeout=policy.diagnose,
+                report=lambda line: say(line, sys.stderr),
+                report_errors=report_errors,
+                activity=self.activity,
+            )
+
+    def start(self, held: ExitStack) -> None:
+        """Start what watches in threads. `held` stops the sampling of waits; `stop` stops the rest."""
+        if self.goodput is not None and self.goodput.exposed is not None:
+            held.enter_context(self.goodput.exposed.sampled())
+        if self._watchdog is not None:
+            self._watchdog.__enter__()
+
+    def enter(self, step: int, phase: str) -> None:
+        """Begin a phase, such as "data" or "checkpoint", after `step` steps."""
+        self.clock.enter(step, phase)
+
+    def at(self, step: int) -> None:
+        """Start or stop the profiler before a batch, if the step is due."""
+        if self._profile is not None:
+            self._profile.at(step)
+
+    def end(self) -> None:
+        """Write the trace. Collective."""
+        if self._profile is not None:
+            self._profile.end()
+
+    def stop(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop watching; an error on this rank is reported with its stack."""
+        if self._profile is not None:
+            self._profile.drop()
+        if self._watchdog is not None:
+            is_agreed = isinstance(error, StoppedEarly)  # all ranks raise it together, and nothing has failed
+            self._watchdog.__exit__(*(None, None, None) if is_agreed else (kind, error, trace))

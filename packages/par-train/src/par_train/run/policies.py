@@ -1,0 +1,96 @@
+"""What a `Run` saves, logs and watches: one policy for each."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from par_checkpoint import Format, Tiers
+
+from .._errors import UserError
+from .records import Tracker
+from .trackers import check_trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When and where a run saves.
+
+    Args:
+        every: Steps between two checkpoints; None saves only at the end.
+        keep_last: Number of newest checkpoints to keep, or with tiers one number for each; None keeps all.
+        tiers: Storage tiers of this run, such as `Tiers(["/dev/shm/llama", "s3://bucket/llama"])`, which each get a
+            folder `checkpoints`. The folder of the run may be one of them. Training waits only for the first tier, and
+            the run ends when the last one has everything. A run resumes from the nearest tier that has the newest step.
+            None: the run's own folder.
+        format: Files of the checkpoints, such as `Format(assets=["Qwen3-8B"])` with those of a tokenizer; default:
+            `Format()`.
+        async_: Whether training continues while a checkpoint is written.
+    """
+
+    every: int | None = None
+    keep_last: int | Sequence[int | None] | None = None
+    tiers: Tiers | None = None
+    format: Format | None = None
+    async_: bool = False
+
+    def check(self) -> None:
+        """Raise UserError if a number is below 1, or a policy is of another type."""
+        kept = self.keep_last if isinstance(self.keep_last, Sequence) else [self.keep_last]
+        for name, number in (("every", self.every), *(("keep_last", number) for number in kept)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UserError(f"checkpoint.{name}={number!r}: it must be a whole number from 1 on, or None")
+        for name, value, kind in (("format", self.format, Format), ("tiers", self.tiers, Tiers)):
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"checkpoint.{name}={value!r}: it must be a par_checkpoint.{kind.__name__}, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingPolicy:
+    """What a run writes about its steps.
+
+    Args:
+        every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
+        trackers: Receivers of each line on rank 0: "tensorboard", "wandb" or "mlflow", which must be installed, or
+            objects with `log(values, step)`.
+        progress: Whether rank 0 shows progress: a bar on a terminal, otherwise a line every ten seconds.
+    """
+
+    every: int = 10
+    trackers: Sequence[Tracker | str] = ()
+    progress: bool = True
+
+    def check(self) -> None:
+        """Raise UserError if `every` is below 1 or a tracker is not usable."""
+        if not isinstance(self.every, int) or self.every < 1:
+            raise UserError(f"logging.every={self.every!r}: it must be a whole number from 1 on")
+        is_list = isinstance(self.trackers, Iterable) and not isinstance(self.trackers, str)
+        check_trackers(list(self.trackers) if is_list else self.trackers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitoringPolicy:
+    """What a run watches while it trains.
+
+    Args:
+        profile: Steps that torch's profiler traces, such as "steps=10:15", which excludes 15. trace.json has the traces
+            of all ranks for Perfetto, with a pipeline's actions as separate tracks. None traces nothing.
+        diagnose: Seconds without progress after which one line names the rank that blocks the other ranks, and its
+            call. On SIGQUIT, and when a rank fails, the line is printed at once. None watches nothing.
+        goodput: Whether lines of metrics have the shares of time spent since the last line: `time_data`, `time_step`,
+            `time_checkpoint` and so on of rank 0, and on CPUs `exposed_tensor` and so on for waiting in collectives of
+            each axis. The run prints a summary at the end.
+        flops: Operations of the full model for one token, such as `par_plan.model_flops` returns. Lines then have
+            `flops_per_second` and `mfu`, computed from what is logged as `tokens`.
+        peak_flops: Peak operations per second of one device; default: the known value of its GPU. Without it lines have
+            no `mfu`.
+    """
+
+    profile: str | None = None
+    diagnose: float | None = 300.0
+    goodput: bool = False
+    flops: float | None = None
+    peak_flops: float | None = None
+
+    def check(self) -> None:
+        """Raise UserError if `diagnose` is not above 0."""
+        if self.diagnose is not None and self.diagnose <= 0:
+            raise UserError(f"monitoring.diagnose={self.diagnose}: it must be seconds above 0, or None")
