@@ -149,7 +149,7 @@ def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
         accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="are not all that a prepared optimizer trains"):
         accelerator.clip_grad_norm_([next(model.parameters())], 1.0)
-    with pytest.raises(ValueError, match="norm_type is 1"):
+    with pytest.raises(ValueError, match="norm_type=1"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
     with pytest.raises(ValueError, match=r"strategy=dict\(precision=dict\(clip_value=0.1\)\)"):
         accelerator.clip_grad_value_(model.parameters(), 0.1)

@@ -1,5 +1,5 @@
-"""The trainers that people have, on a `Strategy`: Fabric, Accelerate, transformers' Trainer and Ray Train.
+"""Adapters that run other projects' trainers on a `Strategy`: Fabric, Accelerate, transformers' Trainer, Ray Train.
 
-Each module needs an extra of par-train and is imported by nobody but who uses it. It tells a Strategy what its trainer
-says, and its trainer what the Strategy says; what has no counterpart is refused by name.
+Each module needs an extra of par-train, and only programs that use it import it. It converts the trainer's options into
+those of a Strategy, and results back; an option without a counterpart raises an error that names the option to use.
 """

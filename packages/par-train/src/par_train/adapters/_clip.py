@@ -1,4 +1,4 @@
-"""Clipping for trainers that name the norm between backward and step."""
+"""Gradient clipping for trainers that pass the norm between backward and step."""
 
 import math
 from typing import Any
@@ -11,13 +11,13 @@ from par_precision import MixedOptimizer
 
 
 class Clipping:
-    """Lets the step to come clip all gradients of an optimizer, and tells their norm once it has.
+    """Gradient clipping in the next step of an optimizer, which then reports the norm.
 
-    Gradients that are cut over ranks are complete in the step alone, so no norm is known before it.
+    Sharded gradients are complete only in the step, so their norm is unknown before it.
 
     Args:
-        optimizer: What `Strategy.initialize` gave.
-        usual: The strategy's own clip_norm, for steps before which nobody names one.
+        optimizer: The optimizer that `Strategy.initialize` returned.
+        usual: The strategy's own clip_norm, for steps without a call of `clip`.
         device: The strategy's device.
     """
 
@@ -27,22 +27,22 @@ class Clipping:
         optimizer.register_step_post_hook(self._tell)
 
     def clip(self, norm: float, norm_type: float) -> Tensor:
-        """Clips in the step to come.
+        """Clip the gradients in the next step.
 
         Args:
-            norm: The largest norm that all gradients together keep; inf never clips.
-            norm_type: 2.
+            norm: The largest norm of all gradients together; inf for no clipping.
+            norm_type: The order of the norm, which must be 2.
 
         Returns:
             The norm before clipping: an fp64 scalar, NaN until the optimizer has stepped.
 
         Raises:
-            ValueError: Another kind of norm, or a plugin controls precision, and so clipping.
+            ValueError: `norm_type` is not 2, or a plugin controls precision and therefore clipping.
         """
         if norm_type != 2:
-            raise ValueError(f"norm_type is {norm_type}; gradients are clipped by their 2-norm alone: give 2")
+            raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm; pass norm_type=2")
         if not isinstance(self._optimizer, MixedOptimizer):
-            raise ValueError(f"a plugin controls precision, and so clipping, and was not told norm={norm}; tell it")
+            raise ValueError(f"norm={norm}: a plugin controls precision and clipping; pass the norm to the plugin")
         self._optimizer.clip_norm = None if math.isinf(norm) else norm
         self._asked.append(torch.full((), math.nan, dtype=torch.float64, device=self._device))
         return self._asked[-1]

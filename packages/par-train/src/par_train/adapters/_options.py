@@ -1,4 +1,4 @@
-"""What all adapters are given: the keywords of a `Strategy`, or one that is there already."""
+"""The argument of all adapters: the keywords of a `Strategy`, or an existing one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -10,7 +10,7 @@ from ..strategy.strategy import Strategy
 
 
 class StrategyKeywords(TypedDict, total=False):
-    """The keywords of `Strategy` that an adapter's user says; the rest is what the trainer says."""
+    """The keywords of `Strategy` that a user passes to an adapter; the trainer determines the others."""
 
     parallel: Mapping[str, Any] | ProcessGroups
     precision: str | Mapping[str, Any]
@@ -26,11 +26,11 @@ class StrategyKeywords(TypedDict, total=False):
 
 
 AUTOCAST = {"no": "fp32", "bf16": "bf16-amp", "fp16": "fp16-amp"}
-"""What trainers call mixed precision, which is autocast over fp32 weights, by the names of par-precision."""
+"""The precisions of par-precision by trainers' names of mixed precision: autocast over fp32 weights."""
 
 
 def said(given: StrategyKeywords | Strategy | None, name: str) -> Any:
-    """What the keywords of a Strategy, or one that is there, say of an option; None: nothing."""
+    """Return the value of an option in the keywords of a Strategy, or of an existing one; None if it is not given."""
     return getattr(given.options, name) if isinstance(given, Strategy) else (given or {}).get(name)
 
 
@@ -42,17 +42,17 @@ def make_strategy(
     device: str = "auto",
     seed: int = 0,
 ) -> Strategy:
-    """The strategy that an adapter runs on.
+    """Return the strategy that an adapter runs on.
 
     Args:
-        given: The keywords of a Strategy, one that is there, or None for data parallelism.
-        mixed_precision: What the trainer says of precision: "no", "bf16" or "fp16".
-        said_by: How it says so, for the error, such as "TrainingArguments(bf16=True)".
+        given: The keywords of a Strategy, an existing one, or None for data parallelism.
+        mixed_precision: The trainer's mixed precision: "no", "bf16" or "fp16".
+        said_by: The trainer's argument, for the error, such as "TrainingArguments(bf16=True)".
         device: A device, or "auto".
-        seed: The trainer's seed, unless the keywords say one.
+        seed: The trainer's seed, which a seed in the keywords overrides.
 
     Raises:
-        ValueError: A precision that has no counterpart, or that is said twice; or what `Strategy` refuses.
+        ValueError: A precision without a counterpart, or two precisions; or as `Strategy`.
     """
     if mixed_precision not in AUTOCAST:
         raise ValueError(
@@ -70,11 +70,11 @@ def make_strategy(
 
 
 def missing(adapter: str, package: str, extra: str) -> ImportError:
-    """The error of an adapter whose package is not installed.
+    """Return the error of an adapter whose package is not installed.
 
     Args:
         adapter: Name of the adapter's module in `par_train.adapters`.
-        package: What could not be imported.
+        package: The package that could not be imported.
         extra: The extra of par-train that installs it.
     """
     return ImportError(
