@@ -98,7 +98,7 @@ class Groups:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the group has two ranks. A sum of two numbers has one order, so any all-reduce gives the same bits."""
+        """Whether the group has two ranks. A sum of two has one order, so any all-reduce gives the same bits."""
         return self.replicas is None and dist.get_world_size(self.shards) == 2
 
 
