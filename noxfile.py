@@ -27,6 +27,7 @@ STRICT_COVER = (
     "packages/par-groups/tests/sharding",
     "packages/par-layers/tests/layers/test_linear.py",
     "packages/par-layers/tests/test_models.py",
+    "packages/par-data/tests/loading/test_broadcast.py",
     "packages/par-pipeline/tests/runtime",
     "packages/par-precision/tests/norm",
     "packages/par-zero/tests/test_equality.py",
