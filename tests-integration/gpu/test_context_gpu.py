@@ -8,8 +8,8 @@ import torch.distributed as dist
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask, Tokens
 from par_layers.context.kernels import CudaEfficient, CudaFlash, Math, Visible
-from par_layers.context.pieces import Piece
-from par_layers.context.steps import Masks, Step
+from par_layers.context.pieces import AttentionPiece
+from par_layers.context.steps import Masks, PieceStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,19 +17,19 @@ pytestmark = [
 ]
 
 FLASH = [
-    Piece(0, 200, 0, 300, "full"),
-    Piece(0, 200, 0, 200, "causal"),
-    Piece(0, 200, 0, 300, "causal"),  # aligned at the bottom right
-    Piece(0, 200, 0, 200, "anti"),
-    Piece(0, 200, 0, 300, "anti"),
-    Piece(0, 200, 0, 300, "window", 100),
-    Piece(0, 300, 0, 300, "window", 64),  # the first queries have no whole window
-    Piece(0, 300, 0, 300, "causal", None, ((1, 1), (2, 2), (197, 197), (100, 100))),
-    Piece(0, 200, 0, 300, "causal", None, ((100, 200), (100, 100))),
-    Piece(0, 300, 0, 300, "full", None, ((1, 1), (2, 2), (297, 297))),
-    Piece(0, 300, 0, 300, "window", 31, ((10, 10), (290, 290))),
+    AttentionPiece(0, 200, 0, 300, "full"),
+    AttentionPiece(0, 200, 0, 200, "causal"),
+    AttentionPiece(0, 200, 0, 300, "causal"),  # aligned at the bottom right
+    AttentionPiece(0, 200, 0, 200, "anti"),
+    AttentionPiece(0, 200, 0, 300, "anti"),
+    AttentionPiece(0, 200, 0, 300, "window", 100),
+    AttentionPiece(0, 300, 0, 300, "window", 64),  # the first queries have no whole window
+    AttentionPiece(0, 300, 0, 300, "causal", None, ((1, 1), (2, 2), (197, 197), (100, 100))),
+    AttentionPiece(0, 200, 0, 300, "causal", None, ((100, 200), (100, 100))),
+    AttentionPiece(0, 300, 0, 300, "full", None, ((1, 1), (2, 2), (297, 297))),
+    AttentionPiece(0, 300, 0, 300, "window", 31, ((10, 10), (290, 290))),
 ]
-EFFICIENT = [*FLASH[:2], FLASH[3], Piece(0, 100, 0, 77, "band")]
+EFFICIENT = [*FLASH[:2], FLASH[3], AttentionPiece(0, 100, 0, 77, "band")]
 
 
 def dense(piece):
@@ -70,7 +70,7 @@ def test_a_piece_is_that_of_plain_products(kernel, dtype, piece):
     if piece.kind == "band":
         first = np.arange(queries) // 2
         bounds = np.stack([first, np.minimum(first + 3, keys)])
-    visible = Masks().visible(Step(piece, (), bounds), q, biased=piece.kind in kernel.biased)
+    visible = Masks().visible(PieceStep(piece, (), bounds), q, biased=piece.kind in kernel.biased)
     hidden = torch.zeros(queries, keys, device="cuda").masked_fill(~dense(piece).cuda(), -torch.inf)
     found, exact = [], []
     for run, told, cast, results in (

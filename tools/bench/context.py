@@ -33,7 +33,7 @@ from par_layers._collectives import finish
 from par_layers.context.context import CPU_BLOCK
 from par_layers.context.kernels import choose_kernels
 from par_layers.context.modes import gather, ring
-from par_layers.context.steps import Step
+from par_layers.context.steps import PieceStep
 
 CORES, HEADS, HEAD = 2, 8, 64
 WARM_UPS = 2
@@ -358,7 +358,7 @@ def bare(mode: str, case: Case, tokens: Tokens, received: Fraction) -> Callable[
     message = torch.ones(case.ranks, max(1, round(received / number / max(1, case.ranks - 1))))
     arrived = torch.empty_like(message)
 
-    def call(told: Step, *, forward: bool) -> None:
+    def call(told: PieceStep, *, forward: bool) -> None:
         q0, q1, k0, k1, kind, *_ = told.piece
         kernel = kernels.of(kind)
         rows, given = slice(q0, q1), (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])
@@ -396,13 +396,13 @@ def waiting(run: Callable[[], object]) -> Callable[[], None]:
 @contextmanager
 def waits_at_once() -> Iterator[None]:
     """Gather and ring wait for each message as soon as it has begun."""
-    begin, begin_home, send = gather.Exchange.start, gather.Exchange.start_home, dist.batch_isend_irecv
+    begin, begin_home, send = gather.KeyExchange.start, gather.KeyExchange.start_home, dist.batch_isend_irecv
 
-    def start(self: gather.Exchange, *given: Any) -> list[Tensor]:
+    def start(self: gather.KeyExchange, *given: Any) -> list[Tensor]:
         message, arriving = begin(self, *given)
         return [message, finish(arriving)]
 
-    def start_home(self: gather.Exchange, *given: Any) -> tuple[Tensor, Tensor]:
+    def start_home(self: gather.KeyExchange, *given: Any) -> tuple[Tensor, Tensor]:
         message, arriving = begin_home(self, *given)
         return message, finish(arriving)
 
@@ -412,8 +412,8 @@ def waits_at_once() -> Iterator[None]:
         return []
 
     with (
-        mock.patch.object(gather.Exchange, "start", start),
-        mock.patch.object(gather.Exchange, "start_home", start_home),
+        mock.patch.object(gather.KeyExchange, "start", start),
+        mock.patch.object(gather.KeyExchange, "start_home", start_home),
         mock.patch.object(dist, "batch_isend_irecv", exchange),
     ):
         yield

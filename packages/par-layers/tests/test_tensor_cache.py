@@ -116,9 +116,9 @@ def test_attention_first_use_under_mode_changes_nothing(config, before):
 
 
 def test_room_threads_do_not_share_memory():
-    from par_layers.context.room import Room
+    from par_layers.context.room import MessageBuffer
 
-    room, like = Room(), torch.empty(0)
+    room, like = MessageBuffer(), torch.empty(0)
 
     def fill(number):
         for _ in range(200):

@@ -293,11 +293,11 @@ def exchange(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
 
 
 def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    result: Tensor = _CollectivePair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Pair(torch.autograd.Function):
+class _CollectivePair(torch.autograd.Function):
     """A function of one tensor, with its backward."""
 
     @staticmethod

@@ -19,11 +19,11 @@ from par_layers.context import context as context_module
 from par_layers.context import kernels
 from par_layers.context.balance import cut_tokens
 from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose_kernels
-from par_layers.context.merge import Sum, empty_sum
+from par_layers.context.merge import RunningSoftmax, empty_sum
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import plan_ring
-from par_layers.context.pieces import Piece, pieces
-from par_layers.context.steps import Attention, Gradient, Keys, Masks, Queries
+from par_layers.context.pieces import AttentionPiece, pieces
+from par_layers.context.steps import AttentionOptions, Gradient, Keys, Masks, Queries
 
 from . import flash
 from .dense import cut_rows, dense
@@ -43,32 +43,34 @@ def of_one_rank(mask, *documents):
 def test_a_packed_row_is_one_piece():
     lengths = (2, 3, 5, 6) * 100
     square = tuple((length, length) for length in lengths)
-    assert of_one_rank(Mask(causal=True), *lengths) == [Piece(0, 1600, 0, 1600, "causal", None, square)]
-    assert of_one_rank(Mask(), *lengths) == [Piece(0, 1600, 0, 1600, "full", None, square)]
-    assert of_one_rank(Mask(causal=True, window=4), *lengths) == [Piece(0, 1600, 0, 1600, "window", 3, square)]
+    assert of_one_rank(Mask(causal=True), *lengths) == [AttentionPiece(0, 1600, 0, 1600, "causal", None, square)]
+    assert of_one_rank(Mask(), *lengths) == [AttentionPiece(0, 1600, 0, 1600, "full", None, square)]
+    assert of_one_rank(Mask(causal=True, window=4), *lengths) == [AttentionPiece(0, 1600, 0, 1600, "window", 3, square)]
     assert of_one_rank(Mask(causal=True, window=4), 2, 4, 3, 1) == [
-        Piece(0, 10, 0, 10, "causal", None, ((2, 2), (4, 4), (3, 3), (1, 1)))  # no document is longer than the window
+        AttentionPiece(
+            0, 10, 0, 10, "causal", None, ((2, 2), (4, 4), (3, 3), (1, 1))
+        )  # no document is longer than the window
     ]
     assert of_one_rank(Mask(causal=True, chunk=10), 25, 5) == [
-        Piece(0, 30, 0, 30, "causal", None, ((10, 10), (10, 10), (5, 5), (5, 5)))
+        AttentionPiece(0, 30, 0, 30, "causal", None, ((10, 10), (10, 10), (5, 5), (5, 5)))
     ]
 
 
 def test_a_window_is_one_piece_from_the_first_token_on():
-    assert of_one_rank(Mask(causal=True, window=64), 300) == [Piece(0, 300, 0, 300, "window", 63)]
-    assert of_one_rank(Mask(causal=True, window=64), 65) == [Piece(0, 65, 0, 65, "window", 63)]
-    assert of_one_rank(Mask(causal=True, window=1), 300) == [Piece(0, 300, 0, 300, "window", 0)]
+    assert of_one_rank(Mask(causal=True, window=64), 300) == [AttentionPiece(0, 300, 0, 300, "window", 63)]
+    assert of_one_rank(Mask(causal=True, window=64), 65) == [AttentionPiece(0, 65, 0, 65, "window", 63)]
+    assert of_one_rank(Mask(causal=True, window=1), 300) == [AttentionPiece(0, 300, 0, 300, "window", 0)]
     assert of_one_rank(Mask(window=64), 300) == [
-        Piece(0, 237, 0, 300, "window", 126),
-        Piece(237, 300, 174, 300, "anti"),
+        AttentionPiece(0, 237, 0, 300, "window", 126),
+        AttentionPiece(237, 300, 174, 300, "anti"),
     ]
 
 
 def test_documents_of_another_kind_are_pieces_of_their_own():
     prefix = of_one_rank(Mask(causal=True, prefix=40), 40, 40, 100)
     assert prefix == [
-        Piece(0, 120, 0, 120, "full", None, ((40, 40), (40, 40), (40, 40))),
-        Piece(120, 180, 80, 180, "causal"),
+        AttentionPiece(0, 120, 0, 120, "full", None, ((40, 40), (40, 40), (40, 40))),
+        AttentionPiece(120, 180, 80, 180, "causal"),
     ]
 
 
@@ -102,7 +104,7 @@ def calls(mask, tokens, rank, *, mode="gather", dtype=torch.bfloat16, head=64, d
     like = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens.local, 4, head))
     chosen = choose_kernels(like, like)
     plan = (plan_ring if mode == "ring" else plan_gather)(mask, tokens, rank, 512, chosen.joins)
-    how, (work,) = Attention(chosen, Masks(), 0.125), plan.works
+    how, (work,) = AttentionOptions(chosen, Masks(), 0.125), plan.works
     fetched = [] if mode == "ring" else [sum(stop - start for start, stop in plan.fetch.keys[0])]
     sizes = [tokens.local] * len(work.buffers) if mode == "ring" else [tokens.local, *fetched]
     q = torch.empty(1, tokens.local, 4, head, dtype=dtype, device="meta")
@@ -113,7 +115,7 @@ def calls(mask, tokens, rank, *, mode="gather", dtype=torch.bfloat16, head=64, d
             for steps, size in zip(work.buffers, sizes, strict=True):
                 k = torch.empty(1, size, 2, head, dtype=dtype, device="meta")
                 if not backward:
-                    how.forward(steps, q, k, k, Sum(out, lse, work.unseeing))
+                    how.forward(steps, q, k, k, RunningSoftmax(out, lse, work.unseeing))
                     continue
                 dq, dk, dv = (Gradient(torch.empty(x.shape, device="meta")) for x in (q, k, k))
                 how.backward(steps, Queries(q, q, out.to(dtype), lse, dq), Keys(k, k, dk, dv))
@@ -231,7 +233,7 @@ def test_joined_pieces_of_any_row_are_attention(row, batch):
     upstream = numbers(*q.shape, seed=8).detach()
     with pytest.MonkeyPatch.context() as monkeypatch:
         by_joined_pieces(monkeypatch)
-        how = Attention(Kernels(CudaFlash(), CpuFlash()), Masks(), 0.5)
+        how = AttentionOptions(Kernels(CudaFlash(), CpuFlash()), Masks(), 0.5)
         plan = plan_gather(mask, tokens, 0, 16, EVERYTHING)
         out = attend(q, k, v, None, plan=plan, how=how, options=GatherOptions(""))
         found = torch.autograd.grad(out, (q, k, v), upstream)

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from par_layers import _torch_private
 from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, Visible, choose_kernels
-from par_layers.context.pieces import Piece
-from par_layers.context.steps import Masks, Step
+from par_layers.context.pieces import AttentionPiece
+from par_layers.context.steps import Masks, PieceStep
 
 from .reference import numbers
 
@@ -29,7 +29,7 @@ def bias(kind, queries, keys, like):
     if kind == "band":
         first = torch.arange(queries) // 2
         bounds = torch.stack([first, (first + 3).clamp_max(keys)]).numpy()
-    return Masks().of(Step(Piece(0, queries, 0, keys, kind), (), bounds), like)
+    return Masks().of(PieceStep(AttentionPiece(0, queries, 0, keys, kind), (), bounds), like)
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Math(512), Math(3)], ids=["flash", "math", "math in blocks"])

@@ -9,8 +9,8 @@ from par_layers.context.kernels import choose_kernels
 from par_layers.context.merge import spans_in_order
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import RingOptions, attend_ring, plan_ring
-from par_layers.context.pieces import Piece
-from par_layers.context.steps import Attention, Masks, halves, make_work
+from par_layers.context.pieces import AttentionPiece
+from par_layers.context.steps import AttentionOptions, Masks, halves, make_work
 
 from .reference import attention, numbers
 
@@ -21,10 +21,10 @@ def whole(length, *documents):
 
 def test_the_first_piece_of_each_query_is_copied():
     pieces = [
-        Piece(0, 4, 0, 1, "full"),
-        Piece(2, 6, 1, 2, "full"),
-        Piece(3, 5, 2, 3, "full"),
-        Piece(8, 9, 0, 1, "full"),
+        AttentionPiece(0, 4, 0, 1, "full"),
+        AttentionPiece(2, 6, 1, 2, "full"),
+        AttentionPiece(3, 5, 2, 3, "full"),
+        AttentionPiece(8, 9, 0, 1, "full"),
     ]
     spans, unseeing = spans_in_order(pieces, 10)
     assert spans == [((0, 4, True),), ((2, 4, False), (4, 6, True)), ((3, 5, False),), ((8, 9, True),)]
@@ -58,7 +58,7 @@ def test_pieces_on_one_rank_are_torchs_attention(mask, documents, kernel):
     q, k, v = (numbers(2, 37, heads, 8, seed=heads) for heads in (4, 2, 2))
     sinks = numbers(4, seed=9)
     tokens = whole(37, *documents)
-    how = Attention(choose_kernels(q, v, kernel, 8), Masks(), 8**-0.5)
+    how = AttentionOptions(choose_kernels(q, v, kernel, 8), Masks(), 8**-0.5)
     expected = attention(q, k, v, mask, tokens, sinks=sinks)
     upstream = numbers(*q.shape, seed=8).detach()
     gradients = torch.autograd.grad(expected, (q, k, v, sinks), upstream)
@@ -81,7 +81,7 @@ def test_halves_in_eight_parts_are_about_as_exact_as_torchs_own(dtype):
     first, last = (x[0] for x in Mask(causal=True).intervals(tokens))
     plan = plan_gather(Mask(causal=True), tokens, 0, 32)
     steps = make_work(first, last, ((0, 256),), keys, block=32)
-    how = Attention(choose_kernels(q, v), Masks(), 32**-0.5)
+    how = AttentionOptions(choose_kernels(q, v), Masks(), 32**-0.5)
     shifted = [  # each buffer's pieces, as of one buffer with all keys
         type(step)(step.piece._replace(k0=step.piece.k0 + 32 * n, k1=step.piece.k1 + 32 * n), step.spans, step.bounds)
         for n, buffer in enumerate(steps.buffers)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from par_layers import Mask, Tokens
 from par_layers.context.balance import cut_tokens
 from par_layers.context.fetch import Fetch, transfers
-from par_layers.context.pieces import Piece, pieces, seen
+from par_layers.context.pieces import AttentionPiece, pieces, seen
 
 from .dense import cut_rows, dense
 
@@ -110,33 +110,33 @@ def of_one_rank(mask, length, *documents, block=512, joins=()):
 
 
 def test_plain_masks_are_few_pieces():
-    assert of_one_rank(Mask(), 4096) == [Piece(0, 4096, 0, 4096, "full")]
-    assert of_one_rank(Mask(causal=True), 4096) == [Piece(0, 4096, 0, 4096, "causal")]
+    assert of_one_rank(Mask(), 4096) == [AttentionPiece(0, 4096, 0, 4096, "full")]
+    assert of_one_rank(Mask(causal=True), 4096) == [AttentionPiece(0, 4096, 0, 4096, "causal")]
     assert of_one_rank(Mask(causal=True, prefix=1000), 4096) == [
-        Piece(0, 1000, 0, 1000, "full"),
-        Piece(1000, 4096, 0, 1000, "full"),
-        Piece(1000, 4096, 1000, 4096, "causal"),
+        AttentionPiece(0, 1000, 0, 1000, "full"),
+        AttentionPiece(1000, 4096, 0, 1000, "full"),
+        AttentionPiece(1000, 4096, 1000, 4096, "causal"),
     ]
     assert of_one_rank(Mask(causal=True), 4096, 1000, 3096) == [
-        Piece(0, 1000, 0, 1000, "causal"),
-        Piece(1000, 4096, 1000, 4096, "causal"),
+        AttentionPiece(0, 1000, 0, 1000, "causal"),
+        AttentionPiece(1000, 4096, 1000, 4096, "causal"),
     ]
     assert of_one_rank(Mask(causal=True, window=1024), 2048, block=512) == [
-        Piece(0, 1024, 0, 1024, "causal"),
-        Piece(1024, 1536, 1, 513, "anti"),
-        Piece(1024, 1536, 513, 1024, "full"),
-        Piece(1024, 1536, 1024, 1536, "causal"),
-        Piece(1536, 2048, 513, 1025, "anti"),
-        Piece(1536, 2048, 1025, 1536, "full"),
-        Piece(1536, 2048, 1536, 2048, "causal"),
+        AttentionPiece(0, 1024, 0, 1024, "causal"),
+        AttentionPiece(1024, 1536, 1, 513, "anti"),
+        AttentionPiece(1024, 1536, 513, 1024, "full"),
+        AttentionPiece(1024, 1536, 1024, 1536, "causal"),
+        AttentionPiece(1536, 2048, 513, 1025, "anti"),
+        AttentionPiece(1536, 2048, 1025, 1536, "full"),
+        AttentionPiece(1536, 2048, 1536, 2048, "causal"),
     ]
 
 
 def test_a_block_of_a_narrow_window_is_one_piece_with_a_mask():
     mask = Mask(causal=True, window=512)
     assert of_one_rank(mask, 704, block=128, joins=("narrow",)) == [
-        Piece(0, 512, 0, 512, "causal"),
-        *(Piece(q, q + 64, q - 511, q + 64, "band") for q in (512, 576, 640)),
+        AttentionPiece(0, 512, 0, 512, "causal"),
+        *(AttentionPiece(q, q + 64, q - 511, q + 64, "band") for q in (512, 576, 640)),
     ]
     wide = Mask(causal=True, window=1024)
     assert of_one_rank(wide, 2048, joins=("narrow",)) == of_one_rank(wide, 2048)
@@ -146,10 +146,10 @@ def test_what_kernels_join():
     tokens = cut_tokens(4096, 2, "zigzag")
     first, last = Mask(causal=True).intervals(tokens)
     joined = pieces(first[0], last[0], ((1024, 3072),), ((0, 3072),), joins=("causal",))
-    assert joined == [Piece(0, 2048, 0, 3072, "causal")]
+    assert joined == [AttentionPiece(0, 2048, 0, 3072, "causal")]
     assert of_one_rank(Mask(causal=True, window=512), 4096, joins=("causal", "window")) == [
-        Piece(0, 512, 0, 512, "causal"),
-        Piece(512, 4096, 1, 4096, "window", 511),
+        AttentionPiece(0, 512, 0, 512, "causal"),
+        AttentionPiece(512, 4096, 1, 4096, "window", 511),
     ]
 
 

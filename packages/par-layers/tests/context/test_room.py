@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context
-from par_layers.context.room import Room
+from par_layers.context.room import MessageBuffer
 
 
 def test_the_next_message_uses_the_memory_of_the_last():
-    room, like = Room(), torch.empty(0, dtype=torch.float64)
+    room, like = MessageBuffer(), torch.empty(0, dtype=torch.float64)
     with room.of(100, like) as first:
         assert first.shape == (100,)
         assert first.dtype == torch.float64
@@ -28,7 +28,7 @@ def test_the_next_message_uses_the_memory_of_the_last():
 
 
 def test_a_copy_has_memory_of_its_own():
-    room = Room()
+    room = MessageBuffer()
     with room.of(8, torch.empty(0)) as message:
         place = message.data_ptr()
     with copy.deepcopy(room).of(8, torch.empty(0)) as other, room.of(8, torch.empty(0)) as again:
@@ -36,7 +36,7 @@ def test_a_copy_has_memory_of_its_own():
 
 
 def test_fake_tensors_and_other_devices_are_never_kept():
-    room = Room()
+    room = MessageBuffer()
     with room.of(8, torch.empty(0, device="meta")) as message:
         assert message.device.type == "meta"
     with FakeTensorMode(), room.of(8, torch.empty(0)):

@@ -22,7 +22,7 @@ from .mask import Mask
 from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
 from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
 from .modes.ulysses import HeadShares, to_heads, to_tokens
-from .steps import Attention
+from .steps import AttentionOptions
 from .tokens import Documents, Tokens
 
 PLANS = 32
@@ -408,7 +408,7 @@ class Context:
         self._check(q, tokens, mask)
         kernels = choose_kernels(q, v, self.kernel, self.block)
         plan = self._plan(tokens, mask, kernels.joins)
-        how = Attention(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        how = AttentionOptions(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
         if self._inner_ranks == 1:
             return self._attend(q, k, v, sinks, plan, how)
         shares = self._shares(q.shape[2], k.shape[2])
@@ -436,7 +436,7 @@ class Context:
         return plan(mask, merged, self._outer_rank, block, joins)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: Attention
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: AttentionOptions
     ) -> Tensor:
         """Attention over the ranks that exchange keys."""
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from .balance import CAUSAL, cut_tokens
-from .fetch import Transfers, hops, transfers
+from .fetch import KeyTransfers, hops, transfers
 from .mask import Mask
 from .tokens import Documents, Tokens, as_documents
 
@@ -226,7 +226,7 @@ def attention_memory(
     return AttentionMemory(exchanged + max(forward, home), 2 * exchanged + backward, kept, arriving)
 
 
-def _most(table: Transfers, parts: int, *, several: bool, keep: bool) -> tuple[Fraction, Fraction, int]:
+def _most(table: KeyTransfers, parts: int, *, several: bool, keep: bool) -> tuple[Fraction, Fraction, int]:
     """Number of keys that gather holds in forward, in backward, and that it fetches, each on the rank with the most.
 
     A message lives until what it brings has arrived, and a part arrives while the one before is computed. What was
@@ -299,7 +299,7 @@ def _key_width(shape: AttentionShape, inside: int) -> Fraction:
     return Fraction(number * shape.key_width, inside * shape.key_heads)
 
 
-def _transfers(shape: AttentionShape, outside: int, inside: int) -> Transfers:
+def _transfers(shape: AttentionShape, outside: int, inside: int) -> KeyTransfers:
     """What ranks need of each other, which depends on masks, documents and the cut alone, not on heads and rows."""
     rows = len(shape.documents or ()) or 1
     plain = replace(shape, tokens=rows * shape.length, rows=rows, width=1, key_width=1, heads=None, key_heads=None)
@@ -307,6 +307,6 @@ def _transfers(shape: AttentionShape, outside: int, inside: int) -> Transfers:
 
 
 @lru_cache(maxsize=64)
-def _counted(shape: AttentionShape, outside: int, inside: int) -> Transfers:
+def _counted(shape: AttentionShape, outside: int, inside: int) -> KeyTransfers:
     tokens = shape.over(outside, inside)
     return transfers(*shape.mask.intervals(tokens), tokens)

@@ -17,7 +17,7 @@ def all_sum(x: Tensor, group: str) -> Tensor:
         x: This rank's part of the sum.
         group: The name of the ranks' group.
     """
-    result: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -44,7 +44,7 @@ def all_highest(x: Tensor, group: str) -> Tensor:
     return finish(functional_collectives.all_reduce.default(x, "max", group))
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group

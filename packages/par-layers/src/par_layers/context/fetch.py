@@ -10,7 +10,7 @@ from .tokens import Ints, Runs, Tokens, joined
 
 
 @dataclass(frozen=True, eq=False)
-class Transfers:
+class KeyTransfers:
     """Every range of keys that one rank needs of another, for one mask and one cut: five columns, int64 [n] each.
 
     They are sorted by asker, row, and start.
@@ -59,7 +59,7 @@ class Transfers:
         return result
 
 
-def transfers(first: Ints, last: Ints, tokens: Tokens) -> Transfers:
+def transfers(first: Ints, last: Ints, tokens: Tokens) -> KeyTransfers:
     """Finds what every rank needs of every other.
 
     Args:
@@ -88,8 +88,8 @@ def transfers(first: Ints, last: Ints, tokens: Tokens) -> Transfers:
                 ours = np.full(int(foreign.sum()), asker)
                 columns.append((ours, owners[segment][foreign], np.full_like(ours, row), begin[foreign], end[foreign]))
     if not columns:
-        return Transfers(tokens, *(np.zeros(0, np.int64),) * 5)
-    return Transfers(tokens, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+        return KeyTransfers(tokens, *(np.zeros(0, np.int64),) * 5)
+    return KeyTransfers(tokens, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def _gaps(first: Ints, last: Ints) -> Ints | None:
@@ -139,7 +139,7 @@ class Fetch:
         rank: This rank.
     """
 
-    transfers: Transfers
+    transfers: KeyTransfers
     rank: int
 
     @cached_property
@@ -245,7 +245,7 @@ class Hops:
         return hop <= self.far[owner]
 
 
-def hops(table: Transfers) -> Hops:
+def hops(table: KeyTransfers) -> Hops:
     """The hops of a ring that are used: keys travel until the last rank that sees any of them, in any row."""
     needs, ranks = table.needs(), table.tokens.ranks
     distances = [[hop for hop in range(1, ranks) if needs[(owner + hop) % ranks, owner]] for owner in range(ranks)]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .kernels import products, wide_dtype
-from .pieces import Piece
+from .pieces import AttentionPiece
 
 Spans = tuple[tuple[int, int, bool], ...]
 """Ranges of a piece's queries, (start, stop, whether this piece is the first one of these queries)."""
 
 
-def spans_in_order(pieces: Sequence[Piece], queries: int) -> tuple[list[Spans], tuple[tuple[int, int], ...]]:
+def spans_in_order(pieces: Sequence[AttentionPiece], queries: int) -> tuple[list[Spans], tuple[tuple[int, int], ...]]:
     """Finds which piece is the first one of which queries, when they are computed in this order.
 
     The first is copied, so that nothing has to be cleared before.
@@ -47,7 +47,7 @@ def runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int,
     return [(a, b, bool(flags[a])) for a, b in pairwise(edges) if b > a]
 
 
-class Sum:
+class RunningSoftmax:
     """The attention of queries, summed over pieces.
 
     Args:

@@ -26,7 +26,7 @@ Lengths = tuple[tuple[int, int], ...]
 """Number of queries and of keys of each document."""
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """A rectangle of queries and keys, in which every query sees one key at least.
 
     Pieces of different keys add up by the log-sum-exp of each query.
@@ -101,7 +101,7 @@ def pieces(
     *,
     block: int = 512,
     joins: Collection[str] = (),
-) -> list[Piece]:
+) -> list[AttentionPiece]:
     """Covers every visible pair of local queries and a buffer of keys once, and no other pair.
 
     Args:
@@ -122,19 +122,19 @@ def pieces(
     result = _documents(found, low, high, windows="window" in joins) if "documents" in joins else []
     for start, stop, slope in _worth_a_piece(found, result):
         if slope == (0, 0):
-            result.append(Piece(start, stop, int(low[start]), int(high[start]), "full"))
+            result.append(AttentionPiece(start, stop, int(low[start]), int(high[start]), "full"))
         elif slope == (0, 1):
             result.extend(_causal(start, stop, int(low[start]), int(high[start]), joined="causal" in joins))
         elif slope == (1, 1) and "window" in joins:
             begin, end = int(low[start]), int(high[stop - 1])
-            result.append(Piece(start, stop, begin, end, "window", end - begin - (stop - start)))
+            result.append(AttentionPiece(start, stop, begin, end, "window", end - begin - (stop - start)))
         elif slope == (1, 0) and "window" in joins:
-            result.append(Piece(start, stop, int(low[start]), int(high[start]), "anti"))
+            result.append(AttentionPiece(start, stop, int(low[start]), int(high[start]), "anti"))
         elif slope == (1, 1) and "narrow" in joins and high[start] - low[start] <= NARROW:
             step = min(max(block // 2, 1), max(int(high[start] - low[start]), 64))
             for q in range(start, stop, step):
                 end = min(q + step, stop)
-                result.append(Piece(q, end, int(low[q]), int(high[end - 1]), "band"))
+                result.append(AttentionPiece(q, end, int(low[q]), int(high[end - 1]), "band"))
         elif slope is not None:
             width = int(high[start] - low[start])
             step = min(block, max(width, 64)) if slope == (1, 1) else block
@@ -190,7 +190,7 @@ def _stretches(low: Ints, high: Ints) -> Stretches:
     return Stretches(starts[order], stops[order], kinds[order])
 
 
-def _worth_a_piece(found: Stretches, joined: list[Piece]) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+def _worth_a_piece(found: Stretches, joined: list[AttentionPiece]) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
     """Ranges of queries with how both ends of what they see move: (start, stop, (by 0 or 1, by 0 or 1)).
 
     Short ones that touch are one range that moves irregularly (None). Those of `joined` are left out.
@@ -214,7 +214,7 @@ def _worth_a_piece(found: Stretches, joined: list[Piece]) -> Iterator[tuple[int,
         yield int(starts[group]), int(stops[end - 1]), slope
 
 
-def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> list[Piece]:
+def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> list[AttentionPiece]:
     """Pieces of several documents each, and documents whose first tokens have no whole window yet.
 
     Args:
@@ -230,49 +230,49 @@ def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> lis
     # A window begins where the first key begins to move, too.
     grown = touches & windows & (first[1:] == first[:-1] + 1) & (high[starts[1:]] == last[:-1] + 1)
     grown &= ((slopes[:-1] == 1) | (stops - starts == 1)[:-1]) & ((slopes[1:] == 3) | (stops - starts == 1)[1:])
-    result: list[Piece] = []
+    result: list[AttentionPiece] = []
     index = 0
     for place in np.flatnonzero(after | grown).tolist():
         if place < index:
             continue
-        index, touching, group = place, True, _Group()
+        index, touching, group = place, True, _PieceGroup()
         while touching:
             k0, queries, slope = int(first[index]), int(stops[index] - starts[index]), int(slopes[index])
             begin, one = int(starts[index]), None
             if index < len(grown) and grown[index]:
                 index += 1
                 left = int(high[starts[index]] - low[starts[index]]) - 1
-                one = Piece(begin, int(stops[index]), k0, int(last[index]), "window", left)
+                one = AttentionPiece(begin, int(stops[index]), k0, int(last[index]), "window", left)
             elif slope == 3 and windows:
                 k1 = int(last[index])
-                one = Piece(begin, begin + queries, k0, k1, "window", k1 - k0 - queries)
+                one = AttentionPiece(begin, begin + queries, k0, k1, "window", k1 - k0 - queries)
             elif slope <= 1:
-                one = Piece(begin, begin + queries, k0, int(last[index]), "causal" if slope else "full")
+                one = AttentionPiece(begin, begin + queries, k0, int(last[index]), "causal" if slope else "full")
             index += 1
             if one is None or not group.add(one):
                 result += group.joined()
-                group = _Group() if one is None else _Group(one)
+                group = _PieceGroup() if one is None else _PieceGroup(one)
             touching = index < len(starts) and bool(after[index - 1] or grown[index - 1])
         result += group.joined()
     return result
 
 
-class _Group:
+class _PieceGroup:
     """Documents that follow one another, and are computed as one piece.
 
     Args:
         documents: The first one, if there is one.
     """
 
-    def __init__(self, *documents: Piece) -> None:
-        self._documents: list[Piece] = []
+    def __init__(self, *documents: AttentionPiece) -> None:
+        self._documents: list[AttentionPiece] = []
         self._full: bool | None = None  # unknown as long as all have a single query, which sees all of its keys
         self._left: int | None = None
         self._longest = 0  # keys of a document whose queries are hidden none by a window
         for each in documents:
             self.add(each)
 
-    def add(self, one: Piece) -> bool:
+    def add(self, one: AttentionPiece) -> bool:
         """Adds a document, unless it does not follow the last one, is of another kind, or has another window."""
         lefts = {left for left in (self._left, one.left) if left is not None}
         longest = max(self._longest, one.k1 - one.k0 if one.left is None else 0)
@@ -285,62 +285,64 @@ class _Group:
         self._full, self._left, self._longest = next(iter(full), None), next(iter(lefts), None), longest
         return True
 
-    def joined(self) -> list[Piece]:
+    def joined(self) -> list[AttentionPiece]:
         """The piece of all documents, or none where a single one is a piece without this, too."""
         if not self._documents or (len(self._documents) == 1 and self._left is None):
             return []
         start, end = self._documents[0], self._documents[-1]
         kind: Kind = "window" if self._left is not None else "causal" if self._full is False else "full"
         lengths = tuple((each.q1 - each.q0, each.k1 - each.k0) for each in self._documents)
-        return [Piece(start.q0, end.q1, start.k0, end.k1, kind, self._left, lengths if len(lengths) > 1 else ())]
+        return [
+            AttentionPiece(start.q0, end.q1, start.k0, end.k1, kind, self._left, lengths if len(lengths) > 1 else ())
+        ]
 
 
-def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iterator[Piece]:
+def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iterator[AttentionPiece]:
     """The last key moves with the query: what all queries see, and a causal square; or both in one."""
     queries = stop - start
     if joined:
-        yield Piece(start, stop, low, high - 1 + queries, "causal")
+        yield AttentionPiece(start, stop, low, high - 1 + queries, "causal")
         return
     if high - 1 > low:
-        yield Piece(start, stop, low, high - 1, "full")
-    yield Piece(start, stop, high - 1, high - 1 + queries, "causal")
+        yield AttentionPiece(start, stop, low, high - 1, "full")
+    yield AttentionPiece(start, stop, high - 1, high - 1 + queries, "causal")
 
 
-def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Piece]:
+def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionPiece]:
     """The first key moves with the query, and the last one moves too or stays."""
     queries, begin, end = stop - start, int(low[start]), int(high[start])
     last = int(high[stop - 1])
     if queries > end - begin or queries < SHORT:
         yield from _irregular(start, stop, low, high)
         return
-    yield Piece(start, stop, begin, begin + queries, "anti")
+    yield AttentionPiece(start, stop, begin, begin + queries, "anti")
     if last == end:
         if begin + queries < end:
-            yield Piece(start, stop, begin + queries, end, "full")
+            yield AttentionPiece(start, stop, begin + queries, end, "full")
         return
     if queries == end - begin:  # the last key that the first query sees is in the square already
-        yield Piece(start + 1, stop, end, last, "causal")
+        yield AttentionPiece(start + 1, stop, end, last, "causal")
         return
     if begin + queries < end - 1:
-        yield Piece(start, stop, begin + queries, end - 1, "full")
-    yield Piece(start, stop, end - 1, last, "causal")
+        yield AttentionPiece(start, stop, begin + queries, end - 1, "full")
+    yield AttentionPiece(start, stop, end - 1, last, "causal")
 
 
-def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Piece]:
+def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionPiece]:
     """Any intervals: what all queries see needs no mask, what is left of it and right of it does."""
     lows, highs = low[start:stop], high[start:stop]
     begin, inner, outer, end = int(lows.min()), int(lows.max()), int(highs.min()), int(highs.max())
     left = inner + 1 if inner > begin else inner  # one key that all see, so that each query sees something
     right = outer - 1 if outer < end else outer
     if (stop - start) * (right - left) < CALL and (begin < inner or outer < end):
-        yield Piece(start, stop, begin, end, "band")
+        yield AttentionPiece(start, stop, begin, end, "band")
         return
     if begin < left:
-        yield Piece(start, stop, begin, left, "band")
+        yield AttentionPiece(start, stop, begin, left, "band")
     if left < right:
-        yield Piece(start, stop, left, right, "full")
+        yield AttentionPiece(start, stop, left, right, "full")
     if right < end:
-        yield Piece(start, stop, right, end, "band")
+        yield AttentionPiece(start, stop, right, end, "band")
 
 
 def _blocks(low: Ints, high: Ints, block: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._collectives import may_overwrite
 
 
-class Room:
+class MessageBuffer:
     """Memory that stays from one message to the next, on CPUs.
 
     There a process is given new memory page by page, as it first writes into each, and the memory of a large tensor
@@ -42,5 +42,5 @@ class Room:
         yield memory[:size].view(like.dtype)
         self._free[:] = [memory]
 
-    def __reduce__(self) -> tuple[type["Room"], tuple[()]]:
-        return Room, ()  # a copy has memory of its own
+    def __reduce__(self) -> tuple[type["MessageBuffer"], tuple[()]]:
+        return MessageBuffer, ()  # a copy has memory of its own

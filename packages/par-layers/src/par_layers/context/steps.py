@@ -11,13 +11,13 @@ from torch import Tensor
 from .._tensor_cache import kept_in
 from .columns import empty_like
 from .kernels import Documents, Kernels, Visible, wide_dtype
-from .merge import Spans, Sum, runs, spans_in_order
-from .pieces import Lengths, Piece, pieces, seen
+from .merge import RunningSoftmax, Spans, runs, spans_in_order
+from .pieces import AttentionPiece, Lengths, pieces, seen
 from .tokens import Ints, Runs
 
 
 @dataclass(frozen=True)
-class Step:
+class PieceStep:
     """One piece, and when its turn is.
 
     Args:
@@ -27,13 +27,13 @@ class Step:
             [2, queries].
     """
 
-    piece: Piece
+    piece: AttentionPiece
     spans: Spans
     bounds: Ints | None
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What one rank computes for one row of a batch, or for all rows alike.
 
     Args:
@@ -41,7 +41,7 @@ class Work:
         unseeing: Ranges of queries that see nothing.
     """
 
-    buffers: tuple[tuple[Step, ...], ...]
+    buffers: tuple[tuple[PieceStep, ...], ...]
     unseeing: tuple[tuple[int, int], ...]
 
 
@@ -53,7 +53,7 @@ def make_work(
     *,
     block: int,
     joins: Collection[str] = (),
-) -> Work:
+) -> StepWork:
     """Plans the pieces of local queries against several buffers of keys, which follow one another.
 
     Args:
@@ -77,9 +77,9 @@ def make_work(
             if piece.kind == "band" and low is not None and high is not None:
                 rows = slice(piece.q0, piece.q1)
                 bounds = np.stack([low[rows], high[rows]]).clip(piece.k0, piece.k1) - piece.k0
-            steps.append(Step(piece, next(remaining), bounds))
+            steps.append(PieceStep(piece, next(remaining), bounds))
         result.append(tuple(steps))
-    return Work(tuple(result), unseeing)
+    return StepWork(tuple(result), unseeing)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Masks:
     made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     documents: dict[tuple[Any, ...], Documents] = field(default_factory=dict)
 
-    def visible(self, step: Step, like: Tensor, *, biased: bool) -> Visible:
+    def visible(self, step: PieceStep, like: Tensor, *, biased: bool) -> Visible:
         """What a kernel is told of a piece.
 
         Args:
@@ -102,7 +102,7 @@ class Masks:
         documents = self._documents(piece.lengths, like) if piece.lengths else None
         return Visible(piece.kind, bias, piece.left, documents)
 
-    def of(self, step: Step, like: Tensor) -> Tensor:
+    def of(self, step: PieceStep, like: Tensor) -> Tensor:
         """The mask [queries, keys] of a piece, 0 where a query sees a key, else -inf; like a tensor."""
         queries, keys = step.piece.q1 - step.piece.q0, step.piece.k1 - step.piece.k0
         bounds = step.bounds
@@ -132,7 +132,7 @@ class Masks:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOptions:
     """How pieces are computed, whatever the mode.
 
     Args:
@@ -145,7 +145,7 @@ class Attention:
     masks: Masks
     scale: float
 
-    def forward(self, steps: Sequence[Step], q: Tensor, k: Tensor, v: Tensor, total: Sum) -> None:
+    def forward(self, steps: Sequence[PieceStep], q: Tensor, k: Tensor, v: Tensor, total: RunningSoftmax) -> None:
         """Computes pieces, and adds them up.
 
         Args:
@@ -162,7 +162,7 @@ class Attention:
             out, lse = kernel.forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], visible=visible, scale=self.scale)
             total.add(q0, step.spans, out, lse)
 
-    def backward(self, steps: Sequence[Step], queries: "Queries", keys: "Keys") -> None:
+    def backward(self, steps: Sequence[PieceStep], queries: "Queries", keys: "Keys") -> None:
         """Adds the gradients of pieces to those of queries and keys.
 
         Args:
@@ -264,7 +264,7 @@ class Keys(NamedTuple):
         self.dv.finish()
 
 
-class Saved(NamedTuple):
+class SavedAttention(NamedTuple):
     """What backward has of a whole attention on one rank.
 
     Args:
@@ -311,14 +311,14 @@ Rows = slice
 """Rows of a batch that have the same documents."""
 
 
-def by_rows(works: Sequence[Work], batch: int) -> list[tuple[Rows, Work]]:
+def by_rows(works: Sequence[StepWork], batch: int) -> list[tuple[Rows, StepWork]]:
     """The rows of a batch, with their work: all of them at once where they have the same documents."""
     if len(works) == 1:
         return [(slice(0, batch), works[0])]
     return [(slice(row, row + 1), work) for row, work in enumerate(works)]
 
 
-def halves(steps: Sequence[Step]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def halves(steps: Sequence[PieceStep]) -> tuple[tuple[PieceStep, ...], tuple[PieceStep, ...]]:
     """Cuts steps into two parts of about the same work, for two times of waiting."""
     half, done = sum(step.piece.pairs for step in steps) / 2, 0
     for number, step in enumerate(steps):

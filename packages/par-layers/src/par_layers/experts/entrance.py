@@ -105,7 +105,7 @@ class Entrance:
             routed = cut_rows(x.reshape(-1, width), self.group)
             return routed, routed
         if self.sequence:
-            routed, sent = _Gather.apply(x, self.group)  # type: ignore[no-untyped-call]
+            routed, sent = _GatherTwice.apply(x, self.group)  # type: ignore[no-untyped-call]
             return routed.reshape(-1, width), sent.reshape(-1, width)
         routed = x.reshape(-1, width)
         return routed, copy_to(routed, self.group)
@@ -206,7 +206,7 @@ class _JoinRows(torch.autograd.Function):
         return _own_rows(gradient, ctx.group), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTwice(torch.autograd.Function):
     """An all-gather along the sequence, for two readers.
 
     Backward: what all ranks have alike is cut, and what are partial sums is summed and cut, in one reduce-scatter.

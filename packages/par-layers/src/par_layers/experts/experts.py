@@ -21,7 +21,7 @@ from ..modes.grid import Axes, Grid
 from .config import ExpertConfig
 from .products import (
     Activation,
-    Segments,
+    ExpertSegments,
     activation_of,
     batched,
     is_one_by_one,
@@ -140,7 +140,7 @@ class Experts(ParallelLayer):
         rows, up, up_bias = in_autocast_dtype(rows.contiguous(), up, self._parameters[self._up + "_bias"])
         _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
         received = rows.shape[0] if route is None else route.splits.received
-        segments = Segments(counts, received, rows, up, down)
+        segments = ExpertSegments(counts, received, rows, up, down)
         y: Tensor = _ExpertsFunction.apply(  # type: ignore[no-untyped-call]
             rows,
             gates,
@@ -259,7 +259,7 @@ class _Computation:
     """
 
     activation: Activation
-    segments: Segments
+    segments: ExpertSegments
     adds_bias: bool
     up_hook: WeightGradHook | None
     down_hook: WeightGradHook | None

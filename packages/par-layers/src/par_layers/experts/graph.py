@@ -29,35 +29,35 @@ def filled(x: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> tuple[Ten
     Returns:
         [n, h] and [n]; zeros in empty slots.
     """
-    rows, of_rows = _Rows.apply(x, gates, order, places)  # type: ignore[no-untyped-call]
+    rows, of_rows = _FillSlots.apply(x, gates, order, places)  # type: ignore[no-untyped-call]
     return rows, of_rows
 
 
 def summed(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """The sum of each token's rows, [M, h], of those of all slots, [n, h]; `order` and `places` as in `filled`."""
-    sums: Tensor = _Sums.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    sums: Tensor = _SumSlots.apply(rows, order, places)  # type: ignore[no-untyped-call]
     return sums
 
 
 def begin(rows: Tensor, gates: Tensor, ranks: int, group: str) -> Tensor:
     """Begins to send as many rows [n, h] with their gates [n] to each rank of a named group; for `arrive`."""
-    started: Tensor = _Begin.apply(rows, gates, ranks, group)  # type: ignore[no-untyped-call]
+    started: Tensor = _BeginDispatch.apply(rows, gates, ranks, group)  # type: ignore[no-untyped-call]
     return started
 
 
 def arrive(started: Tensor, width: int, dtype: torch.dtype, ranks: int, group: str) -> tuple[Tensor, Tensor]:
     """Waits for the rows [n, width] and gates [n], of this dtype, that arrive."""
-    rows, gates = _Arrive.apply(started, width, dtype, ranks, group)  # type: ignore[no-untyped-call]
+    rows, gates = _FinishDispatch.apply(started, width, dtype, ranks, group)  # type: ignore[no-untyped-call]
     return rows, gates
 
 
 def back(rows: Tensor, ranks: int, group: str) -> Tensor:
     """Sends outputs [n, h] back, as many to each rank, and waits for those that come."""
-    arrived: Tensor = _Back.apply(rows, ranks, group)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _ReturnOutputs.apply(rows, ranks, group)  # type: ignore[no-untyped-call]
     return arrived
 
 
-class _Rows(torch.autograd.Function):
+class _FillSlots(torch.autograd.Function):
     """The rows and gates of all slots; backward: the sums of each token's rows, and the gates' places."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Rows(torch.autograd.Function):
         return _sums(rows, places), extended(gates).take(places), None, None
 
 
-class _Sums(torch.autograd.Function):
+class _SumSlots(torch.autograd.Function):
     """The sum of each token's rows; backward: its gradient in all their slots."""
 
     @staticmethod
@@ -99,7 +99,7 @@ def _sums(rows: Tensor, places: Tensor) -> Tensor:
     return sums_of_bags(extended(rows), places.flatten(), starts)
 
 
-class _Begin(torch.autograd.Function):
+class _BeginDispatch(torch.autograd.Function):
     """Begins to send rows with their gates; backward waits for their gradients."""
 
     @staticmethod
@@ -113,7 +113,7 @@ class _Begin(torch.autograd.Function):
         return *_unpacked(finish(started), ctx.width, ctx.dtype), None, None
 
 
-class _Arrive(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
     """Waits for rows with their gates; backward begins the way back of their gradients."""
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Arrive(torch.autograd.Function):
         return _begun(_packed(rows, gates), ctx.ranks, ctx.group), None, None, None, None
 
 
-class _Back(torch.autograd.Function):
+class _ReturnOutputs(torch.autograd.Function):
     """Sends outputs back; backward: their gradients, the same way."""
 
     @staticmethod

@@ -20,7 +20,7 @@ ALIGNED = 16
 """Bytes of which `grouped_mm` wants each row to have a multiple."""
 
 
-class Segments:
+class ExpertSegments:
     """Which rows are whose: those of each expert follow those of the one before.
 
     Args:
@@ -101,7 +101,7 @@ def is_aligned(weight: Tensor) -> bool:
     return lies and not weight.storage_offset() * weight.element_size() % ALIGNED
 
 
-def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, segments: ExpertSegments, bias: Tensor | None = None) -> Tensor:
     """Each row times its expert's matrix, without autograd.
 
     Args:
@@ -138,7 +138,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def weight_product(gradient: Tensor, x: Tensor, segments: Segments) -> Tensor:
+def weight_product(gradient: Tensor, x: Tensor, segments: ExpertSegments) -> Tensor:
     """The gradients of all matrices, [E, n, k], of rows [R, n] and [R, k]; zeros for an expert without rows."""
     if segments.are_grouped:
         return functional.grouped_mm(gradient.t(), x, offs=segments.offsets)
@@ -148,18 +148,18 @@ def weight_product(gradient: Tensor, x: Tensor, segments: Segments) -> Tensor:
     return total
 
 
-def of_each_row(vectors: Tensor, segments: Segments) -> Tensor:
+def of_each_row(vectors: Tensor, segments: ExpertSegments) -> Tensor:
     """For each row its expert's vector, [R, n] of [E, n]."""
     expert = torch.searchsorted(segments.offsets, _places(segments, vectors.device), right=True)
     return vectors.index_select(0, expert)
 
 
-def sums_of_rows(x: Tensor, segments: Segments) -> Tensor:
+def sums_of_rows(x: Tensor, segments: ExpertSegments) -> Tensor:
     """For each expert the sum of its rows, [E, n] of [R, n]; zeros for one without."""
     return torch.stack([part.sum(0) for part in x.split(segments.sizes)])
 
 
-def _places(segments: Segments, device: torch.device) -> Tensor:
+def _places(segments: ExpertSegments, device: torch.device) -> Tensor:
     return torch.arange(segments.rows, dtype=torch.int32, device=device)
 
 
@@ -186,7 +186,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int])
 
 
 def _multiplied(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-    y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, Segments(counts, len(rows), rows, weight))  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, ExpertSegments(counts, len(rows), rows, weight))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -209,14 +209,14 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Seq
             f"the gradient is {list(gradient.shape)} and rows are {list(rows.shape)}; they must be [R, n] and [R, k]"
         )
     gradient, rows = gradient.detach().contiguous(), rows.detach().contiguous()
-    segments = Segments(counts, len(rows), rows)
+    segments = ExpertSegments(counts, len(rows), rows)
     segments.are_grouped = can_be_grouped(rows.device, rows.dtype, gradient.shape[1], rows.shape[1])
     return weight_product(gradient, rows, segments)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, segments: ExpertSegments) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.segments = segments
         return product(rows, weight, segments)

@@ -56,7 +56,7 @@ class PlannedGrid(Grid):
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterShard:
     """What a rank has of a parameter.
 
     Args:
@@ -68,7 +68,7 @@ class Part:
     shape: tuple[int, ...]
 
 
-def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid, sum_over: Axes = ()) -> Part:
+def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid, sum_over: Axes = ()) -> ParameterShard:
     """The part of a parameter that is cut along one dim, in runs that are each cut by themselves.
 
     Args:
@@ -92,10 +92,10 @@ def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid,
             over = grid.larger(sum_over + run.sum_over)
             boxes.append(Box(corner, size, local * stride[dim], stride, grid.copies(run.axes), over))
         first, local = first + run.length, local + count
-    return Part(Sharding(tuple(shape), tuple(boxes)), local_shape)
+    return ParameterShard(Sharding(tuple(shape), tuple(boxes)), local_shape)
 
 
-def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> Part:
+def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> ParameterShard:
     """The part of a parameter that is whole on every rank.
 
     Args:
@@ -105,7 +105,7 @@ def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> Part:
     """
     record = whole(shape, grid.copies(()))
     boxes = tuple(replace(box, sum_over=grid.larger(sum_over)) for box in record.boxes)
-    return Part(Sharding(record.shape, boxes), tuple(shape))
+    return ParameterShard(Sharding(record.shape, boxes), tuple(shape))
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device
 
 
 @torch.no_grad()
-def keep_part_(parameter: nn.Parameter, part: Part) -> None:
+def keep_part_(parameter: nn.Parameter, part: ParameterShard) -> None:
     """Leaves this rank's part in a parameter, which stays the same object, and attaches the record.
 
     Args:
@@ -147,7 +147,7 @@ def keep_part_(parameter: nn.Parameter, part: Part) -> None:
     set_sharding(parameter, part.sharding)
 
 
-def _taken(tensor: Tensor, part: Part) -> Tensor:
+def _taken(tensor: Tensor, part: ParameterShard) -> Tensor:
     """This rank's part of a tensor, in memory of its own; padding is zero."""
     if tensor.is_meta:
         return tensor.new_empty(part.shape)
@@ -160,7 +160,7 @@ def _taken(tensor: Tensor, part: Part) -> Tensor:
     return local
 
 
-class Records:
+class ShardingRecords:
     """The records of a module's parameters, which a deep copy of the module gives to the copies of its parameters.
 
     torch copies a parameter without its attributes. Of an object in the module's `__dict__` it calls `__deepcopy__`.

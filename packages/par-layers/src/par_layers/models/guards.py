@@ -9,7 +9,7 @@ from par_groups import attributes
 
 from ..modes.grid import Axes, Grid
 from .hooks import Hook
-from .linear import Logits
+from .linear import GatheredLogits
 from .sequence import CutSequence
 
 
@@ -107,7 +107,7 @@ class ModelEntry(Hook):
         grid: Grid,
         axes: Axes,
         *,
-        logits: Logits | None,
+        logits: GatheredLogits | None,
         labels: int | None,
         sequence: CutSequence | None,
         heads: bool,

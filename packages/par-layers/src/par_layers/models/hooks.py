@@ -36,7 +36,7 @@ class Hook:
         return reduce_from(x, self.grid.group(self.axes))
 
 
-class CutVocabulary(Hook):
+class ShardedVocabularyHook(Hook):
     """An embedding whose rows are cut: each rank looks up its own ids, the rest gives zeros, and the sum is everything.
 
     Args:

@@ -43,7 +43,7 @@ class Watches(Protocol):
         """What the Row gave."""
 
 
-class Logits:
+class GatheredLogits:
     """Whether the output of the head is left cut over the vocabulary, which the model's entry says for every forward.
 
     Args:
@@ -61,7 +61,7 @@ class Logits:
         return self
 
 
-class Entry:
+class RegionEntry:
     """What a region and its columns share while the region runs: its whole input, and how it is gathered once more.
 
     Args:
@@ -208,7 +208,7 @@ class AdoptedColumn(_Adopted):
     Its attributes are those of the linear that it was, `in_features` and `out_features` of the whole weight among them.
     """
 
-    entry: Entry | None
+    entry: RegionEntry | None
     """Of the region that enters the input for all its columns; None where the column copies its input itself."""
 
     region: Watches | None
@@ -217,7 +217,7 @@ class AdoptedColumn(_Adopted):
     gather: bool
     """Whether the output is gathered, unless `logits` says otherwise."""
 
-    logits: Logits | None
+    logits: GatheredLogits | None
 
     def forward(self, x: Tensor) -> Tensor:
         """From [..., K], the same on all ranks, to this rank's features [..., N/p], or to all of them."""

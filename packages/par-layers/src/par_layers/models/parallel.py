@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from par_groups import sharding_of
 
 from .._layer_set import LayerSet
-from .linear import Logits
+from .linear import GatheredLogits
 from .loss import VocabularyLoss
 from .plans.styles import Style
 
@@ -46,7 +46,7 @@ class Parallelization:
     table: tuple[tuple[str, ...], ...]
     over: VocabularyLoss | None
     digest: str
-    head: Logits | None = None
+    head: GatheredLogits | None = None
 
     def describe(self) -> str:
         """A table of what was cut, alike layers in one line."""

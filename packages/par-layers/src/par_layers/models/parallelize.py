@@ -16,12 +16,12 @@ from ..modes.grid import EXPERTS
 from ..modes.layout import ActivationLayout
 from .adapters import base_model, check_prompts, wrapper_around
 from .counts import LocalConfig
-from .cutting import Records, keep_part_, make_alike_
+from .cutting import ShardingRecords, keep_part_, make_alike_
 from .dropout import AdoptedDropout, SameDraws, adopt_dropout_
 from .generation import Generation
 from .guards import ModelEntry, check_whole, guard_
-from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
-from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
+from .hooks import CutExperts, CutFeatures, LatentOutput, PartialOutput, ShardedVocabularyHook, SharedExpert
+from .linear import AdoptedColumn, AdoptedRow, GatheredLogits, RegionEntry, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .packed.forward import DealtForward, deal_
 from .packed.routed import RoutedForward
@@ -38,7 +38,7 @@ from .plans.styles import (
     SummedOutput,
 )
 from .proof import Proof
-from .regions import Block, FirstLayer, LastLayer, Region
+from .regions import FirstLayer, FullSequenceBlock, LastLayer, Region
 from .sequence import Begins, CutSequence
 from .survey.kinds import is_conv1d
 from .survey.survey import RegionPlan, Survey, deals_experts, survey, survey_planned, tensor_axes
@@ -228,7 +228,7 @@ class _Adoption:
         for name, parameter in self.model.named_parameters():
             keep_part_(parameter, self.found.parts[name])
         regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
-        head = Logits(self.logits == "cut") if vocabulary is not None else None
+        head = GatheredLogits(self.logits == "cut") if vocabulary is not None else None
         if self.axes:
             self._adopt_modules(regions, gives_logits, head)
             self._cut_the_sequence()
@@ -243,7 +243,7 @@ class _Adoption:
             self.model.register_forward_pre_hook(SameDraws(self.grid, self.axes).before)
         for module in self.model.modules():
             if module._parameters and not isinstance(module, ParallelLayer):
-                module.__dict__[RECORDS_OF_MODULE] = Records(module._parameters)
+                module.__dict__[RECORDS_OF_MODULE] = ShardingRecords(module._parameters)
         self._adopt_ends(vocabulary, head)
 
     def _head(self) -> str | None:
@@ -259,7 +259,7 @@ class _Adoption:
 
     # Modules
 
-    def _adopt_modules(self, regions: dict[str, Region], gives_logits: str | None, head: Logits | None) -> None:
+    def _adopt_modules(self, regions: dict[str, Region], gives_logits: str | None, head: GatheredLogits | None) -> None:
         """Every module that has a rule becomes what the rule says, or gets its hooks."""
         adopted: set[int] = set()
         for name, style in self.found.rules.items():
@@ -311,7 +311,7 @@ class _Adoption:
             module.register_forward_hook(CutFeatures(self.grid, self.axes).after)
             return
         embedding: Any = module
-        cut = CutVocabulary(self.grid, self.axes, embedding.num_embeddings, embedding.weight.shape[0])
+        cut = ShardedVocabularyHook(self.grid, self.axes, embedding.num_embeddings, embedding.weight.shape[0])
         if embedding.padding_idx is not None:
             local = embedding.padding_idx - cut.first
             embedding.padding_idx = local if 0 <= local < cut.rows else None
@@ -333,7 +333,7 @@ class _Adoption:
     # Regions
 
     def _region(self, name: str, plan: RegionPlan) -> Region:
-        entry = Entry(self.grid, self.axes) if self.axes and self.found.has_entry(name) else None
+        entry = RegionEntry(self.grid, self.axes) if self.axes and self.found.has_entry(name) else None
         inner = plan.heads and _drops(self.modules[name])
         watched = self.axes and (entry is not None or not plan.closed)
         return Region(
@@ -378,7 +378,7 @@ class _Adoption:
         around.register_forward_hook(begins.after, always_call=True)
         stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         for name in self.found.blocks:
-            block = Block(self.grid, self.axes, name, self.sequence)
+            block = FullSequenceBlock(self.grid, self.axes, name, self.sequence)
             self.modules[name].register_forward_pre_hook(block.before, with_kwargs=True)
             self.modules[name].register_forward_hook(block.after)
         stack[-1].register_forward_hook(last.after)
@@ -400,7 +400,7 @@ class _Adoption:
 
     # The ends of the model
 
-    def _adopt_ends(self, vocabulary: int | None, head: Logits | None) -> None:
+    def _adopt_ends(self, vocabulary: int | None, head: GatheredLogits | None) -> None:
         """The loss, what the head is told, and what is refused from now on."""
         over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary)
         shifts = shifts_labels(self.model)

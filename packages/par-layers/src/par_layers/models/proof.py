@@ -104,6 +104,6 @@ def _before(ends: Iterable[Any], stop: set[Any]) -> set[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if node not in stop and (is_end or type(node).__name__ != "_PairBackward"):
+        if node not in stop and (is_end or type(node).__name__ != "_CollectivePairBackward"):
             waiting.extend((before, False) for before, _ in node.next_functions if before is not None)
     return seen

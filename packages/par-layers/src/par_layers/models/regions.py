@@ -13,7 +13,7 @@ from ..layers.dropout import draw_key
 from ..modes.grid import Axes, Grid
 from ..modes.product_1d import SEQUENCE
 from .hooks import Hook
-from .linear import Entry
+from .linear import RegionEntry
 from .proof import Proof, is_provable
 from .sequence import CutSequence
 
@@ -37,7 +37,7 @@ class Region(Hook):
         axes: Axes,
         name: str,
         *,
-        entry: Entry | None,
+        entry: RegionEntry | None,
         sequence: CutSequence | None,
         inner_dropout: bool,
         proof: Proof | None,
@@ -150,7 +150,7 @@ class Region(Hook):
         self._put_back = lambda: generator.set_state(state) and None
 
 
-class Block(Hook):
+class FullSequenceBlock(Hook):
     """A module inside which everything is as without sequence parallelism: experts, open regions with Rows, others.
 
     Args:

@@ -53,11 +53,11 @@ class Cube:
     ) -> Tensor:
         """[B/d2, ..., K/d] and [N/d, K/d2] to [B/d2, ..., N/d]."""
         refuse(linear, "3d")
-        product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
+        product: Tensor = _CubeMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
 
 
-class _Product(torch.autograd.Function):
+class _CubeMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube, hook: WeightGradHook | None) -> Tensor:
         ctx.cube, ctx.hook = cube, hook

@@ -42,7 +42,7 @@ def local_product(
         return linear(x, weight, bias)
     if hook is None:
         return functional.linear(x, weight, bias)
-    product: Tensor = _Local.apply(x, weight, bias, hook)  # type: ignore[no-untyped-call]
+    product: Tensor = _LocalMatmul.apply(x, weight, bias, hook)  # type: ignore[no-untyped-call]
     return product
 
 
@@ -70,7 +70,7 @@ class Column1D:
         if linear is not None:
             whole = all_gather_to(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
             return linear(whole, weight, bias)
-        function = _SequenceColumn if self.sequence else _Column
+        function = _SequenceColumn if self.sequence else _ColumnMatmul
         product: Tensor = function.apply(x, weight, bias, self.group, hook)  # type: ignore[no-untyped-call]
         return product
 
@@ -108,7 +108,7 @@ class Row1D:
         return summed.add_(bias) if may_overwrite() else summed + bias
 
 
-class _Column(torch.autograd.Function):
+class _ColumnMatmul(torch.autograd.Function):
     """Backward: the all-reduce of the input gradient is in flight while the weight gradient is computed."""
 
     @staticmethod
@@ -158,7 +158,7 @@ class _SequenceColumn(torch.autograd.Function):
         return None if scattering is None else finish(scattering), of_weight, of_bias, None, None
 
 
-class _Local(torch.autograd.Function):
+class _LocalMatmul(torch.autograd.Function):
     """The plain product, whose weight gradient is left to a hook."""
 
     @staticmethod

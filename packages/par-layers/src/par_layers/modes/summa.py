@@ -43,7 +43,7 @@ class Summa:
     ) -> Tensor:
         """[B/q, ..., K/q] and [N/q, K/q] to [B/q, ..., N/q]."""
         refuse(linear, "2d or 2.5d")
-        product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
+        product: Tensor = _SummaMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
 
     @property
@@ -72,7 +72,7 @@ class Summa:
         return (x_block, w_block), [x_work, w_work]
 
 
-class _Product(torch.autograd.Function):
+class _SummaMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, square: Summa, hook: WeightGradHook | None) -> Tensor:
         ctx.square, ctx.hook = square, hook
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
 
 def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, square: Summa) -> tuple[Tensor, Tensor]:
     """dX[i, k] is the sum over "col" of dY[i, j] W[j, k]; dW[j, k] the sum over "row" of dY[i, j].T X[i, k]."""
-    of_x, of_weight = _Reduction(square.along_row), _Reduction(square.along_col)
+    of_x, of_weight = _SummaReduction(square.along_row), _SummaReduction(square.along_col)
     for k, x_block, w_block in square.blocks(x, weight):
         of_x.start(gradient @ w_block, k)
         of_weight.start(gradient.t() @ x_block, k)
@@ -112,7 +112,7 @@ def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, square: Summa) 
 
 
 def _input_gradient(weight: Tensor, gradient: Tensor, square: Summa) -> Tensor:
-    of_x = _Reduction(square.along_row)
+    of_x = _SummaReduction(square.along_row)
     for k in range(square.q):
         w_block, work = _start_broadcast(weight, k, square.along_col)
         work.wait()
@@ -121,7 +121,7 @@ def _input_gradient(weight: Tensor, gradient: Tensor, square: Summa) -> Tensor:
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor, square: Summa) -> Tensor:
-    of_weight = _Reduction(square.along_col)
+    of_weight = _SummaReduction(square.along_col)
     for k in range(square.q):
         x_block, work = _start_broadcast(x, k, square.along_row)
         work.wait()
@@ -129,7 +129,7 @@ def _weight_gradient(x: Tensor, gradient: Tensor, square: Summa) -> Tensor:
     return of_weight.finish()
 
 
-class _Reduction:
+class _SummaReduction:
     """Partial sums for every member of a group; each keeps the sum that is its own.
 
     Two reductions at most are in flight, so that the partial sums in memory do not grow with the group.

@@ -25,8 +25,8 @@ from ..._torch_private import functional_collectives
 from ..cost import num_gather_parts
 from ..fetch import Fetch, transfers
 from ..mask import Mask
-from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from ..steps import Attention, Keys, Masks, Saved, Work, by_rows, halves, make_work, plain
+from ..merge import RunningSoftmax, add_sinks_, empty_sum, sinks_gradient
+from ..steps import AttentionOptions, Keys, Masks, SavedAttention, StepWork, by_rows, halves, make_work, plain
 from ..tokens import Ints, Tokens
 
 
@@ -41,15 +41,15 @@ class GatherPlan:
         masks: The additive masks of its pieces.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[StepWork, ...]
     fetch: Fetch
     most: int
     masks: Masks = field(default_factory=Masks)
-    _exchanges: dict[tuple[int, torch.device], "Exchange"] = field(default_factory=dict)
+    _exchanges: dict[tuple[int, torch.device], "KeyExchange"] = field(default_factory=dict)
 
-    def exchange(self, batch: int, device: torch.device) -> "Exchange":
+    def exchange(self, batch: int, device: torch.device) -> "KeyExchange":
         """The exchange for a batch of so many rows."""
-        return kept_in(self._exchanges, (batch, device), lambda: Exchange.of(self.fetch, batch, device))
+        return kept_in(self._exchanges, (batch, device), lambda: KeyExchange.of(self.fetch, batch, device))
 
 
 def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> GatherPlan:
@@ -73,7 +73,7 @@ def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collec
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class KeyExchange:
     """The two ways of fetched keys and values, there and home, for a batch of so many rows.
 
     Args:
@@ -91,7 +91,7 @@ class Exchange:
     order: Tensor | None
 
     @classmethod
-    def of(cls, fetch: Fetch, batch: int, device: torch.device) -> "Exchange":
+    def of(cls, fetch: Fetch, batch: int, device: torch.device) -> "KeyExchange":
         """The exchange of one rank, its indices on a device."""
         sent, order = fetch.send_splits(batch), fetch.order(batch)
         parts = np.split(fetch.send_index(batch), np.cumsum(sent)[:-1])
@@ -146,7 +146,7 @@ class Exchange:
                 flat_k.index_add_(0, index, arrived[place, :, :head].to(dk.dtype))
                 flat_v.index_add_(0, index, arrived[place, :, head:].to(dv.dtype))
 
-    def rows(self, buffers: Tensor, works: Sequence[Work]) -> Iterator[Tensor]:
+    def rows(self, buffers: Tensor, works: Sequence[StepWork]) -> Iterator[Tensor]:
         """The buffer of each row of a batch, or one for all rows where these have the same documents."""
         if len(works) == 1:
             yield buffers.unflatten(0, (len(self.buffered), -1))
@@ -162,7 +162,14 @@ class Exchange:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: GatherPlan, how: Attention, options: "GatherOptions"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    plan: GatherPlan,
+    how: AttentionOptions,
+    options: "GatherOptions",
 ) -> Tensor:
     """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
 
@@ -175,7 +182,7 @@ def attend(
         how: How pieces are computed.
         options: The group, and how heads travel.
     """
-    result: Tensor = _Gather.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherAttention.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -205,7 +212,7 @@ class GatherOptions:
         ]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - torch's signature
         ctx: Any,
@@ -214,7 +221,7 @@ class _Gather(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         plan: GatherPlan,
-        how: Attention,
+        how: AttentionOptions,
         options: GatherOptions,
     ) -> Tensor:
         out, lse = empty_sum(q, v.shape[3])
@@ -231,7 +238,7 @@ class _Gather(torch.autograd.Function):
 
         started = start(0)
         for number, (heads, key_heads) in enumerate(parts):
-            totals = [Sum(out[row, :, heads], lse[row, heads], work.unseeing) for row, work in rows]
+            totals = [RunningSoftmax(out[row, :, heads], lse[row, heads], work.unseeing) for row, work in rows]
             for (row, work), total in zip(rows, totals, strict=True):
                 how.forward(work.buffers[0], q[row, :, heads], k[row, :, key_heads], v[row, :, key_heads], total)
             if exchange is None or started is None:
@@ -253,7 +260,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         plan, how, options = ctx.plan, ctx.how, ctx.options
-        head, saved = k.shape[3], Saved(plain(gradient), q, k, v, out, lse)
+        head, saved = k.shape[3], SavedAttention(plain(gradient), q, k, v, out, lse)
         dq, dk, dv = saved.empty_gradients(beside=plan.most == 0)
         rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, v, plan)
         exchange = None if plan.most == 0 else plan.exchange(q.shape[0], q.device)
@@ -273,7 +280,7 @@ class _Gather(torch.autograd.Function):
             under_way: list[Tensor] = exchange.start(k[:, :, heads], v[:, :, heads], options.group)
             return under_way
 
-        def foreign(number: int, exchange: Exchange, fetched: Tensor) -> Tensor:
+        def foreign(number: int, exchange: KeyExchange, fetched: Tensor) -> Tensor:
             """The gradients of the fetched keys of a part."""
             gradients = torch.empty(fetched.shape, dtype=dq.dtype, device=fetched.device)
             buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)

@@ -19,8 +19,8 @@ from par_groups import Axes, Channels, ProcessGroups, sendable
 from ..._torch_private import group_of_name
 from ..fetch import Hops, hops, transfers
 from ..mask import Mask
-from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from ..steps import Attention, Keys, Masks, Saved, Work, by_rows, make_work, plain
+from ..merge import RunningSoftmax, add_sinks_, empty_sum, sinks_gradient
+from ..steps import AttentionOptions, Keys, Masks, SavedAttention, StepWork, by_rows, make_work, plain
 from ..tokens import Tokens
 
 par_wait_axis = ""
@@ -40,7 +40,7 @@ class RingPlan:
         masks: The additive masks of its pieces.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[StepWork, ...]
     hops: Hops
     rank: int
     ranks: int
@@ -106,7 +106,14 @@ def channels_of(groups: ProcessGroups, axes: Axes) -> tuple[dist.ProcessGroup, d
 
 
 def attend_ring(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: RingPlan, how: Attention, options: RingOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    plan: RingPlan,
+    how: AttentionOptions,
+    options: RingOptions,
 ) -> Tensor:
     """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
 
@@ -132,12 +139,12 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         plan: RingPlan,
-        how: Attention,
+        how: AttentionOptions,
         options: RingOptions,
     ) -> Tensor:
         out, lse = empty_sum(q, v.shape[3])
         head, rows = k.shape[3], by_rows(plan.works, q.shape[0])
-        totals = [Sum(out[row], lse[row], work.unseeing) for row, work in rows]
+        totals = [RunningSoftmax(out[row], lse[row], work.unseeing) for row, work in rows]
         travelling = TravellingKeys(plan, k, v, options.keys)
         for hop in range(plan.hops.steps + 1):
             here = travelling.start(hop + 1)
@@ -161,7 +168,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         plan, how = ctx.plan, ctx.how
         head, rows = k.shape[3], by_rows(plan.works, q.shape[0])
-        saved = Saved(plain(gradient), q, k, v, out, lse)
+        saved = SavedAttention(plain(gradient), q, k, v, out, lse)
         dq, dk, dv = saved.empty_gradients()
         queries = [saved.queries(dq, row) for row, _ in rows]
         local = [saved.keys(dk, dv, row) for row, _ in rows]

@@ -20,7 +20,7 @@ from ..._collectives import finish, may_overwrite
 from ..._tensor_cache import tensor_cache
 from ..._torch_private import functional_collectives, group_of_name
 from ..columns import columns, joined
-from ..room import Room
+from ..room import MessageBuffer
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HeadShares:
     rank: int
     heads: int
     key_heads: int
-    room: Room = field(default_factory=Room, compare=False, repr=False)
+    room: MessageBuffer = field(default_factory=MessageBuffer, compare=False, repr=False)
 
     @property
     def mine(self) -> int:

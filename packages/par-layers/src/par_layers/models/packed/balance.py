@@ -46,12 +46,12 @@ def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
             "num_experts and num_experts_per_tok what loss of balance it adds; for routers of your own use "
             "Router(balance=LoadBalancing(..., scope='step'))"
         )
-    if not any(isinstance(hook, _Whole) for hook in map(_owner, found[0]._forward_hooks.values())):
-        found[0].register_forward_hook(_Whole(found[0], groups).after, with_kwargs=True)
+    if not any(isinstance(hook, _GlobalAuxLoss) for hook in map(_owner, found[0]._forward_hooks.values())):
+        found[0].register_forward_hook(_GlobalAuxLoss(found[0], groups).after, with_kwargs=True)
     return model
 
 
-class _Whole:
+class _GlobalAuxLoss:
     """In the place of a rank's own loss of balance, that of its tokens by the shares of all ranks.
 
     Args:

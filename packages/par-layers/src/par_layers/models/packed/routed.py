@@ -26,7 +26,7 @@ class RoutedForward:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name, self.replay = module, name, RoutingReplay()
         self._own = vars(module).get("forward")
-        self._run: _Run | None = None  # within a forward that may run again, or does
+        self._run: _WatchedRun | None = None  # within a forward that may run again, or does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block is called.
@@ -64,7 +64,7 @@ class RoutedForward:
             return self._own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _begun(self) -> "_Run | None":
+    def _begun(self) -> "_WatchedRun | None":
         """A run whose choices are kept, or given again; None where a forward runs once."""
         if torch.compiler.is_compiling() or not self.module.training:
             return None
@@ -79,10 +79,10 @@ class RoutedForward:
             choice = self.replay.take(key) if again else None
         except ValueError as error:
             raise ValueError(f"{self.name or type(self.module).__name__!r}: {error}") from None
-        return None if again and choice is None else _Run(key, None if choice is None else choice.ids)
+        return None if again and choice is None else _WatchedRun(key, None if choice is None else choice.ids)
 
 
-class _Run(TorchFunctionMode):
+class _WatchedRun(TorchFunctionMode):
     """One run of a block: a first one, of which is kept what topk gives, or a recompute, which is given that.
 
     Args:

@@ -10,7 +10,7 @@ from ...layers.embedding import padded
 from ...layers.linear import block_rows
 from ...layers.parameter import Rows
 from ...modes.grid import Axes, Grid
-from ..cutting import Part, part_along, part_whole
+from ..cutting import ParameterShard, part_along, part_whole
 from ..plans.plans import names_around
 from ..plans.styles import (
     ColumnParallel,
@@ -48,7 +48,9 @@ class ParameterShards:
     ) -> None:
         self.model, self.rules, self.experts, self.grid, self.axes, self.unit = model, rules, experts, grid, axes, unit
 
-    def shards(self, regions: Collection[str], blocks: Collection[str], layers: str | None) -> dict[str, Part]:
+    def shards(
+        self, regions: Collection[str], blocks: Collection[str], layers: str | None
+    ) -> dict[str, ParameterShard]:
         """Return the shard of each parameter, by its first name.
 
         Args:
@@ -60,8 +62,8 @@ class ParameterShards:
             TypeError: A rule cannot shard the parameter that it is for.
             ValueError: A size does not divide, or a tied parameter has two different rules.
         """
-        parts: dict[str, Part] = {}
-        uses: dict[int, list[tuple[str, Part | None]]] = {}
+        parts: dict[str, ParameterShard] = {}
+        uses: dict[int, list[tuple[str, ParameterShard | None]]] = {}
         first: dict[int, tuple[str, nn.Parameter]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             for own, parameter in module.named_parameters(recurse=False):
@@ -84,7 +86,7 @@ class ParameterShards:
             parts[name] = part or part_whole(parameter.shape, self.grid, self._sum_over(name, regions, blocks, layers))
         return parts
 
-    def _part(self, path: str, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
+    def _part(self, path: str, module: nn.Module, own: str, parameter: Tensor) -> ParameterShard | None:
         """The part that a rule gives; None where no rule cuts it.
 
         Raises:
@@ -95,7 +97,7 @@ class ParameterShards:
         style = self.rules.get(name)
         if path in self.experts:
             dealt: Any = self.experts[path]._parameters[own]
-            return Part(dealt.par_sharding, tuple(dealt.shape))
+            return ParameterShard(dealt.par_sharding, tuple(dealt.shape))
         try:
             if style is not None:
                 return self._bare_part(style, parameter, name)
@@ -110,7 +112,9 @@ class ParameterShards:
             raise ValueError(f"{name!r}: {error}") from None
         return None
 
-    def _column_part(self, path: str, style: ColumnParallel, module: nn.Module, own: str, parameter: Tensor) -> Part:
+    def _column_part(
+        self, path: str, style: ColumnParallel, module: nn.Module, own: str, parameter: Tensor
+    ) -> ParameterShard:
         features, _ = features_of(module)
         dim = 0 if own == "bias" or not is_conv1d(module) else 1
         if style.gather:
@@ -122,14 +126,14 @@ class ParameterShards:
             parameter.shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid
         )
 
-    def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
+    def _row_part(self, style: RowParallel, module: nn.Module, own: str, parameter: Tensor) -> ParameterShard | None:
         _, features = features_of(module)
         if own == "bias":
             return None
         dim = 0 if is_conv1d(module) else 1
         return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
 
-    def _table_part(self, style: EmbeddingParallel, module: nn.Module, parameter: Tensor) -> Part:
+    def _table_part(self, style: EmbeddingParallel, module: nn.Module, parameter: Tensor) -> ParameterShard:
         assert isinstance(module, nn.Embedding)  # noqa: S101 - `check_embedding` has checked it
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(
@@ -147,7 +151,7 @@ class ParameterShards:
         rows = Rows(length=ids, axes=self.axes, padded=padded(ids, self.grid.size(self.axes)))
         return part_along(parameter.shape, 0, [rows], self.grid)
 
-    def _bare_part(self, style: Style, parameter: Tensor, name: str) -> Part | None:
+    def _bare_part(self, style: Style, parameter: Tensor, name: str) -> ParameterShard | None:
         """This rank's part of a parameter that has a rule itself: experts' weights [E, N, K], or a number a head."""
         dims = parameter.dim()
         if isinstance(style, ColumnParallel) and dims in (1, 3):

@@ -17,7 +17,7 @@ from par_groups import Topology
 from ...experts.experts import Experts
 from ...modes.grid import EXPERTS, Axes, Grid
 from ..adapters import Wrapper, wrapper_around, wrappers_of
-from ..cutting import Part, PlannedGrid
+from ..cutting import ParameterShard, PlannedGrid
 from ..packed.look import experts_like, is_packed
 from ..plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve, warn_if_layers_stay_full
 from ..plans.styles import (
@@ -86,7 +86,7 @@ class Survey:
     resolved: Resolved
     rules: dict[str, Style]
     wrappers: dict[str, Wrapper]
-    parts: dict[str, Part]
+    parts: dict[str, ParameterShard]
     regions: dict[str, RegionPlan]
     layers: str | None
     head: str | None
