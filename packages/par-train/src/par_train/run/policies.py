@@ -73,8 +73,8 @@ class MonitoringPolicy:
     Args:
         profile: Steps that torch's profiler traces, such as "steps=10:15", which excludes 15. trace.json has the traces
             of all ranks for Perfetto, with a pipeline's actions as separate tracks. None traces nothing.
-        diagnose: Seconds without progress after which one line names the rank that blocks the other ranks, and its
-            call. On SIGQUIT, and when a rank fails, the line is printed at once. None watches nothing.
+        diagnose: Seconds without progress after which one line names the rank that hangs, the place and the cause. The
+            line is printed at once after SIGQUIT, or if a rank fails. None: no watchdog.
         goodput: Whether lines of metrics have the shares of time spent since the last line: `time_data`, `time_step`,
             `time_checkpoint` and so on of rank 0, and on CPUs `exposed_tensor` and so on for waiting in collectives of
             each axis. The run prints a summary at the end.

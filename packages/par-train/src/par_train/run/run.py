@@ -33,37 +33,6 @@ class Run(TrainingLoop):
         .par-train.lock             keeps a second run out; it ends with the process, however that ends
 
     Args:
-<<<<<<< HEAD
-        folder: The folder of the run, on a file system that all ranks share; it is made if it is not there.
-        strategy: The strategy that has initialized what is trained.
-        resume: "auto" goes on from the newest checkpoint in the folder, and starts anew if there is none. The path of
-            another run's folder, of a folder of checkpoints, or of one checkpoint goes on from there. None starts anew;
-            but ranks that torchrun starts again go on from what they had saved.
-        overwrite: Replaces the run that the folder has, as soon as training begins.
-        checkpoint_every: Steps between two checkpoints; None saves at the end alone.
-        keep_last: Number of the newest checkpoints that stay; None keeps all. With tiers also a list of one for each.
-        tiers: Storage tiers of this run, such as `Tiers(["/dev/shm/llama", "s3://bucket/llama"])`, which each get a
-            folder `checkpoints`. The folder of the run may be one of them. Training waits only for the first tier, and
-            the run ends when the last one has everything. A run resumes from the nearest tier that has the newest step.
-        async_: Whether training goes on while a checkpoint is written, as in `Strategy.checkpoint`. The last one is
-            waited for.
-        log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
-        trackers: What gets each line on rank 0: "tensorboard", "wandb" or "mlflow", which must be installed, or objects
-            with `log(values, step)`.
-        profile: Steps whose trace torch's profiler takes, such as "steps=10:15", of which 15 is not one: trace.json has
-            all ranks' for Perfetto, with a pipeline's actions as tracks of their own. None: none.
-        diagnose: Seconds without progress after which one line names the rank that hangs, the place and the cause. The
-            line is printed at once after SIGQUIT, or if a rank fails. None: no watchdog.
-        goodput: Whether lines have where the time since the line before went, as shares: `time_data`, `time_step`,
-            `time_checkpoint` and so on of rank 0's, `exposed_tensor` and so on of waiting in collectives of each
-            axis, where a host can know that: on CPUs. A summary is printed at the end.
-        flops: Operations of the whole model for one token, such as `model_flops` gives: lines then have
-            `flops_per_second` and `mfu`, too, of what is logged as `tokens`.
-        peak_flops: Operations a second of one device; None: those of GPUs that are known. Without, there is no `mfu`.
-        progress: Whether rank 0 shows progress: a bar on a terminal, else a line every ten seconds.
-        format: Files of the checkpoints, such as `Format(assets=["Qwen3-8B"])` with those of a tokenizer. Default:
-            `Format()`.
-=======
         folder: Folder of the run, on a file system that all ranks share; the run creates it if it does not exist.
         strategy: Strategy that has initialized what is trained.
         resume: "auto" resumes from the newest checkpoint in the folder, and starts at step 0 without one. The path of
@@ -73,7 +42,6 @@ class Run(TrainingLoop):
         checkpoint: When and where to save; default: only at the end, in the folder.
         logging: What to write about steps; default: a line every ten steps, and progress.
         monitoring: What to watch; default: the diagnosis of hangs.
->>>>>>> 026a96a2 (train: make a run of parts, and pass its options in policies)
 
     Attributes:
         step: Steps done, including those of earlier runs.
