@@ -77,7 +77,7 @@ def test_a_folder_of_an_encoder_is_refused(family, tmp_path):
             if decoder:
                 strategy.from_pretrained(folder)
                 continue
-            with pytest.raises(ValueError, match=rf"holds {family}ForMaskedLM, and .* set is_decoder=True"):
+            with pytest.raises(ValueError, match=rf"holds {family}ForMaskedLM: .* set is_decoder=True"):
                 strategy.from_pretrained(folder)
             model = model_of(family, "ForCausalLM" if family == "Roberta" else "LMHeadModel", **sizes)
             model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
