@@ -292,9 +292,9 @@ SMALL = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_at
 OTHER_LOSSES = {
     "LlamaForTokenClassification": "computes ForTokenClassification",
     "LlamaForSequenceClassification": "computes ForSequenceClassificationLoss",
-    "BertForMaskedLM": "BertForMaskedLM computes its own",
-    "BertForMultipleChoice": "BertForMultipleChoice computes its own",
-    "LlamaModel": "LlamaModel computes its own",
+    "BertForMaskedLM": "BertForMaskedLM computes its own loss",
+    "BertForMultipleChoice": "BertForMultipleChoice computes its own loss",
+    "LlamaModel": "LlamaModel computes its own loss",
 }
 
 
@@ -323,8 +323,8 @@ def test_loss_that_is_not_causal_is_refused():
     rules = {
         **OTHER_LOSSES,
         "own loss_function": "computes <lambda>",
-        "subclass": "WithAuxiliary computes its own",
-        "Holder": "a Holder contains a LlamaForCausalLM and may compute its own",
+        "subclass": "WithAuxiliary computes its own loss",
+        "Holder": "a Holder contains a LlamaForCausalLM and may compute its own loss",
         "z-loss": "adds 0.5 of a z-loss",
     }
     for name, model in models.items():
