@@ -1,4 +1,4 @@
-"""`checkpoint_layers`: hooks on the layers of a model, so that they keep less for backward and compute it again."""
+"""Activation checkpointing by hooks on a model's layers: `checkpoint_layers` saves less and recomputes the rest."""
 
 from typing import Any, TypeVar
 
@@ -24,38 +24,39 @@ def checkpoint_layers(
     example: Any = None,
     to_host: ToHost | None = None,
 ) -> Model:
-    """Lets the layers of a model keep less for backward, and compute the rest again.
+    """Install activation checkpointing on the layers of a model: save less for backward and recompute the rest.
 
-    Modules, parameters, names and state dict stay what they are: there are hooks on the layers, and on those of their
-    modules that are dropped. Losses and gradients are the same, bit for bit, where operations are deterministic.
+    The function only adds hooks to the layers and to their dropped modules. Modules, parameters, names and the state
+    dict stay unchanged. Losses and gradients are bitwise identical if all operations are deterministic.
 
-    "cheap", Drop and Keep need to know what a layer saves. They look at the first forward of each layer, which keeps
-    the inputs of layers alone, or, with an `example`, at one on fake tensors now. Inputs of another kind, such as a
-    model in another mode, are looked at alike when they first come.
+    The policies "cheap", Drop and Keep need the list of tensors that each layer saves. They observe the first forward
+    of each layer; in this forward, the layer saves only its inputs. With an `example`, they observe one forward on fake
+    tensors now instead. They observe a new kind of call, such as a model in another mode, when it first happens.
 
     Args:
-        model: The model. Call this before `par_zero.shard` and other wrappers; torch.compile is not for such models.
-        policy: What is kept. None: everything; without `to_host` nothing is changed. "cheap": all but what modules
-            without a product make, such as norms and activation functions. "layers": the inputs of layers alone, as
-            `Layers()`. `Layers(every=2)`: of every second layer. `Drop(which)`: all but what these modules make.
-            `Keep("6GB")`: as much as a budget allows. `Ops(save)`: the inputs of layers, and some operations' results.
-        layers: Which modules are layers. "auto": the items of every ModuleList, ModuleDict and Sequential that have
-            modules and parameters of their own, but no items of items. Or a function that is True of a layer, or the
-            layers. They may not lie within each other.
-        example: What the model is called with, to look at its layers now: a tuple of positional arguments, a dict of
-            keyword arguments, or one argument. The sizes, dtypes and devices of its tensors count, no element is read.
-            "layers", Layers and Ops need none.
-        to_host: Lets what is kept wait in host memory; None: it stays where it is. Under Ops the inputs of layers do,
-            and results of operations stay.
+        model: Model. Call this function before `par_zero.shard` and other wrappers. torch.compile is not supported.
+        policy: Activations to save. None: all of them; without `to_host` the model stays unchanged. "cheap": all but
+            the outputs of modules without a matmul, such as norms and activation functions. "layers": only the inputs
+            of layers, as `Layers()`. `Layers(every=2)`: the same for every second layer. `Drop(which)`: all but the
+            outputs of the chosen modules. `Keep("6GB")`: as many as a budget allows. `Ops(save)`: the inputs of layers
+            and the results of some operations.
+        layers: Modules to treat as layers, or a function that returns True for a layer. "auto": the items of every
+            ModuleList, ModuleDict and Sequential that have modules and parameters of their own, but no items of items.
+            Layers must not be nested.
+        example: Arguments for one forward on fake tensors: a tuple of positional arguments, a dict of keyword
+            arguments, or one argument. Only the sizes, dtypes and devices of its tensors matter. "layers", Layers and
+            Ops do not need it.
+        to_host: Options for offloading saved activations to host memory; None: no offloading. Under Ops, the inputs of
+            layers are offloaded, and the results of operations stay on the device.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        TypeError: `layers` is neither a word, nor a function, nor modules, or `to_host` is no ToHost.
-        ValueError: The policy or `layers` is none of these; there is no layer; a layer is compiled or drops activations
-            already; or, with an example, the budget is too small or no module can be called again. The model is
-            what it was. Without an example the last two come in the second forward.
+        TypeError: `layers` is neither a word, nor a function, nor modules, or `to_host` is not a ToHost.
+        ValueError: The policy or `layers` is not supported, the model has no layer, or a layer is compiled or drops
+            activations already. With an example, also: the budget is too small, or no module can be called again. The
+            model stays unchanged. Without an example, the second forward raises these two errors.
     """
     chosen = checked(policy)
     if to_host is not None and not isinstance(to_host, ToHost):
@@ -102,7 +103,7 @@ def checkpoint_layers(
 
 
 def _look(model: nn.Module, planner: Planner, example: Any) -> None:
-    """Runs the model once on fake tensors, and decides what is dropped."""
+    """Run the model once on fake tensors, and plan which modules are dropped."""
     args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
     kwargs = example if isinstance(example, dict) else {}
     planner.fake = True

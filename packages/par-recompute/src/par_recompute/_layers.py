@@ -1,26 +1,27 @@
-"""Which modules are layers: what is kept and computed again is decided for each of them."""
+"""Choice of the modules that count as layers. The policy decides for each layer what it saves and recomputes."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
 LayersOf = str | Callable[[nn.Module], bool] | Iterable[nn.Module]
-"""How layers are told: "auto", a function of a module, or the modules."""
+"""Accepted forms of the `layers` argument: "auto", a function of a module, or the modules."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def choose_layers(root: nn.Module, layers: LayersOf = "auto") -> dict[str, nn.Module]:
-    """The layers by name, in the order in which the model has them.
+    """Return the layers by name, in the order of `named_modules`.
 
     Args:
-        root: The model.
+        root: Model.
         layers: "auto" for the items of every ModuleList, ModuleDict and Sequential that have modules and parameters of
-            their own, but no items of items; a function that is True of a layer; or the layers.
+            their own, but no items of items; a function that returns True for a layer; or the layers.
 
     Raises:
-        TypeError: What is neither a word, nor a function, nor modules.
-        ValueError: There is no layer, one is not in the model or lies within another, or a word is not "auto".
+        TypeError: `layers` is neither a word, nor a function, nor modules.
+        ValueError: The model has no layer, a layer is not in the model or is nested in another layer, or a word is not
+            "auto".
     """
     if isinstance(layers, str):
         if layers != "auto":
@@ -51,7 +52,7 @@ def choose_layers(root: nn.Module, layers: LayersOf = "auto") -> dict[str, nn.Mo
 
 
 def _items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of containers within a module, the outermost that are no containers without a forward themselves."""
+    """Yield the outermost layers among the items of all containers within a module."""
     for child in module.children():
         if isinstance(module, _CONTAINERS) and _is_layer(child):
             yield child

@@ -1,4 +1,4 @@
-"""What is kept for backward and what is computed again: the policies that `checkpoint_layers` takes."""
+"""Policies of `checkpoint_layers`: which activations are saved for backward and which are recomputed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from par_groups import parse_size
 
 @dataclass(frozen=True)
 class Layers:
-    """Whole layers run again in backward; of each of them its inputs alone are kept.
+    """Policy that saves only the inputs of layers and runs the complete layers again in backward.
 
     Args:
-        every: Which ones: 1 for each of them, 2 for the first, the third and so on.
+        every: Stride over the layers; 1 recomputes each layer, 2 the first, the third and so on. Default: 1.
 
     Raises:
         ValueError: The number is below 1.
@@ -29,16 +29,16 @@ class Layers:
 
 @dataclass(frozen=True)
 class Drop:
-    """The outputs of some modules are not kept; the modules are called again in backward, the rest of the layer is not.
+    """Policy that drops the outputs of chosen modules and calls only these modules again in backward.
 
-    A module whose output nobody saves, or that cannot be called again, stays as it is; the table that `measure` prints
-    says why.
+    A chosen module stays as it is if its output is not saved or if it cannot be called again. The table that `measure`
+    prints lists the reason.
 
     Args:
-        which: Says of a module, by its name in the model and itself, whether its output is dropped.
+        which: Function of a module's name in the model and the module; returns True if the module's output is dropped.
 
     Raises:
-        TypeError: It is no function.
+        TypeError: `which` is not callable.
     """
 
     which: Callable[[str, nn.Module], bool]
@@ -50,19 +50,20 @@ class Drop:
 
 @dataclass(frozen=True)
 class Keep:
-    """As much as a budget allows is kept; what costs least is computed again.
+    """Policy that saves as many activations as a budget allows and recomputes the cheapest rest.
 
-    Of each layer modules are dropped, or the layer as a whole runs again, such that all layers keep within the budget
-    and take the fewest seconds. It is a budget of one forward: with several microbatches under way, of each of them.
+    Each layer drops some modules or runs again completely. The plan keeps the sum over all layers within the budget and
+    minimizes the time of recomputation. The budget holds for one forward: several microbatches in flight take as many
+    times the budget.
 
     Args:
-        budget: What all layers may keep: bytes, a text such as "6GB" or "512MiB", or a part from 0.0 to 1.0 of what
-            they would keep by themselves. None: their inputs alone, until `set_budget` says more, by what `choices` has
-            measured meanwhile.
+        budget: Limit for the saved activations of all layers: bytes, a text such as "6GB" or "512MiB", or a fraction
+            from 0.0 to 1.0 of the bytes saved without a policy. None: layers save only their inputs and measure the
+            recomputation for `choices`, until `set_budget` sets a budget.
 
     Raises:
-        TypeError: It is neither a number nor a text.
-        ValueError: The text says no size, or the number is out of range.
+        TypeError: `budget` is neither a number nor a text.
+        ValueError: The text is not a size, or the number is out of range.
     """
 
     budget: float | str | None
@@ -80,10 +81,10 @@ class Keep:
             raise ValueError(f"budget is {self.budget} bytes; give 0 or more")
 
     def bytes_of(self, everything: int) -> int:
-        """The budget in bytes.
+        """Return the budget in bytes.
 
         Args:
-            everything: Bytes that the layers would keep by themselves.
+            everything: Bytes that the layers save without a policy.
         """
         if self.budget is None:
             return 0
@@ -94,14 +95,14 @@ class Keep:
 
 @dataclass(frozen=True)
 class Ops:
-    """Whole layers run again, but the results of some operations are kept: torch's selective checkpointing.
+    """Policy that runs complete layers again but saves the results of some operations (selective checkpointing).
 
     Args:
-        save: The operations whose results are kept, such as `torch.ops.aten.mm.default`; or a function of torch's
-            `create_selective_checkpoint_contexts`, which says for each operation whether it is.
+        save: Operations whose results are saved, such as `torch.ops.aten.mm.default`; or a policy function for torch's
+            `create_selective_checkpoint_contexts`.
 
     Raises:
-        TypeError: It is neither a list nor a function.
+        TypeError: `save` is neither a list nor a function.
     """
 
     save: Sequence[Any] | Callable[..., Any]
@@ -112,14 +113,14 @@ class Ops:
 
 
 Policy: TypeAlias = str | Layers | Drop | Keep | Ops
-"""What `checkpoint_layers` takes: "cheap", "layers", or one of these objects."""
+"""Accepted forms of the `policy` argument: "cheap", "layers", or a policy object."""
 
 
 def checked(policy: object) -> "Cheap | Layers | Drop | Keep | Ops | None":
-    """A policy as an object.
+    """Return a policy as an object.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The argument is not a policy.
     """
     if policy == "cheap":
         return Cheap()
@@ -132,4 +133,4 @@ def checked(policy: object) -> "Cheap | Layers | Drop | Keep | Ops | None":
 
 @dataclass(frozen=True)
 class Cheap:
-    """What "cheap" is: every candidate without a product, a convolution or attention is dropped."""
+    """Policy "cheap": drop every candidate module that runs no matmul, convolution or attention."""

@@ -1,4 +1,4 @@
-"""What the layers of a model keep after a forward: as predicted, and as counted."""
+"""Reports on the activations that layers save in a forward: predicted bytes and counted bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from .run.planner import Choices, Planner
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What one layer keeps; of a layer that runs several times in a forward, what all these calls do.
+    """Saved activations of one layer, summed over its calls in one forward.
 
     Args:
-        layer: Its name in the model.
-        dropped: Names of the modules that are called again, relative to the layer; "" is the whole layer.
-        predicted: Bytes that the plan says; None if no call of these sizes was looked at, as under Layers and Ops.
-        counted: Bytes that the latest forward kept for its backward; None under Ops, which keeps results unseen.
-        on_host: Bytes of these that it has put away into host memory.
-        calls: How many calls of the layer these are.
+        layer: Name of the layer in the model.
+        dropped: Names of the modules that are called again, relative to the layer; "" is the layer itself.
+        predicted: Bytes that the plan predicts; None if no call of these sizes was observed, as under Layers and Ops.
+        counted: Bytes that the latest forward saved for its backward; None under Ops, which saves results unseen.
+        on_host: Offloaded bytes among `counted`. Default: 0.
+        calls: Number of calls of the layer. Default: 1.
     """
 
     layer: str
@@ -36,13 +36,13 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the layers of a model keep; printed, a table.
+    """Saved activations of all layers of a model; `str` formats a table.
 
     Args:
-        lines: A line for each layer that has run with gradients.
-        counted: Bytes of all layers; None under Ops. A tensor that several of them keep counts once here, and in each
-            of their lines.
-        on_host: Bytes that they have put away into host memory, counted once alike.
+        lines: One line for each layer that ran with gradients.
+        counted: Bytes of all layers; None under Ops. A tensor that several layers save counts once here, and once in
+            the line of each layer.
+        on_host: Bytes offloaded to host memory; a tensor counts once. Default: 0.
     """
 
     lines: tuple[Line, ...]
@@ -51,12 +51,12 @@ class Report:
 
     @property
     def predicted(self) -> int | None:
-        """The sum of what is predicted for the layers; None if nothing is for one of them."""
+        """Sum of the predicted bytes of all layers; None if a layer has no prediction."""
         known = [line.predicted for line in self.lines if line.predicted is not None]
         return sum(known) if len(known) == len(self.lines) else None
 
     def __str__(self) -> str:
-        """A table of the layers, and the sum."""
+        """Format a table of the layers, and the sum."""
         rows: list[tuple[str, ...]] = [("layer", "predicted", "counted", "on host", "again")]
         rows += [
             (line.layer or "(model)", *map(_text, (line.predicted, line.counted, line.on_host)), _names(line.dropped))
@@ -72,15 +72,16 @@ class Report:
 
 
 def saved(model: nn.Module) -> Report:
-    """What the layers of a model kept in its latest forward: the bytes predicted, and those counted.
+    """Report the activations that the layers of a model saved in its latest forward: predicted and counted bytes.
 
-    Where the model itself is not called, but its layers are, by a pipeline say, it is the latest call of each layer.
+    If a caller such as a pipeline calls the layers directly and never the model, the report covers the latest call of
+    each layer.
 
     Args:
-        model: A model after `checkpoint_layers`.
+        model: Model after `checkpoint_layers`.
 
     Raises:
-        ValueError: No layer of it drops activations.
+        ValueError: No layer of the model drops activations.
     """
     layers = _layers(model)
     lines = tuple(_line(layer) for layer in layers if layer.ran)
@@ -90,31 +91,34 @@ def saved(model: nn.Module) -> Report:
 
 
 def choices(model: nn.Module) -> tuple[Choices, ...]:
-    """What the layers of a model may keep, with seconds measured in the steps since its budget is to be said.
+    """Return the choices of each layer in bytes and seconds, as measured in the steps under `Keep(None)`.
 
-    Whole layers have run again in these, and were timed; what modules take is their part of it.
+    Complete layers ran again in these steps, and were timed. The seconds of a module are estimated as its part of the
+    layer's time.
 
     Args:
-        model: A model after `checkpoint_layers(model, Keep(None))`, or several in one, and a backward.
+        model: Model after `checkpoint_layers(model, Keep(None))` and a backward, or a module that contains several such
+            models.
 
     Returns:
-        Those of each of the models in it.
+        One `Choices` for each model in `model`.
 
     Raises:
-        ValueError: No layer of it drops activations.
+        ValueError: No layer of the model drops activations.
     """
     return tuple(planner.choices() for planner in _planners(model))
 
 
 def set_budget(model: nn.Module, *budgets: float | str) -> None:
-    """Says what the layers of a model may keep from its next forward on.
+    """Set the budget for saved activations, from the next forward on.
 
     Args:
-        model: A model after `checkpoint_layers(model, Keep(...))`, or several in one.
-        *budgets: A budget as `Keep` takes it for each model in it, in the order of `choices`.
+        model: Model after `checkpoint_layers(model, Keep(...))`, or a module that contains several such models.
+        *budgets: One budget for each model in `model`, in the order of `choices` and in the forms of `Keep`.
 
     Raises:
-        ValueError: No layer of it drops activations, it does so by another policy, or there are more or fewer models.
+        ValueError: No layer of the model drops activations, its policy is not Keep, or the number of budgets differs
+            from the number of models.
     """
     planners = _planners(model)
     if len(planners) != len(budgets):
@@ -124,7 +128,7 @@ def set_budget(model: nn.Module, *budgets: float | str) -> None:
 
 
 def _planners(model: nn.Module) -> list[Planner]:
-    """Those of the models in a model."""
+    """Return the planners of the models in a module, each once."""
     return list(dict.fromkeys(layer.planner for layer in _layers(model)))
 
 
@@ -136,7 +140,7 @@ def _layers(model: nn.Module) -> list[Layer]:
 
 
 def _together(calls: Iterable[dict[int, int] | None]) -> int | None:
-    """The sum over storages, those that several calls have counted once; None if that of a call is not known."""
+    """Sum the bytes of all storages, each counted once; return None if a call has no count."""
     together: dict[int, int] = {}
     for sizes in calls:
         if sizes is None:

@@ -1,4 +1,4 @@
-"""Activations in host memory: the options that `checkpoint_layers` takes beside a policy."""
+"""Options of `checkpoint_layers` for offloading activations to host memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from par_groups import parse_size
 
 @dataclass(frozen=True, kw_only=True)
 class ToHost:
-    """What layers keep for backward waits in host memory, and begins to come back before it is asked for.
+    """Options for offloading saved activations to host memory and prefetching them before their backward.
 
-    What a policy drops is still made again; this is for the rest. Tensors of an accelerator go into pinned host memory,
-    copied beside the computation: on the device there are at most `resident` bytes, what the running layer keeps, and
-    what `ahead` layers keep, on their way out or back. Tensors of the CPU stay. So do parameters and buffers, and, of a
-    layer that runs again as a whole, keyword arguments.
+    A policy still decides which activations are recomputed; these options apply to the saved ones. Tensors of an
+    accelerator are copied into pinned host memory while the device computes. The device then holds at most `resident`
+    bytes, the activations of the running layer, and those activations of `ahead` layers that are being copied. Tensors
+    on the CPU, parameters and buffers stay in place. Keyword arguments of a layer that runs again completely also stay.
 
     Args:
-        resident: What may stay on the device, of all layers together: bytes, or a text such as "2GB".
-        ahead: How many layers before their backward activations begin to come back; and how many layers run on while
-            theirs are copied out.
-        store: Puts a tensor away and returns what `load` takes; with `load`, in place of the copies into host memory.
-            It is called with the elements of a whole storage in one dimension, once for all tensors that lie in it.
-        load: Brings a tensor back, from what `store` returned.
-        fetch: Begins to bring back what `load` will be asked for, from what `store` returned. None: nothing is done
-            ahead.
+        resident: Limit for the activations of all layers that stay on the device: bytes, or a text such as "2GB".
+            Default: 0.
+        ahead: Prefetch depth in layers: how many layers before its backward a layer's copy back begins, and how many
+            layers run while its copy out is in flight. Default: 2.
+        store: Function that stores a tensor and returns a handle for `load`; replaces the copies into host memory. Its
+            argument is the content of one storage as a 1-D tensor; it is called once for all tensors in that storage.
+        load: Function that returns the tensor of a handle from `store`.
+        fetch: Function that begins to load the tensor of a handle from `store`. None: no prefetch.
 
     Raises:
         TypeError: `resident` is neither a number nor a text.
-        ValueError: A number is negative, the text says no size, or of `store` and `load` one alone is given.
+        ValueError: A number is negative, the text is not a size, or only one of `store` and `load` is set.
     """
 
     resident: int | str = 0
@@ -51,5 +51,5 @@ class ToHost:
 
     @property
     def bytes(self) -> int:
-        """What may stay on the device, in bytes."""
+        """Limit for the activations that stay on the device, in bytes."""
         return parse_size(self.resident, name="resident", example="2GB")

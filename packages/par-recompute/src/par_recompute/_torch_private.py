@@ -1,6 +1,7 @@
-"""Everything of torch that this package uses though its name is private: the first file to open when torch moves.
+"""All private names of torch that this package uses: the first file to open after a new torch release.
 
-Each entry says since when torch has it, as far back as this package goes (2.11), and why nothing public does.
+Each entry lists since when torch has the name, as far back as this package supports (2.11), and why no public name
+replaces it.
 """
 
 from collections.abc import Callable, Generator
@@ -71,7 +72,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def outer_hooks() -> Hooks | None:
-    """The functions that pack and unpack saved tensors now; None if autograd keeps them itself.
+    """Return the active functions that pack and unpack saved tensors; None if autograd stores the tensors directly.
 
     In 2.11 already. Only the innermost of nested `saved_tensors_hooks` are called, and nothing public names them.
     """
@@ -80,7 +81,7 @@ def outer_hooks() -> Hooks | None:
 
 
 def in_checkpoint() -> bool:
-    """Whether a non-reentrant checkpoint of torch keeps what is saved now, or saves it again.
+    """Return whether a non-reentrant checkpoint of torch is active, in its forward or in its recomputation.
 
     In 2.11 already: its hooks are functions of that module. It has no way to ask.
     """
@@ -89,7 +90,7 @@ def in_checkpoint() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func runs, such as grad, vmap or jvp.
+    """Return whether a transform of torch.func runs, such as grad, vmap or jvp.
 
     In 2.11 already. Tensors within it have no storage, and nothing public says that it runs.
     """
@@ -102,15 +103,15 @@ def checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Generator[None, None, None]:
-    """The non-reentrant checkpoint of torch around a forward that runs between the first and the second `next`.
+    """Return torch's non-reentrant checkpoint as a generator; the forward runs between its first and second `next`.
 
     In 2.11 already. The public function calls the forward itself, which a hook cannot let it do.
 
     Args:
-        function: Runs the forward again, with the same arguments.
-        contexts: Makes a context for the forward and one for when it runs again, as for selective checkpointing.
+        function: Function that runs the forward again, with the same arguments.
+        contexts: Factory of one context for the forward and one for the recomputation, as for selective checkpointing.
         args: Positional arguments of the forward.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments of the forward.
     """
     preserve_random_state, debug, early_stop = True, False, True
     generator: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
@@ -127,10 +128,10 @@ def checkpointed(
 
 
 def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Floating-point operations of a product, convolution or attention; 0 for all other operations.
+    """Return the floating-point operations of a matmul, convolution or attention; 0 for all other operations.
 
-    In 2.11 already. The public FlopCounterMode sums over modules that it finds by itself; its table has no entry for
-    attention on CPUs.
+    In 2.11 already. The public FlopCounterMode only returns sums over modules that it finds itself, and its table has
+    no entry for attention on CPUs.
     """
     packet = operation._overloadpacket
     if packet in flop_registry:
@@ -141,7 +142,7 @@ def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is under torch.compile, called as a function or as its method.
+    """Return whether a module is under torch.compile, called as a function or as its method.
 
     In 2.11 already; `torch.compiler` only says whether code is being compiled right now.
     """

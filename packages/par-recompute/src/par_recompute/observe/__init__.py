@@ -1,4 +1,4 @@
-"""What one call of a layer does: `observer` looks on while it runs, `measure` lets it run on fake tensors.
+"""Observation of one call of a layer: `observer` records a real call, `measure` runs the layer on fake tensors.
 
-An observer hears of every operation, every module and every tensor that autograd saves, and makes a `plan.Table` of it.
+An observer receives every operation, every module and every tensor that autograd saves, and builds a `plan.Table`.
 """

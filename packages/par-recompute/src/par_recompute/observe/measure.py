@@ -1,4 +1,4 @@
-"""A call of a layer on fake tensors, which have shapes, dtypes and devices but no elements: nothing is computed."""
+"""Call of a layer on fake tensors. They have shapes, dtypes and devices but no elements, so nothing is computed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,30 +12,31 @@ from ..plan.table import Table
 from .observer import looking_on
 
 ATTRIBUTE = "par_recompute_layer"
-"""Where a layer's module has what drops its activations."""
+"""Key in `module.__dict__` under which a layer's module stores its `Layer` object."""
 
 
 def measure(layer: nn.Module, *args: Any, **kwargs: Any) -> Table:
-    """What one call of a layer saves for its backward, and which modules could make it again.
+    """Return a table of the tensors that one call of a layer saves, and of the modules that can be recomputed.
 
-    The layer runs once, forward, on fake tensors: no element is computed, no random number drawn, no memory taken. The
-    layer, its mode (training or not) and the autocast around the call are what they are.
+    The layer runs its forward once on fake tensors: it computes no element, draws no random number and takes no memory.
+    It uses the layer's mode (training or not) and the autocast around the call as they are.
 
     Args:
-        layer: The layer. Its parameters decide with `requires_grad` what is saved.
-        *args: What the layer is called with. Kernels save different tensors on different devices, so its tensors must
-            be on the device that is meant.
-        **kwargs: The same, by keyword.
+        layer: Layer. The `requires_grad` of its parameters determines which tensors are saved.
+        *args: Positional arguments of the call. Kernels save different tensors on different devices, so put the tensors
+            on the device of the real call.
+        **kwargs: Keyword arguments of the call.
 
     Returns:
-        The table. Its candidates take one tensor and give one, draw no random numbers, call no collective, write into
-        nothing, and read nothing but their input, parameters and buffers. Collectives are seen where torch dispatches
-        them, as those of gloo and NCCL, and not those of process groups that are written in Python.
+        The table. Its candidates take one tensor and return one tensor. They draw no random numbers, call no
+        collective, write into no tensor, and read only their input, parameters and buffers. The observer sees the
+        collectives that torch dispatches, such as gloo's and NCCL's. It cannot see collectives of process groups
+        written in Python.
 
     Raises:
         ValueError: The layer drops activations already.
-        Exception: Whatever the layer raises on tensors whose elements it cannot read, such as torch's
-            DataDependentOutputException of `item()`. checkpoint_layers without `example` measures a real call instead.
+        Exception: The layer reads elements of a fake tensor, for example by `item()`, and torch raises an error such as
+            DataDependentOutputException. checkpoint_layers without `example` observes a real call instead.
     """
     for name, module in layer.named_modules():
         if ATTRIBUTE in module.__dict__:
@@ -55,13 +56,13 @@ def measure(layer: nn.Module, *args: Any, **kwargs: Any) -> Table:
 
 
 def on_fakes(module: nn.Module, run: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Calls a function with fake copies of these arguments, while the module's parameters and buffers are fakes.
+    """Call a function with fake copies of its arguments, while the module's parameters and buffers are fake.
 
     Args:
-        module: The module.
-        run: Calls it.
-        args: Positional arguments; what is no tensor stays what it is.
-        kwargs: Keyword arguments, alike.
+        module: Module.
+        run: Function that calls the module.
+        args: Positional arguments of `run`; tensors are replaced by fakes, other values are passed unchanged.
+        kwargs: Keyword arguments of `run`, with tensors replaced in the same way.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -82,7 +83,7 @@ def on_fakes(module: nn.Module, run: Callable[..., object], args: Sequence[Any],
 
 
 class _Runs(nn.Module):
-    """Runs a function as its forward, so that torch swaps the parameters of a module below it meanwhile."""
+    """Module with a given function as its forward, so that torch can swap the parameters of the module inside."""
 
     def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
         super().__init__()
@@ -91,5 +92,5 @@ class _Runs(nn.Module):
         self._run = (run,)  # which may be the module: not a second child
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the function."""
+        """Run the function."""
         self._run[0](*args, **kwargs)

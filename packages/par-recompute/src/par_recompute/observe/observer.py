@@ -1,4 +1,4 @@
-"""Looks on while a layer runs: what autograd saves, which modules made it, and which of them could run again."""
+"""Observer of one call of a layer: the tensors that autograd saves, the modules that made them and can run again."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,22 +28,22 @@ _NEW = ("lift_fresh", "lift_fresh_copy")  # a tensor that Python code has just m
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether a tensor's elements lie in a storage of its own, as they do not for most subclasses."""
+    """Return whether a tensor has a strided storage of its own; most subclasses have not."""
     return type(tensor) in {Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided  # type: ignore[attr-defined]
 
 
 @dataclass
 class _Call:
-    """A module that is running.
+    """Running call of a module.
 
     Args:
-        name: Its name, relative to the layer.
-        module: The module.
-        input: What it was called with, if that is one tensor.
-        version: The version of that tensor when it was called.
-        state: Versions of its parameters and buffers when it was called.
-        random: The state of the CPU's random numbers when it was called; None on fake tensors.
-        known: Numbers of the storages that it may read.
+        name: Name of the module, relative to the layer.
+        module: Module.
+        input: Single tensor argument of the call; None if the module was called in another way.
+        version: Version of `input` at the call.
+        state: Versions of the module's parameters and buffers at the call.
+        random: State of the CPU's random numbers at the call; None on fake tensors.
+        known: Numbers of the storages that the module may read.
     """
 
     name: str
@@ -62,12 +62,12 @@ class _Call:
 
 
 class Observer(TorchDispatchMode):
-    """Looks on while one layer runs once; between `begin` and `end` its hooks on the layer's modules are active.
+    """Observer of one call of a layer; its hooks on the layer's modules are active between `begin` and `end`.
 
     Args:
-        layer: The layer.
-        args: What it is called with, keyword arguments included.
-        fake: Whether it runs on fake tensors, where no random number is drawn.
+        layer: Layer.
+        args: Arguments of the call, including keyword arguments.
+        fake: Whether the layer runs on fake tensors, where no random number is drawn. Default: False.
     """
 
     def __init__(self, layer: nn.Module, args: Any, *, fake: bool = False) -> None:
@@ -87,7 +87,7 @@ class Observer(TorchDispatchMode):
         self._inputs = frozenset(self._number(tensor) for tensor in given)
 
     def begin(self) -> None:
-        """Begins to look on: hooks on the modules, on what autograd saves, and on operations."""
+        """Begin to observe: install hooks on the modules, on saved tensors and on operations."""
         for name, module in self._layer.named_modules():
             if name:
                 self._handles += [
@@ -108,7 +108,7 @@ class Observer(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Table:
-        """Ends looking on: what was seen."""
+        """Stop observing and return the table of the call."""
         self.stop()
         while len(self._calls) > 1:  # an exception went by these
             self._calls.pop()
@@ -131,7 +131,7 @@ class Observer(TorchDispatchMode):
         )
 
     def stop(self) -> None:
-        """Ends looking on, without a result."""
+        """Stop observing without a result."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
         del self._hooks  # which would hold what holds it
@@ -141,7 +141,7 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Counts an operation for every module that is running."""
+        """Count an operation for every module that is running."""
         kwargs = dict(kwargs or {})
         output = func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)]
@@ -165,7 +165,7 @@ class Observer(TorchDispatchMode):
         return output
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage."""
+        """Return the number of a tensor's storage; number the storage if it is new."""
         storage = tensor.untyped_storage()
         identity = identity_of(storage)
         if identity not in self._numbers:
@@ -178,7 +178,7 @@ class Observer(TorchDispatchMode):
         return None if self._fake else torch.get_rng_state()
 
     def _makers_of(self, tensor: Tensor, number: int) -> tuple[int, ...]:
-        """The events whose output a tensor is a part of, unchanged since; innermost first."""
+        """Return the events whose output contains the tensor, unchanged since; innermost module first."""
         now = version_of(tensor), tensor.dtype
         return tuple(event for event, *then in self._makers.get(number, ()) if tuple(then) == now)
 
@@ -214,7 +214,7 @@ class Observer(TorchDispatchMode):
             self._note_module(call, output)
 
     def _note_module(self, call: _Call, output: Any) -> None:
-        """Ends a call: what is in its way, and, if nothing is, an event."""
+        """Record a finished call: its obstacle, or an event if the module can be called again."""
         random = self._random()
         call.draws |= random is not None and not torch.equal(random, call.random)  # type: ignore[arg-type]
         call.writes |= call.name != WHOLE and _state(call.module) != call.state
@@ -237,7 +237,7 @@ class Observer(TorchDispatchMode):
         )
 
     def _obstacle(self, call: _Call, output: Any) -> str | None:
-        """Why a module cannot be called again, or None."""
+        """Return why a module cannot be called again, or None."""
         given = call.input
         if given is None:
             return "takes not one tensor alone"
@@ -259,12 +259,12 @@ class Observer(TorchDispatchMode):
 
 
 def _state(module: nn.Module) -> list[tuple[int, int]]:
-    """What shows that a module's parameters and buffers were replaced or written into."""
+    """Return identities and versions of parameters and buffers; they change if one is replaced or written into."""
     return [(id(tensor), version_of(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _writes_statistics(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation writes into running statistics, which batch norm does without giving them a new version."""
+    """Return whether an operation writes running statistics; batch norm does so without raising their version."""
     if "batch_norm" not in operation.overloadpacket.__name__:
         return False
     given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
@@ -279,7 +279,7 @@ def _same(packed: Any) -> Tensor:
 
 @contextmanager
 def looking_on(layer: nn.Module, args: Any, *, fake: bool = False) -> Iterator[list[Table]]:
-    """A context in which the layer runs once; afterwards the list has the table."""
+    """Observe one call of a layer inside the context; the yielded list holds the table afterwards."""
     tables: list[Table] = []
     observer = Observer(layer, args, fake=fake)
     observer.begin()

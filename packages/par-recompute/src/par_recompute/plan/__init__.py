@@ -1,5 +1,5 @@
-"""Arithmetic on what a layer keeps: which bytes, for which seconds, and one choice a layer within a budget.
+"""Arithmetic on saved activations: bytes and seconds of each choice, and one choice per layer within a budget.
 
-A `table` says what autograd saves and which module made it; a `frontier` the best choices of one layer; a `knapsack`
-takes one of each. Pure: nothing here runs a model.
+A `table` lists the tensors that autograd saves and the modules that made them. A `frontier` holds the best choices of
+one layer. A `knapsack` takes one choice of each layer. Pure: no function here runs a model.
 """

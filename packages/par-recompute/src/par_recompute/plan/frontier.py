@@ -1,4 +1,4 @@
-"""The best choices of one layer: for each number of bytes the fewest seconds."""
+"""Pareto frontier of one layer: for each number of saved bytes the fewest seconds of recomputation."""
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
@@ -7,19 +7,19 @@ from typing import NamedTuple
 from .table import WHOLE, Made, Table, replay
 
 ALL_SUBSETS = 12
-"""With so many modules that gain something, every subset is looked at: 4,096."""
+"""Largest number of useful modules of which every subset is compared: 4,096 subsets."""
 
 FLOPS_PER_BYTE = {"cpu": 10.0}
 """How many operations take as long as moving a byte, by type of device, roughly: choices depend on this ratio alone."""
 
 
 class Choice(NamedTuple):
-    """What one layer makes again, and what that comes to.
+    """Modules that one layer recomputes, with the bytes and seconds of this choice.
 
     Attributes:
-        dropped: Names of modules, relative to the layer; "" is the whole layer.
-        bytes: What the layer keeps.
-        seconds: What making them again takes.
+        dropped: Names of modules, relative to the layer; "" is the layer itself.
+        bytes: Bytes that the layer saves.
+        seconds: Seconds to recompute the dropped modules.
     """
 
     dropped: frozenset[str]
@@ -28,19 +28,19 @@ class Choice(NamedTuple):
 
 
 def frontier(table: Table, rate: float, *, bandwidth: float | None = None, whole: bool = True) -> list[Choice]:
-    """Choices of one layer of which none is better in both bytes and seconds. Pure.
+    """Return the choices of one layer that no other choice beats in both bytes and seconds. Pure.
 
-    With up to 12 modules whose output is worth something, all subsets are compared. With more, modules are added one by
-    one, the one first that frees most bytes a second.
+    With up to 12 useful modules, the function compares all subsets. With more, it adds modules greedily, always the
+    module that frees most bytes per second of recomputation.
 
     Args:
-        table: What a call of the layer saves, from `measure`.
-        rate: Floating-point operations a second.
-        bandwidth: Bytes a second that operations read and write. None: a hundredth of `rate`.
-        whole: Whether the layer as a whole may be run again.
+        table: Table of a call of the layer, from `measure`.
+        rate: Floating-point operations per second.
+        bandwidth: Bytes per second that operations read and write. Default: a hundredth of `rate`.
+        whole: Whether the complete layer may run again. Default: True.
 
     Returns:
-        The choices by falling number of bytes and rising seconds. The first drops nothing.
+        The choices by falling number of bytes and rising seconds. The first choice drops no module.
 
     Raises:
         ValueError: A rate is not above 0.
@@ -63,14 +63,14 @@ def frontier(table: Table, rate: float, *, bandwidth: float | None = None, whole
 
 
 def gaining(table: Table) -> list[str]:
-    """The candidates whose output is saved, or is what another one of them reads."""
+    """Return the candidates whose output is saved, or is the input of another recomputed candidate."""
     everything = table.candidates
     again = replay(table, everything).again
     return [name for name in everything if any(table.events[number][0] == name for number in again)]
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
-    """The choices that no other one beats in bytes without taking longer; by falling number of bytes."""
+    """Return the choices on the Pareto frontier of bytes and seconds, by rising seconds and falling bytes."""
     best: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes, len(choice.dropped))):
         if not best or choice.bytes < best[-1].bytes:
@@ -79,7 +79,7 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def _measured_by(table: Table, rate: float, bandwidth: float) -> Callable[[Collection[str]], Choice]:
-    """A function that says what it comes to if some modules are called again."""
+    """Return a function that computes the choice for a set of dropped modules."""
 
     def measured(dropped: Collection[str]) -> Choice:
         storages, again = replay(table, dropped)
@@ -97,7 +97,7 @@ def _all(useful: list[str], measured: Callable[[Collection[str]], Choice]) -> It
 
 
 def _one_by_one(useful: list[str], measured: Callable[[Collection[str]], Choice]) -> Iterable[Choice]:
-    """A chain from nothing to everything."""
+    """Yield a greedy chain of choices, from no module to all useful modules."""
     current, left = measured(()), list(useful)
     taken: list[str] = []
     yield current

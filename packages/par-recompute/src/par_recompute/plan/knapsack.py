@@ -1,4 +1,4 @@
-"""One choice a layer, within a budget of bytes, with the fewest seconds: a knapsack of which each item has variants."""
+"""One choice per layer, within a budget of bytes, with the fewest seconds: a multiple-choice knapsack."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ GRID = 8192
 
 
 def knapsack(frontiers: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
-    """Takes one choice of each layer, so that their bytes are within a budget and their seconds fewest. Pure.
+    """Take one choice of each layer, such that their bytes fit a budget and their seconds are fewest. Pure.
 
-    Every layer first takes its choice with the fewest bytes; a dynamic program spends the rest of the budget, in steps
-    of the sizes' greatest common divisor or of 1/8192 of the rest, whichever is larger: with the first the result is
-    the best there is. What rounding leaves is spent on the layers that still gain most by it.
+    Every layer first takes its choice with the fewest bytes. A dynamic program then spends the rest of the budget. Its
+    step is the sizes' greatest common divisor or 1/8192 of the rest, whichever is larger; with the divisor, the result
+    is optimal. A greedy pass spends the bytes that rounding leaves on the layers that gain most.
 
     Args:
-        frontiers: The choices of each layer, as from `frontier`.
+        frontiers: Choices of each layer, as from `frontier`.
         budget: Bytes for all layers together.
 
     Raises:
@@ -46,7 +46,7 @@ def knapsack(frontiers: Sequence[Sequence[Choice]], budget: int) -> list[Choice]
 
 
 def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: int) -> list[Choice]:
-    """The dynamic program: seconds[b] are the fewest of the layers so far, with b steps beyond their fewest bytes."""
+    """Run the dynamic program: seconds[b] is the minimum for the layers so far, b steps above their fewest bytes."""
     extras = [[choice.bytes - low.bytes for choice in some] for some, low in zip(options, least, strict=True)]
     divisor = math.gcd(*(extra for some in extras for extra in some))
     step = max(divisor, math.ceil(rest / GRID), 1)
@@ -74,7 +74,7 @@ def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: i
 
 
 def _upgrade(options: Sequence[Sequence[Choice]], chosen: list[Choice], left: int) -> list[Choice]:
-    """Spends what rounding has left, on the layer that gains most seconds by what it needs, until none can."""
+    """Upgrade the layer that saves the most seconds within the remaining bytes, until no layer can be upgraded."""
     while True:
         better = [
             (mine.seconds - choice.seconds, number, choice)

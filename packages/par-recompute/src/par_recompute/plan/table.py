@@ -1,7 +1,7 @@
-"""What autograd saves in one call of a layer, which module made it, and what is kept if some are made again.
+"""Table of one call of a layer: the tensors that autograd saves, and the modules that made them.
 
-The events of a call stand in their order, so that `replay` decides for each of them what the running layer decides:
-the bytes that it predicts are the bytes that are kept.
+The events of a call are listed in their order, so that `replay` takes the same decision for each event as the running
+layer. The predicted bytes are therefore exactly the saved bytes.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from par_groups import format_bytes
 
 WHOLE = ""
-"""The name of the layer itself, relative to itself: who drops it keeps its inputs alone."""
+"""Name of the layer relative to itself. A choice that drops it saves only the layer's inputs."""
 
 
 class Made(NamedTuple):
-    """A module's call that can be repeated gave its output.
+    """Event: a module whose call can be repeated returned its output.
 
     Attributes:
         module: Name of the module, relative to the layer.
         source: Number of the storage of its input.
-        source_makers: Numbers of the events that made what the input is, innermost first.
+        source_makers: Numbers of the events that made the input, innermost first.
         flops: Floating-point operations of the call.
         moved: Bytes that the call read and wrote.
     """
@@ -34,11 +34,11 @@ class Made(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Autograd saved a tensor.
+    """Event: autograd saved a tensor.
 
     Attributes:
-        storage: Number of the storage that it lies in.
-        makers: Numbers of the events that made what it is, innermost first.
+        storage: Number of the tensor's storage.
+        makers: Numbers of the events that made the tensor, innermost first.
     """
 
     storage: int
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """What a call of the layer does in one of its modules, all calls of the module together.
+    """Cost and obstacles of one module in a call of the layer, summed over all calls of the module.
 
     Args:
         flops: Floating-point operations.
@@ -68,15 +68,15 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What one call of a layer saves for its backward.
+    """Saved tensors of one call of a layer.
 
     Args:
         sizes: Bytes of each storage that is saved, or that a module read; 0 for parameters and buffers.
-        inputs: Numbers of the storages that the call was given.
-        events: What was saved and made, in order.
-        modules: By name relative to the layer: what happens in the module. The layer itself is "".
-        flops: Floating-point operations up to the last tensor that is saved: what is done again for the whole layer.
-        moved: Bytes that operations read and wrote up to there.
+        inputs: Numbers of the storages of the call's arguments.
+        events: Saved tensors and module outputs, in order.
+        modules: Cost and obstacles of each module, by name relative to the layer; "" is the layer itself.
+        flops: Floating-point operations up to the last saved tensor: the cost of running the complete layer again.
+        moved: Bytes that operations read and wrote up to the last saved tensor.
     """
 
     sizes: tuple[int, ...]
@@ -98,7 +98,7 @@ class Table:
         return tuple(dict.fromkeys(event.module for event in self.events if isinstance(event, Made)))
 
     def __str__(self) -> str:
-        """A line for each module: its operations, what is kept without its output, and why it must stay."""
+        """Format a line for each module: its operations, the bytes that dropping it frees, and its obstacle."""
         everything = kept(self, ())
         rows = [("module", "GFLOPs", "saves", "again?")]
         for name, module in self.modules.items():
@@ -110,17 +110,17 @@ class Table:
 
 
 def _table(*values: object) -> Table:
-    """A table out of its fields, for pickle: a read-only mapping cannot be pickled."""
+    """Build a table from its fields for pickle, because a read-only mapping cannot be pickled."""
     names = ("sizes", "inputs", "events", "modules", "flops", "moved")
     return Table(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
 
 
 class Replay(NamedTuple):
-    """What a layer keeps.
+    """Storages that a layer saves, and calls that it repeats.
 
     Args:
-        storages: Numbers of the storages that are kept.
-        again: Numbers of the events that happen again in backward, each of them once.
+        storages: Numbers of the saved storages.
+        again: Numbers of the events that backward repeats, each event once.
     """
 
     storages: frozenset[int]
@@ -128,11 +128,11 @@ class Replay(NamedTuple):
 
 
 def replay(table: Table, dropped: Collection[str]) -> Replay:
-    """Goes through the events of a call as the layer does that drops what these modules make. Pure.
+    """Replay the events of a call under a choice of dropped modules, as the running layer does. Pure.
 
     Args:
-        table: What the call saves.
-        dropped: Names of modules whose outputs are made again; others than candidates change nothing.
+        table: Table of the call.
+        dropped: Names of modules whose outputs are recomputed; names that are not candidates have no effect.
     """
     if WHOLE in dropped:
         return Replay(table.inputs, frozenset())
@@ -165,12 +165,12 @@ def replay(table: Table, dropped: Collection[str]) -> Replay:
 
 
 def kept(table: Table, dropped: Collection[str]) -> int:
-    """Bytes that one call of a layer keeps until its backward. Pure.
+    """Return the bytes that one call of a layer saves until its backward. Pure.
 
     Args:
-        table: What the call saves, from `measure`.
-        dropped: Names, relative to the layer, of modules whose outputs are made again. "" is the layer itself, of which
-            the inputs alone stay. Names of others than candidates change nothing.
+        table: Table of the call, from `measure`.
+        dropped: Names, relative to the layer, of modules whose outputs are recomputed. "" is the layer itself; then
+            only its inputs are saved. Names that are not candidates have no effect.
 
     Returns:
         Bytes of the storages, each counted once; parameters and buffers do not count.

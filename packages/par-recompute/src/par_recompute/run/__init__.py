@@ -1,6 +1,5 @@
-"""A layer that runs: what it keeps for its backward, and what it makes again.
+"""Runtime of layers that recompute: hooks in `layer` begin and end each call as the `planner` decides.
 
-`frame` is one call of a layer that drops what some of its modules make; `whole` one that keeps its inputs alone; `away`
-puts what they keep into host memory, by `copies`; `packed` is what stands for a saved tensor meanwhile;
-`layer` has the hooks that begin and end them, and asks the `planner` which it is to be.
+`frame` is a call that drops some module outputs, `whole` a call that saves only its inputs; `packed` replaces saved
+tensors until backward. `away` offloads saved tensors to host memory through `copies`; `then` restores module state.
 """

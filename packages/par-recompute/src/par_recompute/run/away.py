@@ -1,8 +1,8 @@
-"""What layers keep for backward, put away into host memory.
+"""Offloading of saved activations to host memory.
 
-Each call of a layer offers the storages of what autograd, or a policy, keeps. What has no room is stored, once for all
-tensors that lie in a storage; a later call lets the copied memory go, `ahead` layers on. When backward first asks for
-something of a call, what the `ahead` calls before it have stored begins to come back.
+Each call of a layer offers the storages of its saved tensors. A storage that exceeds the `resident` limit is offloaded,
+once for all tensors in it. The device memory is released `ahead` calls later, when the copy has probably ended. When
+backward first unpacks a tensor of a call, the storages of the `ahead` calls before it are prefetched.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ Key = tuple[int, int, torch.dtype]  # identity of a storage, version, and how it
 
 
 class Elements(Kept):
-    """The elements of a storage, put away or within what may stay.
+    """Elements of a storage, offloaded or resident.
 
     Args:
-        storage: The storage.
-        held: The elements, as long as they are there though they were put away: a copy out is under way, and nothing
-            needs to come back.
-        args: What a `Kept` is made of.
+        storage: Storage.
+        held: Elements of an offloaded storage that are still on the device because their copy out is in flight; None
+            afterwards. While they are held, no copy back is needed.
+        args: Arguments of `Kept`.
     """
 
     __slots__ = ("__weakref__", "_held", "_is_fetched", "_storage", "is_stored", "size")
@@ -40,10 +40,10 @@ class Elements(Kept):
         self.size: int = storage.nbytes()
 
     def take(self) -> Tensor:
-        """The elements.
+        """Return the elements.
 
         Raises:
-            RuntimeError: They were changed in place since, or while they were copied out.
+            RuntimeError: The elements were changed in place since, or during their copy out.
         """
         if self._held is None:
             return super().take()
@@ -52,30 +52,31 @@ class Elements(Kept):
         return self._held
 
     def fetch(self, copies: Any) -> None:
-        """Begins to bring them back, unless they are there or that has begun."""
+        """Begin the copy back, unless the elements are on the device or the copy has begun."""
         if self._held is None and self._loaded is None and not self._is_fetched:
             self._is_fetched = True
             copies.fetch(self._value)
 
     def let_go(self, copies: HostCopies) -> None:
-        """Lets them go once they are copied out; written into before, they may have been copied so, and stay."""
+        """Release the device memory after the copy out; keep it if the elements were written into since."""
+        # A write during the copy may have reached the host copy, too. `take` then compares versions and raises.
         if self._held is not None and version_of(self._held) == self._version:
             copies.wait(self._value)
             self._held = None
 
 
 class Call:
-    """One call of a layer, between `open` and `close`.
+    """One call of a layer with offloading, between `open` and `close`.
 
     Args:
-        away: Where what it keeps is put away.
-        number: How many calls of all layers came before.
+        away: Offloading of the model.
+        number: Number of earlier calls, of all layers.
         layer: Name of the layer, for errors.
-        module: The layer.
+        module: Layer.
 
     Attributes:
-        stored: What it has put away; it dies with the graph.
-        is_approached: Whether its backward has begun.
+        stored: Weak references to the call's offloaded storages; the autograd graph owns them.
+        is_approached: Whether the call's backward has begun.
     """
 
     def __init__(self, away: "Away", number: int, layer: str, module: nn.Module) -> None:
@@ -85,13 +86,13 @@ class Call:
         self._sizes: dict[int, int] = {}
 
     def open(self) -> None:
-        """Begins to put away what is saved."""
+        """Begin to offload saved tensors."""
         self._outer = outer_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
     def close(self) -> dict[int, int]:
-        """Ends it: bytes of each storage that was put away, by its identity."""
+        """End the call and return the bytes of each offloaded storage, by the storage's identity."""
         self._hooks.__exit__()
         del self._hooks  # which would hold the call that holds it
         return self._sizes
@@ -105,7 +106,7 @@ class Call:
         return take(packed[1])
 
     def _elements(self, tensor: Tensor) -> Elements | None:
-        """What stands for the storage of a tensor; None for parameters, buffers and what is on the CPU, which stay."""
+        """Return the elements of a tensor's storage; None for parameters, buffers and CPU tensors, which stay."""
         if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg() or not self._away.takes(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -131,7 +132,7 @@ class Call:
         return Kept(*self._staying(tensor))
 
     def _staying(self, tensor: Tensor) -> tuple[Any, Any, int, str]:
-        """What a `Kept` is made of, for a tensor that stays here or goes on to the hooks around the layer."""
+        """Return the arguments of `Kept` for a tensor that stays or is passed to the hooks around the layer."""
         version = version_of(tensor)
         if self._outer is not None:
             pack, unpack = self._outer
@@ -141,11 +142,11 @@ class Call:
 
 
 class Away:
-    """Where the layers of one model put away what they keep, and in which order their calls came.
+    """Offloaded storages of one model, and the order of its layers' calls.
 
     Args:
-        to_host: The options.
-        copies: What copies into host memory unless the options say what does.
+        to_host: Options.
+        copies: Copies into host memory, used if the options set no `store`. Default: a new `HostCopies`.
     """
 
     def __init__(self, to_host: ToHost, copies: HostCopies | None = None) -> None:
@@ -156,15 +157,15 @@ class Away:
         self._count = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have the options alone."""
+        """Copy and pickle only the options."""
         return type(self), (self._to_host,)
 
     def begin(self, layer: str, module: nn.Module) -> Call:
-        """Begins a call of a layer, and lets go what was copied out in calls that are `ahead` calls back.
+        """Begin a call of a layer, and release what calls more than `ahead` calls earlier have copied out.
 
         Args:
-            layer: Its name, for errors.
-            module: The layer.
+            layer: Name of the layer, for errors.
+            module: Layer.
         """
         call = Call(self, self._count, layer, module)
         for number, earlier in list(self._calls.items()):
@@ -177,7 +178,7 @@ class Away:
         return call
 
     def approach(self, call: Call) -> None:
-        """Begins to bring back what the `ahead` calls before one have put away, when backward first comes to it."""
+        """Prefetch the storages of the `ahead` calls before this call, when backward first reaches it."""
         copies = self._copies if self._to_host.store is None else self._to_host
         if call.is_approached or copies.fetch is None:
             return
@@ -188,19 +189,19 @@ class Away:
                 elements.fetch(copies)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is put away at all."""
+        """Return whether a tensor can be offloaded."""
         return self._to_host.store is not None or self._copies.takes(tensor)
 
     def known(self, key: Key) -> Elements | None:
-        """The elements of a storage that was seen before."""
+        """Return the elements of a storage that was saved before; None if it is new."""
         return self._elements.get(key)
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes more may stay."""
+        """Return whether `size` more bytes may stay on the device."""
         return self._resident + size <= self._limit
 
     def store(self, storage: Any, flat: Tensor, layer: str) -> Elements:
-        """Puts the elements of a storage away."""
+        """Offload the elements of a storage."""
         store, load = self._to_host.store, self._to_host.load
         if store is not None and load is not None:
             return Elements(storage, None, store(flat), load, version_of(flat), layer, is_stored=True)
@@ -208,7 +209,7 @@ class Away:
         return Elements(storage, flat, copies.store(flat), copies.load, version_of(flat), layer, is_stored=True)
 
     def note(self, key: Key, elements: Elements) -> None:
-        """Notes elements, and those that stay as long as they are there."""
+        """Register elements by key, and count resident ones until they are freed."""
         self._elements[key] = elements
         if not elements.is_stored:
             self._resident += elements.size
@@ -219,5 +220,5 @@ class Away:
 
 
 def _alive(call: Call | None) -> list[Elements]:
-    """What a call has put away that somebody still needs."""
+    """Return the offloaded elements of a call that the autograd graph still holds."""
     return [] if call is None else [elements for each in call.stored if (elements := each()) is not None]

@@ -1,8 +1,8 @@
-"""Tensors in pinned host memory, copied there and back beside the computation of their device.
+"""Copies of tensors into pinned host memory and back, concurrent with the computation of their device.
 
-Copies out and copies back have a stream each, so that neither holds back the computation or the other. All memory is
-the computing stream's: a tensor that is copied is held until that stream has waited for its copy, and the copy of one
-that comes back waits for that stream.
+Copies out and copies back each have a stream, so that they delay neither the computation nor each other. All device
+memory belongs to the computing stream. A tensor is held until that stream has waited for its copy out. A copy back
+begins after the work that the stream holds at that time.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class OnHost:
-    """A tensor that `HostCopies` has copied out.
+    """Tensor that `HostCopies` has copied out.
 
     Args:
-        host: Its copy in pinned host memory, valid once `is_out` has come.
-        device: Where it was and will be.
-        is_out: The event at the end of the copy out.
+        host: Copy in pinned host memory, valid after the event `is_out`.
+        device: Device of the tensor, before and after.
+        is_out: Event at the end of the copy out.
 
     Attributes:
-        coming: The tensor that comes back and the event at the copy's end, between `fetch` and `load`.
+        coming: Tensor of the copy back and the event at the copy's end, between `fetch` and `load`.
     """
 
     host: Tensor
@@ -32,10 +32,11 @@ class OnHost:
 
 
 class HostCopies:
-    """Copies tensors into pinned host memory, and back.
+    """Copies of tensors into pinned host memory and back.
 
     Args:
-        device_module: What makes streams and events, as torch.cuda does; None: the module of each tensor's device.
+        device_module: Module that makes streams and events, such as torch.cuda. Default: the module of each tensor's
+            device.
     """
 
     def __init__(self, device_module: Any = None) -> None:
@@ -44,11 +45,11 @@ class HostCopies:
         self._coming: list[tuple[Tensor, Any]] = []
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is copied at all: those of the CPU are there already."""
+        """Return whether a tensor is copied; a CPU tensor is in host memory already."""
         return self._given is not None or not tensor.is_cpu
 
     def store(self, tensor: Tensor) -> OnHost:
-        """Begins to copy a tensor out. Its memory must stay until `wait` was called."""
+        """Begin to copy a tensor out. The caller must hold its memory until `wait`."""
         module, device = self._module(tensor.device), tensor.device
         if device not in self._streams:
             self._streams[device] = module.Stream(device), module.Stream(device)
@@ -60,11 +61,11 @@ class HostCopies:
         return OnHost(host, device, out.record_event())
 
     def wait(self, stored: OnHost) -> None:
-        """Lets what is computed from now on wait for the end of the copy out."""
+        """Make the current stream wait for the end of the copy out."""
         self._module(stored.device).current_stream(stored.device).wait_event(stored.is_out)
 
     def fetch(self, stored: OnHost) -> None:
-        """Begins to copy a tensor back, unless that has begun."""
+        """Begin to copy a tensor back, unless the copy has begun."""
         if stored.coming is not None:
             return
         module, device = self._module(stored.device), stored.device
@@ -80,7 +81,7 @@ class HostCopies:
         self._coming.append(stored.coming)
 
     def load(self, stored: OnHost) -> Tensor:
-        """The tensor on its device again; what is computed from now on waits for it."""
+        """Return the tensor on its device; the current stream waits for the copy back."""
         self.fetch(stored)
         assert stored.coming is not None  # noqa: S101 - fetch has made it
         coming, stored.coming = stored.coming, None

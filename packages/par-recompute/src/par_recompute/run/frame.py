@@ -1,9 +1,9 @@
-"""One call of a layer that drops what some of its modules make, and makes it again when backward asks for it.
+"""One call of a layer that drops the outputs of some modules, and recomputes them when backward unpacks them.
 
-While the layer runs, each dropped module leaves a note of its output's storage and of its input. A tensor that autograd
-saves out of such a storage is replaced by the note; every other one goes on to whoever decides where saved tensors are
-kept, as it would without us. Backward unpacks a note by calling the module's forward again, whose input may be such a
-note itself. What was made again stays until its last use.
+While the layer runs, each dropped module records a note of its output's storage and of its input. The note replaces
+every tensor that autograd saves from that storage. All other tensors are passed to the saved-tensor hooks around the
+layer, if there are any. Backward unpacks a note by calling the module's forward again; the input of that call may be a
+note, too. A recomputed output stays until its last use.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from .then import Then
 
 
 class Note:
-    """An output that is not kept, and how it is made again.
+    """Dropped output of a module, with all that is needed to recompute it.
 
     Args:
         name: Name of the module within the model, for errors.
-        module: The module whose forward is called again.
-        source: Its input, kept or a part of what another note makes.
-        input: Its input, of which only requires_grad is read.
-        output: Its output, of which the geometry and the version are read.
+        module: Module whose forward is called again.
+        source: Packed input: a saved tensor, or a part of another note's output.
+        input_: Input of the call; only its requires_grad and device are read.
+        output: Output of the call; only its geometry and version are read.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Note:
         self._made: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The output, made again unless an earlier use has made it; it stays until the last of its uses."""
+        """Return the output; the first use recomputes it, and the last use releases it."""
         if self._made is None:
             self._made, self._left = self._make(), self.uses
         made, self._left = self._made, self._left - 1
@@ -67,11 +67,11 @@ class Note:
         return made
 
     def _make(self) -> Tensor:
-        """Calls the module's forward as it was called: with gradients, under the autocast of then.
+        """Call the module's forward again, with gradients enabled and under the original autocast.
 
         Raises:
-            RuntimeError: The module's parameters or buffers were changed in place since, or it gives another layout
-                than then, or draws random numbers.
+            RuntimeError: The module's parameters or buffers were changed in place since, or the module returns another
+                layout than in forward, or draws random numbers.
         """
         source = self.source.take().detach().requires_grad_(self._requires_grad)
         self._then.check(f"module {self._name!r}")
@@ -93,11 +93,11 @@ class Note:
 
 
 class Frame:
-    """One call of a layer, between `open` and `close`.
+    """One call of a layer that drops module outputs, between `open` and `close`.
 
     Args:
         layer: Name of the layer, for errors.
-        module: The layer.
+        module: Layer.
     """
 
     def __init__(self, layer: str, module: nn.Module) -> None:
@@ -110,14 +110,14 @@ class Frame:
         self._outer = outer_hooks()
 
     def open(self) -> None:
-        """Begins to decide what becomes of saved tensors."""
+        """Begin to pack saved tensors."""
         self._hooks = saved_tensors_hooks(self._pack_use, take)
         self._hooks.__enter__()
 
     def close(self) -> dict[int, int]:
-        """Ends it: bytes of each storage that is kept, by its identity, parameters and buffers left out.
+        """End the call and return the bytes of each saved storage by identity, without parameters and buffers.
 
-        Notes that nobody has used are forgotten, and the inputs that they alone would have needed.
+        Unused notes are discarded, together with the inputs that only they need.
         """
         self._hooks.__exit__()
         del self._hooks  # which would hold the call that holds it
@@ -139,13 +139,13 @@ class Frame:
         return sizes
 
     def note(self, name: str, module: nn.Module, source: Tensor, output: Tensor) -> None:
-        """Notes that a module has made an output that is not to be kept.
+        """Record that a module has returned an output that is dropped.
 
         Args:
             name: Name of the module within the model.
-            module: The module.
-            source: Its input, a plain tensor.
-            output: Its output, a plain tensor.
+            module: Module.
+            source: Input, a plain tensor.
+            output: Output, a plain tensor.
         """
         storage = output.untyped_storage()
         identity = identity_of(storage)
@@ -166,7 +166,7 @@ class Frame:
         return use(self._pack(tensor))
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """What stands for a tensor: a part of an output that is made again, or the tensor itself, kept."""
+        """Return the packed form of a tensor: a part of a dropped output, or the saved tensor."""
         storage = tensor.untyped_storage()
         identity, geometry, version = identity_of(storage), Geometry.of(tensor), version_of(tensor)
         if identity not in self._resident:
@@ -189,7 +189,7 @@ class Frame:
 
 
 def _nothing(tensor: Tensor) -> None:
-    """Keeps nothing of a tensor."""
+    """Discard a tensor."""
     del tensor
 
 
@@ -198,14 +198,14 @@ def _never(_: object) -> NoReturn:
 
 
 def _random(device: torch.device) -> list[Tensor]:
-    """The state of the random numbers of the CPU, and of another device."""
+    """Return the random number state of the CPU and, for another device, of that device."""
     module = None if device.type in {"cpu", "meta"} else torch.get_device_module(device)
     others = [] if module is None else [module.get_rng_state(device)]
     return [torch.get_rng_state(), *others]
 
 
 def _autocast(device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts with the autocast that there is now on a type of device."""
+    """Return a factory of contexts that restore the current autocast of a device type."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     enabled = torch.is_autocast_enabled(device_type)

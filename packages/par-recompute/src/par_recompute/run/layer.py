@@ -1,6 +1,6 @@
-"""The hooks of a layer: they begin and end each call, and let dropped modules leave their notes.
+"""Hooks of a layer: they begin and end each call, and record the outputs of dropped modules.
 
-The objects here are hooks of modules, so they are copied and pickled with the model; none holds a closure.
+The objects here are hooks of modules. They are copied and pickled with the model, so that none may hold a closure.
 """
 
 import time
@@ -19,11 +19,11 @@ from .whole import Whole, Written
 
 
 class Watched:
-    """A call that is looked at, and keeps its inputs alone meanwhile.
+    """Call of a layer that is observed and saves only its inputs.
 
     Args:
-        whole: The call of the whole layer.
-        observer: What looks on.
+        whole: Call of the complete layer.
+        observer: Observer of the call.
     """
 
     def __init__(self, whole: Whole, observer: Observer) -> None:
@@ -31,25 +31,25 @@ class Watched:
         self.table: Table | None = None
 
     def open(self) -> None:
-        """Begins to look on."""
+        """Begin to observe."""
         self._whole.open()
         self._observer.begin()
 
     def close(self) -> dict[int, int]:
-        """Ends it, with a table: bytes of each storage that is kept, by its identity."""
+        """End the call, set `table`, and return the bytes of each saved storage, by the storage's identity."""
         self.table = self._observer.end()
         return self._whole.close()
 
 
 class Ran(NamedTuple):
-    """A call of a layer that has ended.
+    """Finished call of a layer.
 
     Args:
-        kind: Its kind; None under a policy that is the same for all.
-        sizes: Shapes of its tensors.
-        dropped: What it dropped.
-        counted: Bytes of each storage that it kept, by the storage's identity; None under Ops.
-        on_host: Bytes of each of these that was put away.
+        kind: Kind of the call; None under a policy that treats all kinds identically.
+        sizes: Shapes of the tensor arguments.
+        dropped: Names of the dropped modules.
+        counted: Bytes of each saved storage, by the storage's identity; None under Ops.
+        on_host: Bytes of each offloaded storage, by the storage's identity.
     """
 
     kind: Kind | None
@@ -60,15 +60,15 @@ class Ran(NamedTuple):
 
 
 class Layer:
-    """One layer of a model that drops activations.
+    """Layer of a model that drops activations.
 
     Args:
-        known: The layer, and what is known of it.
-        planner: Decides what it drops.
-        away: Where what it keeps is put away; None: it stays.
+        known: Layer and its observed calls.
+        planner: Planner that chooses the dropped modules.
+        away: Offloading of the model; None: saved tensors stay on their device.
 
     Attributes:
-        ran: Its calls in the latest forward of the model; the latest call alone if somebody else calls layers.
+        ran: Calls in the latest forward of the model; only the latest call if the layers are called without the model.
     """
 
     def __init__(self, known: Known, planner: Planner, away: Away | None = None) -> None:
@@ -86,19 +86,19 @@ class Layer:
         ]
 
     def remove(self) -> None:
-        """Takes all hooks away."""
+        """Remove all hooks."""
         for handle in (*self._own, *self._handles):
             handle.remove()
 
     def forget(self) -> None:
-        """Forgets the latest calls."""
+        """Discard the records of the latest calls."""
         self.ran = []
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins a call.
+        """Begin a call.
 
-        Within a checkpoint of torch, which saves nothing and runs all of it again, what depends on other calls is left
-        out: the second run must save what the first one did.
+        Within a checkpoint of torch, the layer's forward runs twice and both runs must save the same tensors. Policies
+        that depend on earlier calls, and offloading, are therefore skipped there.
         """
         self._runs.append(None)
         if self._again or not torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class Layer:
         self._runs[-1] = run, call, frozenset({WHOLE}) if dropped is None else dropped
 
     def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Ends a call, also one that has raised, whose output is None."""
+        """End a call. The output is None if the call raised."""
         running = self._runs.pop() if self._runs else None
         if running is None:
             return
@@ -147,14 +147,14 @@ class Layer:
             self.planner.record(self.known, args, kwargs, run.table)
 
     def note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Takes down what a dropped module has made, unless it was called in another way than when it was looked at."""
+        """Record the output of a dropped module, unless its arguments differ in form from the observed call."""
         running = self._runs[-1] if self._runs else None
         run = None if running is None else running[0]
         if isinstance(run, Frame) and len(args) == 1 and not kwargs and is_plain(args[0]) and is_plain(output):
             run.note(joined(self.known.name, name), module, args[0], output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the layer again, with whatever hooks others have put around it."""
+        """Run the layer again, including the hooks that other code has put on it."""
         before, self._again = self._again, True
         self.planner.in_backward = True
         began = self._now() if self.planner.measures else None
@@ -166,7 +166,7 @@ class Layer:
                 self.planner.ran_again.append((self.known, self._now() - began))
 
     def _now(self) -> float:
-        """Seconds of a clock, when what was begun is over."""
+        """Wait for the device, then return the seconds of a clock."""
         device = next((parameter.device.type for parameter in self.known.module.parameters()), "cpu")
         if device != "cpu":
             torch.get_device_module(device).synchronize()
@@ -176,7 +176,7 @@ class Layer:
         return Whole(self.known.module, self._written, self, args, kwargs, self.planner.contexts())
 
     def _hook(self, dropped: frozenset[str]) -> None:
-        """Puts hooks on the modules that are dropped, and takes them off those that were."""
+        """Move the hooks from the modules dropped so far to the modules that are dropped now."""
         if dropped == self._hooked:
             return
         for handle in self._handles:
@@ -191,63 +191,63 @@ class Layer:
 
 
 class Enter:
-    """The hook before a model's forward.
+    """Hook before a model's forward.
 
     Args:
-        planner: Is told of it.
+        planner: Planner that counts the forwards.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
     def __call__(self, *_: Any) -> None:
-        """Begins a forward."""
+        """Begin a forward."""
         self._planner.enter()
 
 
 class Leave:
-    """The hook after a model's forward, called if it raised, too.
+    """Hook after a model's forward; it also runs if the forward raised.
 
     Args:
-        planner: Is told of it.
+        planner: Planner that counts the forwards.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
     def __call__(self, *_: Any) -> None:
-        """Ends a forward."""
+        """End a forward."""
         self._planner.leave()
 
 
 class _Begin:
-    """The hook before a layer's forward."""
+    """Hook before a layer's forward."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins a call."""
+        """Begin a call."""
         self._layer.begin(args, kwargs)
 
 
 class _End:
-    """The hook after a layer's forward, called if it raised, too."""
+    """Hook after a layer's forward; it also runs if the forward raised."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Ends the call."""
+        """End the call."""
         self._layer.end(args, kwargs, output)
 
 
 class _Note:
-    """The hook after the forward of a module that is dropped."""
+    """Hook after the forward of a dropped module."""
 
     def __init__(self, layer: Layer, name: str) -> None:
         self._layer, self._name = layer, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Takes down what it has made."""
+        """Record the module's output."""
         self._layer.note(self._name, module, args, kwargs, output)

@@ -1,4 +1,4 @@
-"""What stands for a saved tensor until backward asks for it."""
+"""Packed forms of saved tensors, from forward until backward unpacks them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -10,7 +10,7 @@ from .._torch_private import negated, version_of
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage, and how its elements are read: complex ones as conjugates, or negated."""
+    """Layout of a tensor in its storage, and how its elements are read: complex ones as conjugates, or negated."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -21,7 +21,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Geometry":
-        """How this one does."""
+        """Return the geometry of a tensor."""
         return cls(
             tensor.dtype,
             tensor.size(),
@@ -33,12 +33,12 @@ class Geometry(NamedTuple):
 
 
 class Kept:
-    """A saved tensor that is kept, here or by the hooks around the layer.
+    """Saved tensor, stored here or by the hooks around the layer.
 
     Args:
-        value: The tensor, or what the hooks around the layer have made of it.
-        unpack: Gets the tensor back from them; None if it is kept here.
-        version: The tensor's version when it was saved.
+        value: Tensor, or the packed value that the hooks around the layer returned for it.
+        unpack: Unpack function of the hooks around the layer; None if the tensor is stored here.
+        version: Version of the tensor when it was saved.
         layer: Name of the layer, for errors.
     """
 
@@ -50,10 +50,10 @@ class Kept:
         self._loaded: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The tensor. What hooks bring back is asked for once, and stays until the last of its uses.
+        """Return the tensor. The first use unpacks it from the outer hooks, and the last use releases it.
 
         Raises:
-            RuntimeError: It was changed in place since.
+            RuntimeError: The tensor was changed in place since.
         """
         if self._unpack is None:
             tensor: Tensor = self._value
@@ -69,20 +69,20 @@ class Kept:
 
 
 class Source(Protocol):
-    """What a tensor is taken from, as often as it was used."""
+    """Owner of a storage that serves as many `take` calls as it has uses."""
 
     uses: int
 
     def take(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
 
 
 class Part:
-    """A tensor in the storage of another one.
+    """Tensor in the storage of another tensor.
 
     Args:
-        source: What gives the other one.
-        geometry: How the tensor lies in its storage.
+        source: Source of the other tensor.
+        geometry: Layout of the tensor in the storage.
     """
 
     __slots__ = ("_geometry", "source")
@@ -91,7 +91,7 @@ class Part:
         self.source, self._geometry = source, geometry
 
     def take(self) -> Tensor:
-        """The tensor, as it was."""
+        """Return the tensor with its original layout."""
         _, size, stride, offset, is_conj, is_neg = self._geometry
         part = self.source.take().as_strided(size, stride, offset)
         if part.is_conj() != is_conj:
@@ -103,18 +103,18 @@ Packed = Kept | Part
 
 
 def take(packed: Packed) -> Tensor:
-    """The tensor that this stands for."""
+    """Return the tensor of a packed form."""
     return packed.take()
 
 
 def use(packed: Packed, count: int = 1) -> Packed:
-    """Notes that backward will ask for a tensor so many times more."""
+    """Add `count` to the number of times that backward unpacks a tensor."""
     (packed.source if isinstance(packed, Part) else packed).uses += count
     return packed
 
 
 def changed_since(tensor: Tensor, version: int, where: str) -> NoReturn:
-    """Raises what autograd raises, with the place."""
+    """Raise autograd's error for an in-place change, with the place where the tensor was saved."""
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{list(tensor.shape)}, saved in {where}, is at version {version_of(tensor)}; expected version {version} "

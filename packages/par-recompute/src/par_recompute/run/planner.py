@@ -1,4 +1,4 @@
-"""What each layer drops: by its policy alone, or, within a budget for all of them, by one plan."""
+"""Choice of the modules that each layer drops: by the policy only, or by one plan for a budget of all layers."""
 
 import statistics
 from collections import Counter
@@ -23,9 +23,9 @@ RATE = 1e12
 
 
 class Kind(NamedTuple):
-    """What two calls of a layer have in common that save the same tensors, of other sizes perhaps.
+    """Kind of a layer's call: two calls of one kind save the same tensors, possibly of other sizes.
 
-    Numbers among the arguments, which may count something, are left out.
+    Numbers among the arguments are not part of the kind, because they may be counters.
     """
 
     training: tuple[bool, ...]
@@ -37,13 +37,13 @@ class Kind(NamedTuple):
 
 @dataclass
 class Seen:
-    """A call that was looked at.
+    """Observed call of a layer.
 
     Args:
-        sizes: Shapes of the tensors that the layer was called with.
-        table: What the call saves.
-        dropped: What calls of its kind drop; None until that is decided.
-        calls: How many calls in one forward that was decided for.
+        sizes: Shapes of the tensor arguments.
+        table: Table of the call.
+        dropped: Names of the modules that calls of this kind drop; None until planned.
+        calls: Number of calls per forward that the plan assumes. Default: 1.
     """
 
     sizes: tuple[torch.Size, ...]
@@ -54,13 +54,12 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the layers of a model may keep, and what the rest takes.
+    """Choices of all layers of a model, in saved bytes and seconds of recomputation.
 
     Args:
-        layers: Their names; one that is called in several ways has one for each.
-        frontiers: The choices of each of them, as from `frontier`, of all its calls in a forward, with seconds as
-            measured.
-        forwards: How many forwards there were in the measured step.
+        layers: Names of the layers; a layer with several kinds of calls is listed once for each kind.
+        frontiers: Choices of each layer, as from `frontier`, summed over its calls in a forward, in measured seconds.
+        forwards: Number of forwards in the measured step.
     """
 
     layers: tuple[str, ...]
@@ -70,18 +69,18 @@ class Choices:
 
 @dataclass
 class Known:
-    """What is known of one layer.
+    """Layer with its observed calls and its number of calls per forward.
 
     Args:
-        name: Its name in the model.
-        module: The layer.
-        number: Its place among the layers.
-        seen: By kind of call, the largest that was looked at.
-        current: The kind of the latest call.
-        sizes: Shapes of the tensors of the latest call.
-        forward: The forward of the model that the latest call was in; None if the model itself was not called.
-        calls: How many calls of each kind there were in that forward, so far.
-        before: How many there were in the forward before.
+        name: Name of the layer in the model.
+        module: Layer.
+        number: Index among the layers.
+        seen: Largest observed call of each kind.
+        current: Kind of the latest call.
+        sizes: Shapes of the tensor arguments of the latest call.
+        forward: Number of the model's forward that contained the latest call; None if the model was not called.
+        calls: Number of calls of each kind in that forward, so far.
+        before: Number of calls of each kind in the forward before.
     """
 
     name: str
@@ -95,12 +94,12 @@ class Known:
     before: Counter[Kind] = field(default_factory=Counter)
 
     def predict(self, kind: Kind | None, sizes: tuple[torch.Size, ...], dropped: frozenset[str]) -> int | None:
-        """Bytes that a call keeps which drops this; None if no call of its kind and sizes was looked at."""
+        """Return the bytes that a call saves if it drops these modules; None if no such call was observed."""
         seen = None if kind is None else self.seen.get(kind)
         return kept(seen.table, dropped) if seen is not None and seen.sizes == sizes else None
 
     def is_in(self, forward: int | None) -> bool:
-        """Takes note of a call in a forward of the model: whether the call before was in the same one."""
+        """Record a call in a forward of the model, and return whether the layer's previous call was in the same one."""
         same = forward is not None and forward == self.forward
         if not same:
             self.before = Counter() if forward is None else self.calls
@@ -109,18 +108,18 @@ class Known:
         return same
 
     def running(self) -> dict[Kind, int]:
-        """The kinds of the calls in one forward, as far as they are like the latest call, and how many of each."""
+        """Return the number of calls per forward of each kind with the modes and autocast of the latest call."""
         now = self.current
         most = self.before | self.calls
         return {kind: count for kind, count in most.items() if now is not None and kind[:3] == now[:3]}
 
 
 class Planner:
-    """Decides what the layers of one model drop.
+    """Planner of the modules that the layers of one model drop.
 
     Args:
-        policy: The policy; None: nothing is dropped.
-        layers: The layers by name.
+        policy: Policy; None: no module is dropped.
+        layers: Layers by name.
     """
 
     def __init__(self, policy: Cheap | Layers | Drop | Keep | Ops | None, layers: dict[str, nn.Module]) -> None:
@@ -133,31 +132,32 @@ class Planner:
         self._looked_in: int | None = None  # the forward in which a layer was looked at last
 
     def enter(self) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         self._forwards += self._depth == 0
         self._depth += 1
 
     def leave(self) -> None:
-        """A forward of the model ends."""
+        """End a forward of the model."""
         self._depth = max(self._depth - 1, 0)
 
     @property
     def forward(self) -> int | None:
-        """The forward of the model that runs; None if its layers are called by somebody else."""
+        """Number of the model's running forward; None if the layers are called without the model."""
         return self._forwards if self._depth else None
 
     @property
     def is_table(self) -> bool:
-        """Whether what a call drops depends on what was seen of others."""
+        """Whether the choice for a call depends on tables of earlier calls."""
         return isinstance(self.policy, Cheap | Drop | Keep)
 
     def choose(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str] | None:
-        """Names of the modules that a call drops, "" for the whole layer; None: the call is to be looked at.
+        """Return the names of the modules that a call drops; None if the call must be observed.
 
-        A call is looked at if none of its kind was, and, within a budget, if none as large was; but not for its size if
-        the layer calls collectives, which other ranks would not call again with it. A budget is shared out when all
-        layers, or the first backward, have run, and as often as they do: not before the next forward begins, if it is
-        known when that is. Stages of a pipeline may take several microbatches before.
+        The name "" is the complete layer. A call is observed if no call of its kind was. Within a budget, it is also
+        observed if it is larger than the observed calls of its kind. A layer with collectives is not observed again
+        for its size, because the other ranks would not repeat these collectives. A budget is divided among the layers
+        after all layers, or the first backward, have run, because only then the number of calls is certain: stages of
+        a pipeline may run several microbatches first. If the model is called itself, this waits for its next forward.
 
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
@@ -190,22 +190,22 @@ class Planner:
         return seen.dropped
 
     def _have_all_run(self) -> bool:
-        """Whether it is known how often layers run in a forward.
+        """Return whether the number of calls per forward is certain for all layers.
 
-        A model may be one stage of several, of which others come later.
+        Layers that have not run yet may follow: a model may contain several pipeline stages that run in sequence.
         """
         is_new = self.forward is None or self.forward != self._looked_in
         return is_new and (self.in_backward or all(each.seen for each in self.layers))
 
     def _undecide(self) -> None:
-        """Lets the next forward share out the budget anew."""
+        """Discard the plan, so that the next forward divides the budget again."""
         self._looked_in = self.forward
         for layer in self.layers:
             for seen in layer.seen.values():
                 seen.dropped = None
 
     def record(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table) -> None:
-        """Takes over what a call of a layer saves; what layers drop is decided when the next call comes."""
+        """Record the table of an observed call; the next call of a layer plans with it."""
         kind, sizes = kind_of(layer.module, args, kwargs)
         layer.seen[kind] = Seen(sizes, table)
         if isinstance(self.policy, Keep):
@@ -213,14 +213,14 @@ class Planner:
 
     @property
     def measures(self) -> bool:
-        """Whether it is measured how long layers take to run again, as a budget is to be said."""
+        """Whether the time of recomputation is measured, under `Keep(None)`."""
         return isinstance(self.policy, Keep) and self.policy.budget is None
 
     def set_budget(self, budget: float | str) -> None:
-        """From now on layers keep as much as this allows; see `set_budget`.
+        """Set the budget of all layers; see `set_budget`.
 
         Raises:
-            ValueError: They drop by another policy than Keep.
+            ValueError: The policy is not Keep.
         """
         if not isinstance(self.policy, Keep):
             raise ValueError(f"policy is {self.policy!r}, which has no budget; use Keep")
@@ -229,7 +229,7 @@ class Planner:
         self._undecide()
 
     def choices(self) -> "Choices":
-        """See `choices`."""
+        """Return the choices of all layers in measured seconds; see `choices`."""
         calls = self._calls()
         ratios = []
         for layer, seconds in self.ran_again:
@@ -246,7 +246,7 @@ class Planner:
         )
 
     def plan(self) -> None:
-        """Decides what calls drop that are of the kinds of one forward.
+        """Choose the dropped modules for all kinds of calls of one forward.
 
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
@@ -266,7 +266,7 @@ class Planner:
             raise ValueError(self._none(calls))
 
     def _calls(self) -> list[tuple[Known, Seen]]:
-        """The layers as they are called in one forward, each kind of call by itself, as far as it was looked at."""
+        """Return each layer with each observed kind of its calls in one forward."""
         found = []
         for layer in self.layers:
             for kind, number in layer.running().items():
@@ -276,21 +276,21 @@ class Planner:
         return found
 
     def contexts(self) -> Contexts | None:
-        """What makes the contexts of selective checkpointing; None under another policy than Ops."""
+        """Return a factory of the contexts for selective checkpointing; None if the policy is not Ops."""
         if not isinstance(self.policy, Ops):
             return None
         save: Any = self.policy.save if callable(self.policy.save) else list(self.policy.save)
         return lambda: create_selective_checkpoint_contexts(save)
 
     def _within(self, policy: Keep, calls: Sequence[tuple[Known, Seen]]) -> None:
-        """One choice a layer within the budget; a layer that is called several times makes the same one each time."""
+        """Make one choice per layer and kind of call, within the budget; all calls of the kind use it."""
         budget = policy.bytes_of(sum(each.calls * kept(each.table, ()) for _, each in calls))
         for (_, each), choice in zip(calls, knapsack(self._frontiers(calls), budget), strict=True):
             each.dropped = choice.dropped
 
     @staticmethod
     def _frontiers(calls: Sequence[tuple[Known, Seen]]) -> list[list[Choice]]:
-        """The frontiers of layers, of all their calls; those that save the same have the same one, made once."""
+        """Return the frontiers of layers over all their calls; layers with equal tables share one computation."""
         frontiers: dict[tuple[Any, ...], list[Choice]] = {}
         of_layer = []
         for layer, each in calls:
@@ -302,7 +302,7 @@ class Planner:
         return of_layer
 
     def _named(self, layer: Known, table: Table) -> list[str]:
-        """The candidates of a layer that the policy names."""
+        """Return the candidates of a layer that the policy selects."""
         if isinstance(self.policy, Cheap):
             return [name for name in table.candidates if table.modules[name].flops == 0]
         assert isinstance(self.policy, Drop)  # noqa: S101 - the other policies need no table
@@ -310,7 +310,7 @@ class Planner:
         return [name for name in table.candidates if which(joined(layer.name, name), layer.module.get_submodule(name))]
 
     def _none(self, calls: Sequence[tuple[Known, Seen]]) -> str:
-        """Says that a policy has no module that can be called again, and why those that it names cannot."""
+        """Return the error message for a policy whose modules cannot be called again, with one module's obstacle."""
         if isinstance(self.policy, Drop):
             for layer, each in calls:
                 for name, module in each.table.modules.items():
@@ -327,7 +327,7 @@ class Planner:
 
 
 def kind_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, tuple[torch.Size, ...]]:
-    """The kind of a call, and the shapes of its tensors."""
+    """Return the kind of a call, and the shapes of its tensor arguments."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if is_plain(leaf)]
     types = {tensor.device.type for tensor in tensors} | {"cpu"}
@@ -347,19 +347,19 @@ def kind_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _useful(table: Table, names: Sequence[str]) -> frozenset[str]:
-    """Those of the dropped modules that are called again at all; the others need no hook."""
+    """Return the dropped modules that backward really calls again; the other modules need no hook."""
     again = replay(table, names).again
     return frozenset(table.events[number][0] for number in again)  # type: ignore[misc]
 
 
 def _bandwidth(layer: Known) -> float:
-    """Bytes a second, if `RATE` were operations a second."""
+    """Return the bytes per second that match `RATE` operations per second."""
     device = next((parameter.device.type for parameter in layer.module.parameters()), "cpu")
     return RATE / FLOPS_PER_BYTE.get(device, 100.0)
 
 
 def _seconds(layer: Known, table: Table) -> float:
-    """What running a layer again would take at that rate."""
+    """Return the seconds for running a layer again at `RATE`."""
     return table.flops / RATE + table.moved / _bandwidth(layer)
 
 
@@ -368,5 +368,5 @@ def _elements(sizes: Sequence[torch.Size]) -> int:
 
 
 def joined(layer: str, name: str) -> str:
-    """The name in the model of a module of a layer; a layer that is the model has none itself."""
+    """Return the name in the model of a layer's module; the layer's name is "" if the layer is the model."""
     return f"{layer}.{name}" if layer else name

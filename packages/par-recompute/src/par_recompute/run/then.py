@@ -1,4 +1,4 @@
-"""How a module was when it ran, so that it runs again as it did then."""
+"""Snapshot of a module's state at its forward, so that backward runs it again in that state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from .packed import changed_since
 
 
 class Then:
-    """The mode of a module and of the modules below it, and the parameters and buffers that they had.
+    """Snapshot of a module's training modes, parameters and buffers, including its submodules.
 
     Args:
-        module: The module.
+        module: Module.
     """
 
     __slots__ = ("_modes", "_tensors")
@@ -33,13 +33,13 @@ class Then:
         ]
 
     def check(self, where: str) -> None:
-        """Compares shapes and versions of parameters and buffers with those of then.
+        """Compare shapes and versions of parameters and buffers with the snapshot.
 
         Args:
-            where: What had them, for the error.
+            where: Name of the layer or module, for the error.
 
         Raises:
-            RuntimeError: One was changed in place since, or is not there as a whole.
+            RuntimeError: A tensor was changed in place since, or is sharded now.
         """
         for _, name, tensor, shape, version in self._tensors:
             if tensor.shape != shape:
@@ -53,10 +53,10 @@ class Then:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which the module is as it was, also when others have put tensors in the place of its own.
+        """Restore the snapshot inside the context, including tensors that other code has replaced.
 
-        So does `torch.func.functional_call` for the time of a forward. Parameters that are gathered and cut have other
-        shapes meanwhile, or are no plain tensors: they are left to whoever does so.
+        `torch.func.functional_call` replaces tensors during a forward, for example. Sharded parameters that are not
+        gathered have another shape or are not plain tensors. They stay unchanged: the sharding library gathers them.
         """
         modes = [(module, mode, module.training) for module, mode in self._modes if module.training != mode]
         swapped = [

@@ -1,7 +1,7 @@
-"""One call of a layer that keeps its inputs alone: torch's non-reentrant checkpoint, in hooks.
+"""One call of a layer that saves only its inputs: torch's non-reentrant checkpoint, in hooks.
 
-The state of random numbers is preserved. So are buffers that the layer writes into, such as the statistics of a batch
-norm: it runs again with their values of then, and they keep those that they have now.
+The recomputation uses the random number state of the forward. It also uses the earlier values of buffers that the layer
+writes into, such as the statistics of a batch norm. Afterwards these buffers have their present values again.
 """
 
 from collections.abc import Callable, Generator
@@ -19,13 +19,13 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 class Written:
-    """Which buffers a layer writes into, as its calls have shown: the others need not be copied."""
+    """Record of the buffers that a layer writes into, as its calls have shown; only these buffers are copied."""
 
     def __init__(self) -> None:
         self._numbers: dict[bool, set[int]] = {}  # in training and not
 
     def before(self, module: nn.Module) -> list[tuple[int, Tensor, Tensor]]:
-        """Number, buffer and a copy of each buffer that is written into, as far as that is known; else of each one."""
+        """Return number, buffer and copy of each buffer that the layer writes into; of all buffers in a first call."""
         known = self._numbers.get(module.training)
         return [
             (number, buffer, buffer.clone())
@@ -34,9 +34,9 @@ class Written:
         ]
 
     def after(self, module: nn.Module, before: list[tuple[int, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Those that were written into since, each with its copy.
+        """Return the buffers that were written into since `before`, each with its copy.
 
-        The first call of each mode tells, by the values: batch norm writes its statistics without a new version.
+        The first call of each mode compares values, because batch norm writes its statistics without a new version.
         """
         if any(isinstance(buffer, FakeTensor) for _, buffer, _ in before):
             return []  # it will not run again
@@ -47,15 +47,16 @@ class Written:
 
 
 class Whole:
-    """One call of a layer, between `open` and `close`.
+    """One call of a layer that saves only its inputs, between `open` and `close`.
 
     Args:
-        module: The layer.
-        written: What is known of its buffers.
-        run: Runs the layer again, with the same arguments.
+        module: Layer.
+        written: Record of the buffers that the layer writes into.
+        run: Function that runs the layer again, with the same arguments.
         args: Positional arguments of the call.
-        kwargs: Its keyword arguments.
-        contexts: Makes a context for the forward and one for when it runs again, for selective checkpointing; or None.
+        kwargs: Keyword arguments of the call.
+        contexts: Factory of one context for the forward and one for the recomputation, for selective checkpointing;
+            None if the policy is not Ops.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class Whole:
         }
 
     def open(self) -> None:
-        """Begins to drop what autograd saves."""
+        """Begin to drop the tensors that autograd saves."""
         with torch.no_grad():
             self._before = self._written.before(self._module)
         next(self._generator)
 
     def close(self) -> dict[int, int]:
-        """Ends it: bytes of each storage that is kept, by its identity."""
+        """End the call and return the bytes of each saved storage, by the storage's identity."""
         next(self._generator, None)
         with torch.no_grad():
             self._buffers = self._written.after(self._module, self._before)
