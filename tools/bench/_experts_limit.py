@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from par_layers.experts.capacity import assigned, slots
+from par_layers.experts.rows import assigned, slots
 
 ONE_BY_ONE = 256
 """Mean number of rows of an expert from which on one expert is computed after the other."""

@@ -49,6 +49,16 @@ def test_a_group_is_found_by_its_name():
     assert _torch_private.group_of_name(dist.group.WORLD.group_name) is dist.group.WORLD
 
 
+def test_node_class_of_function_matches_graph():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
+    assert type(node) is _torch_private.node_class(Twice)
+
+
 def test_a_function_is_left_out_of_graphs():
     @_torch_private.disable_dynamo
     def inside(x):

@@ -20,14 +20,13 @@ from .context.function import context_attention
 from .context.mask import Mask
 from .context.tokens import Tokens
 from .experts.balance import LoadBalancing, TokenAxes
-from .experts.config import ExpertConfig, RouterConfig
 from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
 from .experts.dispatch import DispatchHandle, TokenDispatcher
 from .experts.experts import Experts
 from .experts.moe import MoE
 from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
-from .experts.selection import select_experts
+from .experts.selection import ExpertConfig, RouterConfig, select_experts
 from .experts.step import RouterLosses, update_correction_bias_
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradientReducer

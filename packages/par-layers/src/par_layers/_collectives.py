@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import sendable
 
-from ._torch_private import functional_collectives, group_of_name, number_of_dispatch_modes
+from ._torch_private import functional_collectives, group_of_name, node_class, number_of_dispatch_modes
 
 par_wait_axis = ""
 """See `par_groups.attributes.WAIT_AXIS`."""
@@ -311,6 +311,15 @@ class _CollectivePair(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.way_back(gradient), None, None
+
+
+def is_collective(node: Any) -> bool:
+    """Return whether a node of autograd's graph is a collective of this module that has a collective as its backward.
+
+    Args:
+        node: The node, such as the `grad_fn` of a tensor.
+    """
+    return isinstance(node, node_class(_CollectivePair))
 
 
 class _ReduceFrom(torch.autograd.Function):

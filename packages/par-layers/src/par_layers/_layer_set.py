@@ -10,8 +10,8 @@ from par_groups import ProcessGroups, Topology
 
 from ._activations import LayerSetOperations
 from .experts.balance import LoadBalancing
-from .experts.config import ExpertConfig, RouterConfig
 from .experts.moe import MoE, make_moe
+from .experts.selection import ExpertConfig, RouterConfig
 from .layers.classifier import ParallelClassifier, ParallelVocabClassifier
 from .layers.debug import watched
 from .layers.dropout import ParallelDropout

@@ -114,6 +114,18 @@ Non-reentrant checkpoints of torch set such hooks, and have no way to ask whethe
 """
 
 
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """Return the class of the nodes that a `torch.autograd.Function` adds to autograd's graph. In torch 2.11 to 2.13.
+
+    The public way is to compare the class's name as text, which misses a renamed function without an error.
+
+    Args:
+        function: The function's class.
+    """
+    node: type = function._backward_cls
+    return node
+
+
 @disable_dynamo
 def apart(function: Callable[..., T], *arguments: object) -> T:
     """Calls a function between two graphs of torch.compile, which cannot hold what it computes with."""

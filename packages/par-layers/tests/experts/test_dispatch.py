@@ -17,8 +17,8 @@ from par_layers import (
     grouped_weight_gradient,
     initialize,
 )
-from par_layers.experts.capacity import assigned
 from par_layers.experts.products import is_one_by_one
+from par_layers.experts.rows import assigned
 
 from .routings import chosen, live, loop, numbers
 

@@ -33,7 +33,7 @@ class PieceStep:
 
 
 @dataclass(frozen=True)
-class StepWork:
+class AttentionPieces:
     """What one rank computes for one row of a batch, or for all rows alike.
 
     Args:
@@ -53,7 +53,7 @@ def make_work(
     *,
     block: int,
     joins: Collection[str] = (),
-) -> StepWork:
+) -> AttentionPieces:
     """Plans the pieces of local queries against several buffers of keys, which follow one another.
 
     Args:
@@ -79,7 +79,7 @@ def make_work(
                 bounds = np.stack([low[rows], high[rows]]).clip(piece.k0, piece.k1) - piece.k0
             steps.append(PieceStep(piece, next(remaining), bounds))
         result.append(tuple(steps))
-    return StepWork(tuple(result), unseeing)
+    return AttentionPieces(tuple(result), unseeing)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ Rows = slice
 """Rows of a batch that have the same documents."""
 
 
-def by_rows(works: Sequence[StepWork], batch: int) -> list[tuple[Rows, StepWork]]:
+def by_rows(works: Sequence[AttentionPieces], batch: int) -> list[tuple[Rows, AttentionPieces]]:
     """The rows of a batch, with their work: all of them at once where they have the same documents."""
     if len(works) == 1:
         return [(slice(0, batch), works[0])]

@@ -19,9 +19,8 @@ from torch.compiler import is_compiling
 from .._once import once_differentiable
 from .._torch_private import apart, assert_async, is_any_autocast_enabled
 from . import graph
-from .capacity import assigned, slots
 from .route import Route, Splits, exchange_counts, out_of_range
-from .rows import inverse, sorted_by_expert
+from .rows import assigned, inverse, slots, sorted_by_expert
 
 
 class TokenDispatcher:

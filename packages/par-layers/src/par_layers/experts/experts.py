@@ -18,7 +18,6 @@ from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
 from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Axes, Grid
-from .config import ExpertConfig
 from .products import (
     Activation,
     ExpertSegments,
@@ -33,6 +32,7 @@ from .products import (
     weight_product,
 )
 from .route import Route
+from .selection import ExpertConfig
 
 EXPERT, FEATURES = "expert_parallel", "expert_tensor"
 """Axes of the view "experts": over the first, ranks hold different experts; over the second, shards of each expert."""

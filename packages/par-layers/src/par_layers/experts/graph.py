@@ -13,8 +13,7 @@ from torch import Tensor
 from .._collectives import finish
 from .._once import once_differentiable
 from .._torch_private import functional_collectives, sums_of_bags
-from .capacity import extended
-from .rows import PADDING
+from .rows import PADDING, extended
 
 
 def filled(x: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

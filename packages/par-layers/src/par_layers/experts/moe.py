@@ -7,11 +7,11 @@ from ..layers.parameter import Init
 from ..modes.grid import EXPERTS, Grid
 from ..modes.layout import ActivationLayout
 from .balance import LoadBalancing, TokenAxes
-from .config import ExpertConfig, RouterConfig
 from .dispatch import TokenDispatcher
 from .entrance import Entrance
 from .experts import Experts
 from .router import Router
+from .selection import ExpertConfig, RouterConfig
 from .shared import SharedExperts, gate_of_shared
 
 

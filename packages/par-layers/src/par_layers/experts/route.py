@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .._collectives import start_exchange
 from .._torch_private import sums_of_bags
-from .capacity import extended
-from .rows import PADDING, by_expert, inverse
+from .rows import PADDING, by_expert, extended, inverse
 
 
 def out_of_range(ranks: list[int], experts: int) -> str:

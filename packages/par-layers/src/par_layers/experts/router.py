@@ -18,9 +18,8 @@ from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import Init, Rows, make_parameter, uniform
 from ..modes.grid import Grid
 from .balance import ExpertLoad, LoadBalancing, LoadCounter, TokenAxes, attach
-from .config import RouterConfig
 from .replay import RoutingReplay, SavedRouting, in_backward, may_run_again, narrow
-from .selection import check_selection, select_experts
+from .selection import RouterConfig, check_selection, select_experts
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""Counts to permutations: in which order the rows of a dispatch lie. Pure.
+"""The order of routed tokens: sorted by expert, or in a fixed number of slots for each expert. Pure arithmetic.
 
-A row is one token for one of the experts that were chosen for it; M tokens with k experts each have M * k of them.
+A routed token is one token for one of its selected experts, so M tokens with k experts each make M * k routed tokens.
+The code calls them rows, because each is a row of a matrix.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -57,3 +60,46 @@ def by_expert(counts: Tensor, total: int) -> Tensor | None:
     starts = (arrived.cumsum(0) - arrived).view(sources, experts).t().flatten()  # of each block, as it arrives
     shift = starts - (sizes.cumsum(0) - sizes)
     return torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=counts.device)
+
+
+def slots(capacity: float, tokens: int, top_k: int, experts: int) -> int:
+    """Number of rows that an expert takes of each rank.
+
+    Args:
+        capacity: The multiple of the mean number of rows.
+        tokens: Number of tokens of each rank, M.
+        top_k: Number of experts of each token, k.
+        experts: Number of experts of all ranks, E.
+    """
+    return math.ceil(capacity * tokens * top_k / experts)
+
+
+def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives rows their slots; an expert with too many of them takes those with the highest priorities.
+
+    Args:
+        ids: The experts of each token, int64 [M, k], all in 0 .. experts - 1.
+        priorities: By what they compete, [M, k].
+        experts: Number of experts, E.
+        each: Number of slots of each expert, C.
+
+    Returns:
+        Which row, counted over [M, k], is in each slot, int64 [E * C], M * k in an empty one; in which slot each row
+        is, int64 [M, k], E * C where it is dropped; and the number of dropped rows, int64 [].
+    """
+    flat = ids.flatten()
+    ranked = torch.argsort(priorities.flatten(), descending=True, stable=True)
+    in_order, then = torch.sort(flat[ranked], stable=True)
+    order = ranked[then]
+    rows, room = len(order), experts * each
+    edges = torch.searchsorted(in_order, torch.arange(experts, device=ids.device))
+    place = torch.arange(rows, device=ids.device) - edges[in_order]
+    slot = torch.where(place < each, in_order * each + place, room)
+    held = torch.full((room + 1,), rows, dtype=torch.int64, device=ids.device).scatter_(0, slot, order)[:room]
+    slot_of = torch.empty_like(order).scatter_(0, order, slot).view(ids.shape)
+    return held, slot_of, (slot == room).sum()
+
+
+def extended(x: Tensor) -> Tensor:
+    """With zeros at the end of dim 0, which empty slots and dropped rows point to."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

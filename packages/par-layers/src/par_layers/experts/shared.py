@@ -12,8 +12,8 @@ from ..modes.grid import Axes, Grid
 from ..modes.layout import ActivationLayout
 from ..modes.product_1d import local_product
 from ..modes.rules import WeightSharding
-from .config import ExpertConfig
 from .products import activation_of
+from .selection import ExpertConfig
 
 
 class SharedExperts(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from par_groups import sharding_of
 
+from .._collectives import is_collective
 from ..layers.parallel_layer import ParallelLayer
 
 
@@ -104,6 +105,6 @@ def _before(ends: Iterable[Any], stop: set[Any]) -> set[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if node not in stop and (is_end or type(node).__name__ != "_CollectivePairBackward"):
+        if node not in stop and (is_end or not is_collective(node)):
             waiting.extend((before, False) for before, _ in node.next_functions if before is not None)
     return seen

@@ -26,7 +26,7 @@ from ..cost import num_gather_parts
 from ..fetch import Fetch, transfers
 from ..mask import Mask
 from ..merge import RunningSoftmax, add_sinks_, empty_sum, sinks_gradient
-from ..steps import AttentionOptions, Keys, Masks, SavedAttention, StepWork, by_rows, halves, make_work, plain
+from ..steps import AttentionOptions, AttentionPieces, Keys, Masks, SavedAttention, by_rows, halves, make_work, plain
 from ..tokens import Ints, Tokens
 
 
@@ -41,7 +41,7 @@ class GatherPlan:
         masks: The additive masks of its pieces.
     """
 
-    works: tuple[StepWork, ...]
+    works: tuple[AttentionPieces, ...]
     fetch: Fetch
     most: int
     masks: Masks = field(default_factory=Masks)
@@ -146,7 +146,7 @@ class KeyExchange:
                 flat_k.index_add_(0, index, arrived[place, :, :head].to(dk.dtype))
                 flat_v.index_add_(0, index, arrived[place, :, head:].to(dv.dtype))
 
-    def rows(self, buffers: Tensor, works: Sequence[StepWork]) -> Iterator[Tensor]:
+    def rows(self, buffers: Tensor, works: Sequence[AttentionPieces]) -> Iterator[Tensor]:
         """The buffer of each row of a batch, or one for all rows where these have the same documents."""
         if len(works) == 1:
             yield buffers.unflatten(0, (len(self.buffered), -1))

@@ -20,7 +20,7 @@ from ..._torch_private import group_of_name
 from ..fetch import Hops, hops, transfers
 from ..mask import Mask
 from ..merge import RunningSoftmax, add_sinks_, empty_sum, sinks_gradient
-from ..steps import AttentionOptions, Keys, Masks, SavedAttention, StepWork, by_rows, make_work, plain
+from ..steps import AttentionOptions, AttentionPieces, Keys, Masks, SavedAttention, by_rows, make_work, plain
 from ..tokens import Tokens
 
 par_wait_axis = ""
@@ -40,7 +40,7 @@ class RingPlan:
         masks: The additive masks of its pieces.
     """
 
-    works: tuple[StepWork, ...]
+    works: tuple[AttentionPieces, ...]
     hops: Hops
     rank: int
     ranks: int

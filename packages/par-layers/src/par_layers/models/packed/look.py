@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...experts.config import ExpertConfig
 from ...experts.experts import Experts
 from ...experts.products import Activation
+from ...experts.selection import ExpertConfig
 from ...modes.grid import Grid
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
