@@ -12,8 +12,7 @@ from crc32c import crc32c
 
 from ._errors import corrupt
 from .format.bytes import bytes_of
-from .format.index import encode_index, index_of
-from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, encode_manifest
+from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, encode_index, encode_manifest, index_of
 from .storage.files import FileSource, Writer
 from .storage.folder import Folder, Staging
 from .storage.outline import read_outline

@@ -9,10 +9,21 @@ import torch
 from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
-from .format.index import STEMS, encode_index, index_of
-from .format.manifest import BLOCK, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
+from .format.manifest import (
+    BLOCK,
+    MANIFEST,
+    SIDE_FILE,
+    STEMS,
+    FileRecord,
+    Manifest,
+    encode_index,
+    encode_manifest,
+    index_of,
+    record_of,
+)
 from .plan.claims import section_of
-from .plan.files import File, Prepared, join_crcs
+from .plan.files import File, join_crcs
+from .plan.plan import Prepared
 from .state.collect import Content
 from .storage.folder import Staging
 

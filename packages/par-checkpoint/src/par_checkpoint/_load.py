@@ -18,7 +18,7 @@ from ._agreement import SameOptions, kinds_of, place_of
 from ._errors import UNDEFINED, CheckpointError, CorruptError, ReplacedError
 from ._policies import Format, Path, Tiers, Transfer, check_one_of, check_policy, timeout_of, urls_of
 from ._progress import check_progress
-from .format.index import STEMS
+from .format.manifest import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_

@@ -14,7 +14,7 @@ import torch
 
 from par_groups import Sharding, parse_size
 
-from .format.index import is_base_name
+from .format.manifest import is_base_name
 from .state.conversion import Conversion
 from .state.model import Names
 

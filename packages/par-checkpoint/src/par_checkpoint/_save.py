@@ -26,8 +26,8 @@ from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
 from .plan.claims import Claims, check_covered, merge, section_of
-from .plan.files import File, Prepared, data_areas, lay_out
-from .plan.plan import BlockPlanner
+from .plan.files import File, data_areas, lay_out
+from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
 from .state.collect import (
     Content,

@@ -18,7 +18,7 @@ from crc32c import crc32c
 from .format.bytes import bytes_of
 from .format.manifest import BLOCK, OBJECTS, FileRecord
 from .format.tagged import decode
-from .plan.files import Prepared
+from .plan.plan import Prepared
 from .state.collect import Content
 from .storage.files import Writer
 from .transfer.ranks import attempt

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_checkpoint._errors import CorruptError
-from par_checkpoint.format.index import decode_index, encode_index, is_base_name
+from par_checkpoint.format.manifest import decode_index, encode_index, is_base_name
 
 NAMES = st.text(max_size=5)
 

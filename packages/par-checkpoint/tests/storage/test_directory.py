@@ -6,8 +6,7 @@ from crc32c import crc32c
 from safetensors.torch import save
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.index import encode_index
-from par_checkpoint.format.manifest import FileRecord, Manifest, record_of
+from par_checkpoint.format.manifest import FileRecord, Manifest, encode_index, record_of
 from par_checkpoint.storage.directory import StoredTensor, read_directory
 
 A, B = torch.arange(4.0), torch.arange(6).view(2, 3)

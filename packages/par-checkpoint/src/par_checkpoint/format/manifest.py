@@ -1,6 +1,8 @@
-"""`par_checkpoint.json`: what a checkpoint holds beside tensors, and the checksums of everything else.
+"""The two JSON files that describe a checkpoint: our manifest, and the index that transformers reads.
 
-The file begins with a checksum of all bytes that follow it, so that a change to any of its bytes shows.
+`par_checkpoint.json`, the manifest, holds the state that is no tensor and the checksums of all other files. It begins
+with a checksum of all bytes that follow, so that a change to any of its bytes is found. The index of a model in several
+files maps each tensor to its file.
 """
 
 import json
@@ -15,7 +17,6 @@ from crc32c import crc32c
 
 from .._errors import CheckpointError, corrupt
 from .header import MAX_HEADER
-from .index import is_base_name
 from .strict_json import is_count, parse_object, text_map
 
 MANIFEST = "par_checkpoint.json"
@@ -27,16 +28,19 @@ CONFIG = "config.json"
 """The model's config."""
 
 GENERATION_CONFIG = "generation_config.json"
-"""How the model generates, in a file of its own."""
+"""The model's settings for text generation."""
 
 OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
-"""In torch style, by section: its file."""
+"""Name of each section's file in torch style."""
+
+STEMS = {"model": "model", "optimizer": "optimizer/optimizer"}
+"""First part of the file names, by section. `Format(stem=...)` replaces the model's."""
 
 OPTIMIZER, TEMPLATES = "optimizer/", "additional_chat_templates/"
-"""The folders in a checkpoint: of the optimizer's files, and of further chat templates of a tokenizer."""
+"""Subfolders of a checkpoint, for the optimizer's files and for a tokenizer's additional chat templates."""
 
 BLOCK = 4 << 20
-"""Bytes of a block: what is checksummed, written and read as one."""
+"""Bytes of a block, the unit that is checksummed, written and read."""
 
 GENERATION = re.compile("generation-[0-9A-Za-z]+")
 """The names of folders that hold the files of one save, on stores where nothing can be renamed."""
@@ -75,7 +79,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that the file says.
+    """The content of `par_checkpoint.json`.
 
     Args:
         style: How the tensors are stored: "huggingface" or "torch".
@@ -84,11 +88,11 @@ class Manifest:
         model: State of the model that is no tensor, as tagged JSON; None if there is none.
         optimizer: Param groups of the optimizer, and its state that is no tensor; None without an optimizer.
         scheduler: State of the scheduler, or a list of states; None without one.
-        extra: What the caller gave as `extra`.
+        extra: The `extra` that the caller passed to the save.
         step: The training step, if the caller gave one.
-        beside: Files that people edit, such as config.json and a tokenizer's, by name: what was saved, or None where an
-            earlier version has noted the name alone. A load reads none of them, and `verify` tells of changes.
-        version: The version of par-checkpoint that wrote it, which later ones name to older ones.
+        beside: Records of files that users may edit, such as config.json and a tokenizer's, by name; None for a file
+            whose name only an earlier version has recorded. A load reads no such file, and `verify` reports changes.
+        version: The version of par-checkpoint that wrote the manifest. An older version names it in its error.
         generation: Subfolder of the files on an object store; "" if they are in the folder itself.
     """
 
@@ -112,7 +116,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the file."""
+    """Return the bytes of a manifest."""
     fields = {
         "format": _FORMAT,
         "par_checkpoint": manifest.version,
@@ -125,7 +129,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.generation:
         fields["generation"] = manifest.generation
-    data = bytearray(_HEAD_SIZE)  # what is written grows in one place: checksums may take many megabytes
+    # The checksums of a large model take many megabytes. One growing buffer holds them once, and `json.dumps` of all
+    # fields together would hold them several times.
+    data = bytearray(_HEAD_SIZE)
     for name, value in fields.items():
         data += f",\n{json.dumps(name)}: ".encode()
         if name != "files":
@@ -143,13 +149,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Reads and checks the file.
+    """Read and check a manifest.
 
     Raises:
-        CorruptError: A byte is not what was written, or the content makes no sense.
-        CheckpointError: A later version wrote it.
+        CorruptError: A byte differs from the bytes that were written, or a field is invalid.
+        CheckpointError: A later version wrote the manifest.
     """
     fields = parse_sealed(data, MANIFEST)
+    # A later format may have other fields, so the format is checked first. The error then names the version to install
+    # instead of reporting a corrupt file.
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{MANIFEST} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install par-checkpoint "
@@ -197,15 +205,15 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def head_of(rest: bytes | memoryview) -> bytes:
-    """How a JSON object begins that has the checksum of all the rest at its head."""
+    """Return the beginning of a sealed JSON object, which contains the checksum of all bytes after it."""
     return _HEAD % crc32c(rest)
 
 
 def parse_sealed(data: bytes, file: str) -> dict[str, object]:
-    """Reads a JSON object that begins with `head_of` its rest.
+    """Read a JSON object that begins with `head_of` the rest of its bytes.
 
     Raises:
-        CorruptError: A byte is not what was written; the message names `file`.
+        CorruptError: A byte differs from the bytes that were written. The message names `file`.
     """
     if data[:_HEAD_SIZE] != head_of(data[_HEAD_SIZE:]):
         raise corrupt(file, "does not match its own checksum")
@@ -213,7 +221,7 @@ def parse_sealed(data: bytes, file: str) -> dict[str, object]:
 
 
 def generation_in(data: bytes) -> str | None:
-    """The generation that a manifest names, as its bytes say; "" if it names none, None if they are not sound."""
+    """Return the generation that the bytes of a manifest name: "" without one, None if the manifest is corrupt."""
     try:
         return decode_manifest(data).generation if data else ""
     except CheckpointError:
@@ -221,7 +229,7 @@ def generation_in(data: bytes) -> str | None:
 
 
 def beside_in(data: bytes) -> set[str]:
-    """The files beside the tensors that a manifest names; none if its bytes are not sound."""
+    """Return the names in the `beside` of a manifest, or an empty set if the manifest is corrupt."""
     try:
         return set(decode_manifest(data).beside)
     except CheckpointError:
@@ -229,7 +237,7 @@ def beside_in(data: bytes) -> set[str]:
 
 
 def record_of(data: bytes, block: int) -> FileRecord:
-    """The record of a file that is not in safetensors.
+    """Return the record of a file that is not in safetensors.
 
     Args:
         data: All bytes of the file.
@@ -240,7 +248,7 @@ def record_of(data: bytes, block: int) -> FileRecord:
 
 
 def block_ranges(size: int, data_begin: int, block: int) -> Iterator[tuple[int, int]]:
-    """The blocks of a file: first byte and one past the last of each.
+    """Yield the first byte and the end of each block of a file.
 
     Args:
         size: Bytes of the file.
@@ -293,7 +301,7 @@ def _checksums(text: object, where: str) -> "array[int]":
 
 
 def _big_endian(crcs: "array[int]") -> "array[int]":
-    """The checksums with the bytes of each in the order in which they are written, or back."""
+    """Swap the bytes of each checksum on a little-endian machine, because files are big-endian."""
     if sys.byteorder == "little":
         crcs.byteswap()
     return crcs
@@ -309,10 +317,57 @@ def _tied(value: object) -> dict[str, str]:
 
 def _beside(value: object) -> dict[str, FileRecord | None]:
     if isinstance(value, list) and all(isinstance(name, str) and is_base_name(name) for name in value):
-        return dict.fromkeys(value)  # by a version that noted names alone
+        return dict.fromkeys(value)  # an earlier version has recorded only the names
     if not isinstance(value, dict):
         raise corrupt(MANIFEST, f"beside is {value!r:.80}, neither a mapping nor a list of plain names")
     for name in value:
         if not is_base_name(name.removeprefix(TEMPLATES)):
             raise corrupt(MANIFEST, f"beside has {name!r:.80}, which is no plain name in the folder or in {TEMPLATES}")
     return {name: None if each is None else _decode_record(name, each) for name, each in value.items()}
+
+
+def index_of(stem: str) -> str:
+    """Return the name of the index for files whose names begin with a stem."""
+    return f"{stem}.safetensors.index.json"
+
+
+def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:
+    """Return the bytes of an index as transformers writes it.
+
+    Args:
+        weight_map: File name of each tensor, by the tensor's name.
+        total_size: Bytes of all tensors together.
+        total_parameters: Number of elements of all tensors together.
+    """
+    metadata = {"total_parameters": total_parameters, "total_size": total_size}
+    index = {"metadata": metadata, "weight_map": dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def decode_index(data: bytes, file: str) -> dict[str, str]:
+    """Read and check an index.
+
+    Args:
+        data: Bytes of the index.
+        file: Name of the index, for messages.
+
+    Returns:
+        File name of each tensor, by the tensor's name. All files are in the folder of the index.
+
+    Raises:
+        CorruptError: The bytes are not an index, or it names a file in another folder.
+    """
+    index = parse_object(data, file)
+    if "weight_map" not in index:
+        raise corrupt(file, f"has no weight_map, only {sorted(index)!r:.80}")
+    weight_map = text_map(index["weight_map"], f"{file}, weight_map")
+    # An index comes from strangers. A name such as "../../secret" would make a load read outside of the folder.
+    for name in dict.fromkeys(weight_map.values()):
+        if not is_base_name(name):
+            raise corrupt(file, f"names the file {name!r:.80}, but only plain names in the same folder are opened")
+    return weight_map
+
+
+def is_base_name(name: str) -> bool:
+    """Return whether a name can only refer to a visible file directly in a folder."""
+    return name.isprintable() and not name.startswith(".") and not set(name) & {"/", "\\"} and name != ""

@@ -16,11 +16,12 @@ arithmetic, and lists the blocks in which it takes part. The pieces of a block a
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from .blocks import Area, FileBlock
 from .claims import GlobalTensor
 from .deal import ByteShares, Rotation, Together, Windows
+from .files import Area, File, FileBlock
 from .homes import Homes
 from .overlap import BoxIndex, indexes_of
 from .tasks import AssignedRun, BlockList, Blocks, HeldRun, RankPlan, parts_of
@@ -29,6 +30,25 @@ _READERS = 4  # of one block from the page cache: reading it so often costs less
 _RUNS = 16  # of a block that ranks write by themselves: more would be small writes
 _HOLDERS = 64  # of parts of a file, who all may write into it
 _WRITERS = 16  # of a file that more ranks hold parts of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The layout and the plan of a save before it writes. Only `plan` differs between ranks.
+
+    Args:
+        tensors: All tensors of the checkpoint.
+        files: All files of the checkpoint.
+        plan: This rank's part of the work.
+        owners: Rank that writes each file, by number of the file; None: several ranks may write into one file.
+        writers: Ranks that write the blocks of each file; None: no caller needs them.
+    """
+
+    tensors: Sequence[GlobalTensor]
+    files: Sequence[File]
+    plan: RankPlan
+    owners: Sequence[int] | None
+    writers: Sequence[Sequence[int]] | None = None
 
 
 class BlockPlanner:

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from .blocks import Area, FileBlock, TensorSpan
 from .claims import GlobalTensor
 from .deal import Deal, Together
+from .files import Area, FileBlock, TensorSpan
 from .overlap import BoxIndex, BoxOverlap
 from .replicas import Hop, Replicas
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..format.index import is_base_name
-from ..format.manifest import CONFIG, GENERATION_CONFIG, MANIFEST, OBJECTS, TEMPLATES
+from ..format.manifest import CONFIG, GENERATION_CONFIG, MANIFEST, OBJECTS, TEMPLATES, is_base_name
 from ..format.strict_json import check_no_pointer
 from ..storage.owned import is_data, is_of_tokenizer, is_standard
 from .model import Model

@@ -10,8 +10,7 @@ from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt
 from ..format.header import SafetensorsHeader, decode_header
-from ..format.index import decode_index, is_base_name
-from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
+from ..format.manifest import MANIFEST, FileRecord, Manifest, decode_index, is_base_name, record_of
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")

@@ -12,8 +12,17 @@ from safetensors.torch import load as from_safetensors
 
 from .._errors import CheckpointError, CorruptError, corrupt
 from ..format.header import decode_header
-from ..format.index import STEMS, index_of
-from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, check_optimizer, decode_manifest
+from ..format.manifest import (
+    MANIFEST,
+    OBJECTS,
+    SIDE_FILE,
+    STEMS,
+    FileRecord,
+    Manifest,
+    check_optimizer,
+    decode_manifest,
+    index_of,
+)
 from ..format.pickled import flat_tensors, load_outline, load_pickle, place_of
 from ..format.tagged import decode, split_ranks
 from .directory import Directory, StoredTensor, check_index, check_linked, read_directory, read_small

@@ -14,7 +14,8 @@ from crc32c import crc32c
 
 from .._errors import CheckpointError
 from ..format.manifest import BLOCK, MANIFEST, block_ranges
-from ..plan.files import File, Prepared
+from ..plan.files import File
+from ..plan.plan import Prepared
 from ..storage.commit import erase
 from ..storage.folder import Folder
 from ..storage.local import LocalFolder, LocalStaging, LocalWriter

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from .._errors import CheckpointError, corrupt
 from ..format.header import is_dtype
-from ..format.index import is_base_name
+from ..format.manifest import is_base_name
 from ..format.pickled import load_bytes
 from ..format.strict_json import is_count
 

@@ -14,8 +14,7 @@ from .._errors import CorruptError, corrupt_block
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.blocks import FileBlock
-from ..plan.files import File, join_parts
+from ..plan.files import File, FileBlock, join_parts
 from ..plan.tasks import BlockPiece, RankPlan, Task
 from ..storage.files import REACH, FileSource
 from ..storage.folder import Folder

@@ -14,8 +14,7 @@ from crc32c import crc32c
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.blocks import FileBlock
-from ..plan.files import File
+from ..plan.files import File, FileBlock
 from ..plan.tasks import BlockPiece, RankPlan, Task
 from ..storage.files import Writer
 from ..storage.folder import Staging
