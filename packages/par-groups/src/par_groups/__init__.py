@@ -1,7 +1,7 @@
-"""Which ranks work together, and how tensors are cut over them.
+"""Groups of ranks that work together, and shardings of tensors over them.
 
-The arithmetic (`Topology`, `Box`, `Sharding`, modes, registries) is imported at once and needs no torch; what touches
-torch is imported when it is first used, so that planning for 100,000 ranks stays a small, quick process.
+The arithmetic (`Topology`, `Box`, `Sharding`, modes, registries) is imported at once and needs no torch. All names that
+need torch are imported on first use. A plan for 100,000 ranks therefore takes a small, quick process.
 """
 
 from importlib import import_module

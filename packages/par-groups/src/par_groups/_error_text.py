@@ -4,11 +4,11 @@
 def error_text(error: BaseException) -> str:
     """Return the text of an error in a form that any rank can receive, print and log.
 
-    Names of files that are no text come as lone surrogates, which no encoding takes, and an error's own code may fail
-    while it makes its text. A rank that stumbled over either could not tell the others why it failed.
+    File names that are not valid text contain lone surrogates, which no encoding accepts. The `__str__` of an error may
+    also fail. In both cases a rank without this function could not report its error to the other ranks.
 
     Args:
-        error: The error.
+        error: Error.
     """
     try:
         text = str(error)

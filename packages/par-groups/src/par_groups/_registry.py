@@ -1,6 +1,6 @@
-"""A registry: a plain dict that a decorator fills, and other wheels through entry points.
+"""Registry of named entries: a dict that a decorator fills, and that other wheels extend through entry points.
 
-A wheel that nobody imported yet can still provide a name: it declares an entry point in the registry's group, and
+A wheel can provide a name before any code imports the wheel: it declares an entry point in the registry's group, and
 the first look-up of that name loads it.
 """
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named things of one kind.
+    """Named entries of one kind.
 
     Args:
-        kind: What is registered, in words for messages, such as "parallel mode".
-        group: The entry-point group in which other wheels declare theirs.
+        kind: Kind of the entries in words, for messages, such as "parallel mode".
+        group: Entry-point group in which other wheels declare entries.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> None:
-        """Adds `entry` under `name`.
+        """Add `entry` under `name`.
 
         Raises:
             ValueError: The name is taken; the message names both owners.
@@ -38,17 +38,17 @@ class Registry(Generic[T]):
         self._entries[name] = entry
 
     def names(self) -> tuple[str, ...]:
-        """Every known name, sorted; nothing is loaded to find out."""
+        """Return every known name, sorted, without loading an entry point."""
         return tuple(sorted({*self._entries, *self._points.names}))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 
     def __getitem__(self, name: str) -> T:
-        """The entry of that name; if a wheel that nobody has imported provides it, the wheel is imported.
+        """Return the entry of a name; import the wheel that provides it, if needed.
 
         Raises:
-            ValueError: Nobody provides the name, or two do.
+            ValueError: The name is unknown, or two wheels provide it.
         """
         for point in self._points.select(name=name):
             self._load(point)
@@ -75,22 +75,22 @@ class Registry(Generic[T]):
 
 @cache
 def _points_on(path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - the cache is for this path
-    """All entry points of what is installed on `path`, which is `sys.path`.
+    """Return all entry points of the distributions installed on `path`, which is `sys.path`.
 
-    Every registry looks for its own group, and one search serves them all: it reads two files of every installed
-    distribution, 25 ms where there are a hundred.
+    One cached search serves all registries. It reads two files of every installed distribution, which takes 25 ms for
+    a hundred distributions.
     """
     return cast("EntryPoints", entry_points())  # Python 3.11 has another class for all groups, with the same select
 
 
 def owner_of(entry: object) -> str:
-    """Where an entry was defined, as `module.name`."""
+    """Return the place where an entry was defined, as `module.name`."""
     named = entry if hasattr(entry, "__qualname__") else type(entry)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid names, or all of them."""
+    """Return the end of an error message: the nearest valid name, and all valid names."""
     valid = list(valid)
     near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.6)
     known = ", ".join(map(repr, valid))

@@ -15,15 +15,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def parse_size(size: str | int, *, name: str = "size", least: int = 0, example: str = "5GB") -> int:
     """Return a size in bytes, which may be given as a text.
 
-    A text is a number, with a fraction or an exponent if need be, and a unit in letters of either case: "80GB", "80 gb"
-    and "80G" are 80e9, "80GiB" and "80gi" are 80 * 2**30, "1e3", "100B" and "1_000" are bytes, and ".5GB" is 500e6.
-    Parts of a byte are dropped.
+    A text is a number and a unit in upper or lower case; the number may have a fraction or an exponent. "80GB", "80 gb"
+    and "80G" are 80e9. "80GiB" and "80gi" are 80 * 2**30. "1e3", "100B" and "1_000" are bytes, and ".5GB" is 500e6.
+    Fractions of a byte are dropped.
 
     Args:
-        size: The number of bytes, or a text.
-        name: The argument that was given, for errors.
-        least: The smallest size that makes sense.
-        example: A text for errors.
+        size: Number of bytes, or a text.
+        name: Name of the argument, for errors.
+        least: Smallest valid size in bytes. Default: 0.
+        example: Valid text, for errors.
 
     Returns:
         The size in bytes.

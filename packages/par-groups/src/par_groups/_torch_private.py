@@ -1,4 +1,4 @@
-"""What this package uses of torch that has no public name: the first file to look at when torch moves."""
+"""All private names of torch that this package uses: the first file to open after a new torch release."""
 
 import inspect
 import pickle
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 
 def can_split(group: dist.ProcessGroup, device: "torch.device") -> bool:
-    """Whether the group's backend for a kind of device can split a communicator, as NCCL can.
+    """Return whether the group's backend for a kind of device can split a communicator, as NCCL can.
 
     `ProcessGroup._get_backend` and `supports_splitting`, in torch 2.11 to 2.13. `split_group` itself is public, but
-    raises where the backend cannot do it.
+    raises an error if the backend cannot split.
     """
     return bool(group._get_backend(device).supports_splitting)
 
 
 def timeout_of(group: dist.ProcessGroup, device: "torch.device") -> timedelta | None:
-    """How long a collective of a group may take; None if its backend for a kind of device does not say.
+    """Return the timeout of a group's collectives; None if its backend for a kind of device has no such option.
 
-    `ProcessGroup._get_backend` and its `options._timeout`, in torch 2.11 to 2.13. `new_group` takes torch's own timeout
-    by default, not that of the world.
+    `ProcessGroup._get_backend` and its `options._timeout`, in torch 2.11 to 2.13. `new_group` uses torch's default
+    timeout, not the world's.
     """
     timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return timeout
 
 
 def number_of_groups() -> int:
-    """The number of groups that this process has made and not destroyed.
+    """Return the number of groups that this process has made and not destroyed.
 
-    `distributed_c10d._world.pg_names`, in torch 2.11 to 2.13. torch makes the name under which the ranks of a split
-    group meet from this number, so that ranks with different numbers would wait for each other for ever.
+    `distributed_c10d._world.pg_names`, in torch 2.11 to 2.13. torch derives the rendezvous key of a split group from
+    this number, so that ranks with different numbers would wait for each other for ever.
     """
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -77,11 +77,12 @@ def _sleeps(stat: Path) -> bool:
 
 @contextmanager
 def group_called(name: str) -> Iterator[None]:
-    """Within it, `new_group(use_local_synchronization=True)` calls its group by this name, which the world has not yet.
+    """Set the name of the group that `new_group(use_local_synchronization=True)` makes inside the context.
 
-    torch names such a group by its ranks and the number of groups that there are. That number goes down where groups
-    end, and then a name comes again that a living group has; and it differs between ranks that have made unlike many.
-    `_process_group_name(ranks, use_hashed_name)` in torch 2.11 to 2.13; nothing public takes a name.
+    torch derives the name of such a group from its ranks and the number of existing groups. That number falls when a
+    group is destroyed, so that a name may be repeated while a group with this name still exists. It also differs
+    between ranks that have made different numbers of groups. The given name must be new in the world.
+    `_process_group_name(ranks, use_hashed_name)` in torch 2.11 to 2.13; no public function accepts a name.
     """
     module: Any = dist.distributed_c10d
     known = module._process_group_name
@@ -101,9 +102,9 @@ def groups_by_name() -> dict[str, dist.ProcessGroup]:
 
 
 def flight_trace() -> dict[str, Any]:
-    """What torch's flight recorder has noted in this process: "entries", one for each collective of gloo and NCCL.
+    """Return the trace of torch's flight recorder: "entries" has one item for each collective of gloo and NCCL.
 
-    `_distributed_c10d._dump_fr_trace`, in torch 2.11 to 2.13. No public call gives it; torch pickles it in C++.
+    `_distributed_c10d._dump_fr_trace`, in torch 2.11 to 2.13. No public function returns it; torch pickles it in C++.
     """
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]  # noqa: PLC0415 - no stub
 
@@ -112,7 +113,7 @@ def flight_trace() -> dict[str, Any]:
 
 
 def operations_begun(group: dist.ProcessGroup) -> int:
-    """How many operations a group has begun on this rank; 0 where its backend does not count.
+    """Return the number of operations that a group has begun on this rank; 0 if its backend does not count.
 
     `ProcessGroup._get_sequence_number_for_group`, in torch 2.11 to 2.13; it raises for backends without such a number.
     """
@@ -123,10 +124,10 @@ def operations_begun(group: dist.ProcessGroup) -> int:
 
 
 def split_factor(placement: "Placement") -> int | None:
-    """The number of pieces of which a strided shard takes a part each; None for any other placement.
+    """Return the split factor of a strided shard, which takes a chunk of each piece; None for any other placement.
 
-    `placement_types._StridedShard`, in torch 2.11 to 2.13. FSDP2 places a parameter so when its dim 0 is also cut by
-    tensor parallelism: the placements' order is not the order in which the dim is cut.
+    `placement_types._StridedShard`, in torch 2.11 to 2.13. FSDP2 uses this placement if tensor parallelism also shards
+    dim 0 of a parameter. The order of the placements is then not the order in which the dim is sharded.
     """
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - the groups need no DTensor
 

@@ -1,5 +1,5 @@
-"""What talks to other ranks.
+"""Communication with other ranks.
 
-`environment` reads what a launcher left in the variables, `launch` starts torch.distributed from it, and
-`process_groups` makes the communicators of a topology. On these, `agreement` lets ranks succeed or fail together.
+`environment` reads a launcher's variables, `launch` starts torch.distributed from them, and `process_groups` makes the
+communicators of a topology. `agreement` uses the communicators to let ranks succeed or fail together.
 """

@@ -1,7 +1,7 @@
-"""What only one rank may see, made known to all: they go on together, or every one of them raises.
+"""Agreement between ranks on errors and values: all ranks continue, or all ranks raise an error.
 
-A rank that raises alone leaves the others waiting in their next collective until it times out. So whatever may fail on
-one rank, and whatever may differ between ranks, is agreed on before the first collective that depends on it.
+If only one rank raises an error, the other ranks wait in their next collective until it times out. Code therefore
+agrees on each possible failure, and on each value that may differ, before the first collective that depends on it.
 """
 
 import pickle
@@ -17,19 +17,19 @@ Said = TypeVar("Said")
 
 
 def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | None) -> dict[int, Said]:
-    """Gives every rank what each one says; or, if any rank has a problem, raises on every rank.
+    """Gather a value of every rank; if any rank has a problem, raise an error on every rank.
 
-    One all-gather of small pickled objects per group.
+    Communication: one all-gather of small pickled objects per group.
 
     Args:
-        problem: What went wrong on this rank, or None.
-        said: What the other ranks shall know of this one. An object that cannot be pickled counts as a problem.
-        *groups: The ranks that take part; None stands for the world. Where there are several groups, such as the rows
-            and the columns of a grid, each passes on what the groups before it have gathered. Without any group, this
-            rank agrees with itself alone.
+        problem: Error on this rank, or None.
+        said: Value that this rank sends to the other ranks. An object that cannot be pickled counts as a problem.
+        *groups: Groups that take part; None is the world. With several groups, such as the rows and the columns of a
+            grid, each group also gathers the values from the groups before it. Without a group, only this rank takes
+            part.
 
     Returns:
-        What the ranks said, by global rank, ascending.
+        The values by global rank, ascending.
 
     Raises:
         Exception: This rank's own problem, unchanged.
@@ -57,13 +57,13 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
 def check_alike(
     said: Mapping[int, object], what: str, *, remedy: str = "give all ranks the same", show: bool = True
 ) -> None:
-    """Raises if the ranks said different things. No communication: `agree` has gathered what they said.
+    """Raise an error if the values of the ranks differ. No communication: `agree` has gathered the values.
 
     Args:
-        said: What each rank said, by global rank, as `agree` returns it; so the check ends alike on every rank.
-        what: What the values are, in the plural, such as "options".
-        remedy: The end of the message: what to do.
-        show: Whether the message quotes the two values; False for those that nobody can read, such as digests.
+        said: Values by global rank, as returned by `agree`; the check has the same result on every rank.
+        what: Noun for the values, in the plural, such as "options".
+        remedy: End of the message: the fix. Default: "give all ranks the same".
+        show: Whether the message quotes two values; False for unreadable values such as digests. Default: True.
 
     Raises:
         ValueError: The values differ; the message has the ranks whose value is not the first rank's.
@@ -79,16 +79,17 @@ def check_alike(
 
 @contextmanager
 def together(step: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context: its block ends well on all ranks, or raises on all of them.
+    """Run a block that succeeds on all ranks or raises an error on all ranks.
 
-    Its end is a collective: one all-gather of a short text per group. What is done inside may be collective as well.
+    The end of the context is a collective: one all-gather of a short text per group. The block itself may contain
+    collectives.
 
     Args:
-        step: What the block does, such as "reading the data"; ranks that end different blocks are an error too.
-        *groups: The ranks that take part; None stands for the world.
+        step: Name of the block, such as "reading the data"; all ranks must end the same block.
+        *groups: Groups that take part; None is the world.
 
     Raises:
-        Exception: What the block raised on this rank, unchanged.
+        Exception: The block raised this error on this rank; it is unchanged.
         ValueError: The block raised on another rank, whose number the message has.
 
     Example:

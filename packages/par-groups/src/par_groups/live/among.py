@@ -18,16 +18,16 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 def group_among(
     ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None, description: str | None = None
 ) -> dist.ProcessGroup:
-    """A new communicator of some ranks, which alone take part. Collective over them.
+    """Make a communicator of some ranks. Collective over these ranks; no other rank takes part.
 
-    It has a name that no other group has, whatever groups come and go in the meantime, and however many of other ranks
-    each of these ranks has made.
+    The name of the group is unique. It does not depend on groups that were made or destroyed in the meantime, or on the
+    number of other groups that each rank has made.
 
     Args:
-        ranks: Global ranks, this one among them; in another order than ascending from torch 2.13 on.
-        timeout: How long a collective may take; default: torch's own.
-        backend: What it runs on; default: the backend of the running world.
-        description: What it is for, which torch shows in logs and records.
+        ranks: Global ranks, including this rank. An order other than ascending needs torch 2.13.
+        timeout: Timeout of a collective. Default: torch's default.
+        backend: Backend of the group. Default: the backend of the running world.
+        description: Purpose of the group; torch shows it in logs and traces.
     """
     ranks = list(ranks)
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # an option since torch 2.13
@@ -39,7 +39,7 @@ def group_among(
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """A name for another communicator of these ranks, the same on all of them, which have made as many."""
+    """Return the name of the next communicator of these ranks; it is identical on all of them."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError(f"there is no world of which the ranks {list(ranks)} could be; call launch() first")

@@ -1,4 +1,4 @@
-"""What the backend of a group can do, which differs between kinds of device."""
+"""Capabilities of a group's backend, for each kind of device."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -22,11 +22,11 @@ _METHODS: dict[Collective, tuple[str, ...]] = {
 
 
 def backend_of(group: dist.ProcessGroup | None, kind: str) -> str | None:
-    """The backend that a group has for a kind of device.
+    """Return the backend of a group for a kind of device.
 
     Args:
-        group: The group; None stands for the world.
-        kind: The kind of device, such as "cpu" or "cuda".
+        group: Group; None is the world.
+        kind: Kind of device, such as "cpu" or "cuda".
 
     Returns:
         A name such as "gloo" or "nccl"; None if the group cannot send tensors of such a device, as NCCL on the CPU.
@@ -38,19 +38,20 @@ def backend_of(group: dist.ProcessGroup | None, kind: str) -> str | None:
 def check_collectives(
     group: dist.ProcessGroup, device: torch.device, collectives: Sequence[Collective], what: str
 ) -> None:
-    """Raises unless a group can do what it will be asked for, before a step stops half-way. Collective over the group.
+    """Raise an error if a group does not support a collective, before a step fails half-way. Collective over the group.
 
-    Nothing is sent where that is known: torch's own backends can do all of it, and so can a process group in Python
-    that has all the methods. Another one tries each collective, with a number for each rank.
+    torch's own backends, and a process group in Python that has all the methods, are accepted without communication.
+    With any other backend, the ranks try each collective on one number per rank.
 
     Args:
-        group: The group.
-        device: Where the tensors lie.
-        collectives: What is needed.
-        what: Who needs it, such as "stage 2".
+        group: Group.
+        device: Device of the tensors.
+        collectives: Collectives that will be called.
+        what: Name of the caller, such as "stage 2".
 
     Raises:
-        ValueError: The group cannot do one of them; on every rank, as all have the same backend.
+        ValueError: The group does not support one of the collectives. Every rank raises, because all ranks have the
+            same backend.
     """
     name = backend_of(group, device.type)
     if name is None:
@@ -73,7 +74,7 @@ def check_collectives(
 
 
 def _has_method(group: dist.ProcessGroup, collective: Collective) -> bool:
-    """Whether the class of a process group in Python says itself how a collective is done."""
+    """Return whether the class of a process group in Python implements a collective."""
     own, base = type(group), dist.ProcessGroup
     return any(getattr(own, name, None) is not getattr(base, name, None) for name in _METHODS[collective])
 
@@ -104,14 +105,14 @@ _TRIALS: dict[Collective, Callable[[dist.ProcessGroup, torch.device], object]] =
 
 
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor as a group can send it from rank to rank: itself, or a copy on the CPU.
+    """Return a tensor in a form that a group can send from rank to rank: itself, or a copy on the CPU.
 
-    gloo takes tensors of a GPU in its collectives, but its sends and receives are of the CPU alone. Receive into a
-    tensor that is like the returned one, and bring that back with `.to(tensor.device)`.
+    gloo accepts tensors on a GPU in its collectives, but only CPU tensors in its sends and receives. Receive into a
+    tensor that is like the returned one, and move it with `.to(tensor.device)`.
 
     Args:
-        tensor: What will be sent.
-        group: The group whose `isend` or `batch_isend_irecv` sends it; None stands for the world.
+        tensor: Tensor to send.
+        group: Group whose `isend` or `batch_isend_irecv` sends the tensor; None is the world.
     """
     if not tensor.is_cpu and backend_of(group, tensor.device.type) == "gloo":
         return tensor.cpu()

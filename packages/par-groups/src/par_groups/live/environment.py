@@ -1,4 +1,4 @@
-"""Who this process is among the ranks: what torchrun, SLURM or Open MPI left in the variables, read without torch."""
+"""Rank and rendezvous address of this process, read from the variables of torchrun, SLURM or Open MPI without torch."""
 
 import re
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process's place in the world, and where the ranks meet.
+    """Rank of this process in the world, and the rendezvous address of all ranks.
 
     Args:
-        launcher: Who started the ranks: "torchrun", "slurm", "openmpi", "explicit" where arguments said it, or "single"
-            for a process of its own.
-        rank: The global rank.
-        world_size: The number of ranks.
-        local_rank: The rank on this machine; it picks the device.
-        local_world_size: The number of ranks on this machine.
-        address: The host on which rank 0 listens.
-        port: Its TCP port.
-        contradiction: What a second launcher's variables say that this one's deny; "" where nothing does. `launch`
-            raises it on every rank, also on those whose own variables happen to agree.
+        launcher: Launcher of the ranks: "torchrun", "slurm" or "openmpi"; "explicit" if arguments specify the rank;
+            "single" for a world of one process.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine; it selects the device.
+        local_world_size: Number of ranks on this machine.
+        address: Host on which rank 0 listens.
+        port: TCP port on which rank 0 listens.
+        contradiction: Error message if the variables of two launchers contradict each other, else "". `launch` raises
+            this error on every rank, including the ranks whose variables agree.
     """
 
     launcher: str
@@ -48,20 +48,22 @@ def read_environment(
     address: str | None = None,
     port: int | None = None,
 ) -> Launch:
-    """Reads explicit arguments, else torchrun's, else Open MPI's, else SLURM's variables.
+    """Read explicit arguments, else torchrun's, else Open MPI's, else SLURM's variables.
 
-    A launcher may have started the next: srun a torchrun on each node, or mpirun its daemons by srun. The one that
-    started this process counts. RANK and WORLD_SIZE without a torchrun behind them, such as a job script exports,
-    count where no other launcher has started several processes; where one has, they may say the same as it, and what
-    they say else is a contradiction. With none of all that the process is a world of its own.
+    A launcher may start another launcher: srun may start torchrun on each node, and mpirun may start its daemons by
+    srun. The launcher that started this process counts.
+
+    RANK and WORLD_SIZE may also come without torchrun, for example from a job script. They count if no other launcher
+    has started several processes. If one has, they must agree with it; otherwise `contradiction` describes the
+    difference. Without any of these variables, the process is a world of one.
 
     Args:
-        variables: The environment variables, such as `os.environ`.
-        rank: The global rank; with `world_size` it takes the place of what the launcher says.
-        world_size: The number of ranks.
-        local_rank: The rank on this machine; default: LOCAL_RANK, else 0.
-        address: The host on which rank 0 listens; default: MASTER_ADDR.
-        port: The port on which rank 0 listens; default: MASTER_PORT.
+        variables: Environment variables, such as `os.environ`.
+        rank: Global rank; with `world_size`, it replaces the launcher's variables.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine. Default: LOCAL_RANK, else 0.
+        address: Host on which rank 0 listens. Default: MASTER_ADDR.
+        port: TCP port on which rank 0 listens. Default: MASTER_PORT.
 
     Raises:
         ValueError: A variable is missing or no number; the message names it.
@@ -83,14 +85,14 @@ def read_environment(
 
 
 def launched_rank(variables: Mapping[str, str]) -> int:
-    """The rank that a launcher gave this process, whatever else it has not said; 0 without one."""
+    """Return the rank that a launcher gave this process, even if other variables are missing; 0 without a launcher."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", *(["SLURM_PROCID"] if _is_srun(variables) else []))
     given = next((variables[name] for name in names if name in variables), "0")
     return int(given) if given.isdecimal() else 0
 
 
 def _is_srun(variables: Mapping[str, str]) -> bool:
-    """Whether srun has started this process: a job script has SLURM_PROCID, too, but nothing of a step."""
+    """Return whether srun has started this process; a job script has SLURM_PROCID, too, but no variables of a step."""
     return any(name.startswith(("SLURM_STEP_", "SLURM_SRUN_COMM_")) for name in variables)
 
 
@@ -146,7 +148,7 @@ def _torchrun(get: _Variables) -> Launch:
 
 
 def _compared(get: _Variables, started: Launch) -> Launch:
-    """The place that srun or mpirun has given this process, and what RANK and WORLD_SIZE say that denies it."""
+    """Return the rank from srun or mpirun, with a contradiction if RANK or WORLD_SIZE differ from it."""
     asked = {"RANK": started.rank, "WORLD_SIZE": started.world_size}
     given = {name: get.number(name, "launch", number) for name, number in asked.items()}
     said = " and ".join(f"{name} is {given[name]}" for name, number in asked.items() if given[name] != number)
@@ -160,7 +162,7 @@ def _compared(get: _Variables, started: Launch) -> Launch:
 
 
 def _slurm(get: _Variables) -> Launch:
-    """Variables that `srun` gives each task; the first host of the step is where rank 0 runs."""
+    """Read the variables that `srun` sets for each task; rank 0 runs on the first host of the step."""
     tasks = "SLURM_STEP_NUM_TASKS" if get.first("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     hosts = get.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     address = get.first("MASTER_ADDR") or (first_host(hosts) if hosts else get.text("SLURM_STEP_NODELIST", "srun"))
@@ -193,7 +195,7 @@ def _openmpi(get: _Variables) -> Launch:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a SLURM node list, "rack[1-2]node[03,07],login1" -> "rack1node03"."""
+    """Return the first host of a SLURM node list, "rack[1-2]node[03,07],login1" -> "rack1node03"."""
     head = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     if head is None:
         raise ValueError(f"the node list {hosts!r} names no host; set MASTER_ADDR")

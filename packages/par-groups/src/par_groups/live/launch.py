@@ -1,4 +1,4 @@
-"""Starting torch.distributed from what a launcher left in the environment."""
+"""Start of torch.distributed from the environment variables of a launcher."""
 
 import atexit
 import os
@@ -18,31 +18,31 @@ from .._torch_private import let_gloo_workers_finish
 from .environment import Launch, read_environment
 
 _LONGEST = timedelta(minutes=30)
-"""How long ranks wait for each other at first, unless they are told; as long as torch's own meeting takes."""
+"""Default timeout of the rendezvous; the same as torch's."""
 
 _MISSING = "missing: "
-"""How the answer begins that rank 0 gives when it waits no longer."""
+"""Prefix of rank 0's answer after its timeout."""
 
 _REFUSED = "refused: "
-"""How the answer begins that rank 0 gives where a rank's variables contradict each other."""
+"""Prefix of rank 0's answer if the variables of a rank contradict each other."""
 
 _TO_HEAR = timedelta(seconds=2)
-"""How long rank 0 then waits for those that have come to say so, and to hear who has not: it may keep the store."""
+"""Time that rank 0 then waits for the present ranks to respond and to read its verdict: it may host the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A rank's place in the running world. As a context manager it ends what `launch` has started.
+    """Rank and device of this process in the running world. As a context manager, it ends what `launch` has started.
 
     Args:
-        rank: The global rank.
-        world_size: The number of ranks.
-        local_rank: The rank on this machine.
-        local_world_size: The number of ranks on this machine.
-        device: Where this rank computes.
-        backend: What torch.distributed runs on, such as "gloo" or "cpu:gloo,cuda:nccl".
-        launcher: Who started the ranks: "torchrun", "slurm", "openmpi", "explicit", "single" or "running".
-        started: Whether `launch` started torch.distributed, and so whether leaving ends it.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine.
+        local_world_size: Number of ranks on this machine.
+        device: Device on which this rank computes.
+        backend: Backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl".
+        launcher: Launcher of the ranks: "torchrun", "slurm", "openmpi", "explicit", "single" or "running".
+        started: Whether `launch` started torch.distributed; only then `close` ends it.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Environment:
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0, which speaks and writes for all."""
+        """Whether this is rank 0, which prints and writes files for all ranks."""
         return self.rank == 0
 
     def close(self) -> None:
@@ -90,32 +90,32 @@ def launch(
     address: str | None = None,
     port: int | None = None,
 ) -> Environment:
-    """Starts torch.distributed, or joins it where it runs already.
+    """Start torch.distributed, or use it if it runs already.
 
-    Who this rank is comes from explicit arguments, else from the variables of torchrun, Open MPI or SLURM. Without any
-    of them the process is a world of its own.
+    The rank is taken from explicit arguments, else from the variables of torchrun, Open MPI or SLURM. Without any of
+    them, the process is a world of one.
 
     Args:
-        backend: What torch.distributed runs on; default: gloo for tensors on the CPU, and NCCL (or what the accelerator
-            has) for those on the accelerator.
-        timeout: How long a collective may take, and the meeting of all ranks at first, in seconds or as a timedelta;
-            default: torch's own for collectives, 30 minutes for the meeting, under torchrun 5.
-        device: Where this rank computes; default: the accelerator of the local rank, else the CPU.
-        rank: The global rank; with `world_size` it takes the place of what the launcher says.
-        world_size: The number of ranks.
-        local_rank: The rank on this machine, which picks the device; default: what the launcher says.
-        address: The host on which rank 0 listens; default: what the launcher says.
-        port: The TCP port on which rank 0 listens; default: what the launcher says.
+        backend: Backend of torch.distributed. Default: gloo for CPU tensors, and NCCL (or the accelerator's own
+            backend) for tensors on the accelerator.
+        timeout: Timeout of a collective and of the rendezvous, in seconds or as a timedelta. Default: torch's default
+            for collectives; 30 minutes for the rendezvous, or 5 minutes under torchrun.
+        device: Device on which this rank computes. Default: the accelerator of the local rank, else the CPU.
+        rank: Global rank; with `world_size`, it replaces the launcher's variables.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine, which selects the device. Default: from the launcher.
+        address: Host on which rank 0 listens. Default: from the launcher.
+        port: TCP port on which rank 0 listens. Default: from the launcher.
 
     Returns:
-        Who this rank is. As a context manager it ends torch.distributed, if this call has started it.
+        Rank and device of this process. As a context manager, it ends torch.distributed if this call has started it.
 
     Raises:
         ValueError: A variable is missing or malformed (the message names it), the local rank has no device, the backend
-            is NCCL where there is no GPU, or the address is no host's. On every rank: the variables of two launchers
-            contradict each other on one of them.
+            is NCCL on a machine without a GPU, or the address is not a host's. On every rank: the variables of two
+            launchers contradict each other on one rank.
         OSError: Rank 0 cannot listen at the port.
-        TimeoutError: Other ranks do not come to the meeting; every rank that has come names them, or rank 0.
+        TimeoutError: Some ranks missed the rendezvous. The error of every other rank names them, or rank 0.
 
     Example:
         with launch() as environment:
@@ -155,20 +155,20 @@ def launch(
 
 
 def accelerator_type() -> str | None:
-    """The type of this machine's accelerator, such as "cuda", or None."""
+    """Return the type of this machine's accelerator, such as "cuda", or None."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 
 
 def default_backend(device: torch.device) -> str:
-    """The default backend: gloo for tensors on the CPU, and the accelerator's own for tensors on it."""
+    """Return the default backend: gloo for CPU tensors, and the accelerator's own backend for its tensors."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
-    """A timeout in seconds, or already a timedelta, as a timedelta.
+    """Return a timeout, in seconds or as a timedelta, as a timedelta.
 
     Raises:
         ValueError: The timeout is not positive.
@@ -182,7 +182,7 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def check_nccl(backend: str, device: torch.device, rank: int) -> None:
-    """Raises ValueError if a backend is NCCL and this rank has no GPU, or its tensors lie on the CPU."""
+    """Raise ValueError if a backend is NCCL and this rank has no GPU, or its tensors are on the CPU."""
     for part in backend.split(","):
         kind, _, name = part.rpartition(":")
         if name != "nccl":
@@ -200,10 +200,10 @@ def check_nccl(backend: str, device: torch.device, rank: int) -> None:
 
 
 def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
-    """The store through which the ranks meet, when all of them have come. A world of one needs no port.
+    """Return the store for the rendezvous after all ranks have joined. A world of one needs no port.
 
-    A rank that comes early can find the store of a start before this one, which ends while it waits there: it looks
-    for rank 0 again, as long as there is time.
+    An early rank may connect to the store of an earlier start, which ends while the rank waits. The rank then tries to
+    find rank 0 again, until the timeout.
     """
     if place.world_size == 1 and place.launcher != "torchrun":
         return dist.HashStore()  # type: ignore[attr-defined]  # torch exports it late
@@ -228,17 +228,17 @@ def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
 
 
 def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
-    """The store at the address of rank 0.
+    """Return the store at the address of rank 0.
 
     Args:
-        place: This process's place in the world.
-        timeout: The longest wait for whoever keeps the store, and for what others put there.
-        listens: Whether this rank keeps the store.
+        place: Rank of this process, and the rendezvous address.
+        timeout: Timeout for the connection to the store, and for keys that other ranks set.
+        listens: Whether this rank hosts the store.
 
     Raises:
-        ValueError: The address is no host's.
-        OSError: This rank should listen at a port that somebody else has.
-        TimeoutError: Nobody answers there.
+        ValueError: The address is not a host's.
+        OSError: This rank hosts the store, and another process uses the port.
+        TimeoutError: No process answers at the address.
     """
     where = f"{place.address}:{place.port}"
     try:
@@ -266,29 +266,34 @@ def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
 
 
 def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str = "") -> str:
-    """A word that all ranks of this start have alike, and that no other start had. Round trips grow with nothing.
+    """Return a prefix that all ranks of this start share and that no other start has used.
 
-    When torchrun starts ranks again after a failure, its store still has everything that the ranks before them have
-    left there, such as their addresses (pytorch issue 135712), and machines do not count the starts alike. So rank 0
-    invents a prefix for this start. As a key that hands it out could be of an earlier start too, each other rank asks
-    with a word that only itself can know:
+    The number of round trips does not grow with the number of ranks.
 
-        rank r    question/r := a new random word, in place of that of an earlier start
-        rank 0    answer/word := prefix, for the word that is in question/r; for all ranks at once
-        rank r    waits for the answer to its own word, then received/prefix/r := ""
-        rank 0    answers anew until all of that is there: a word it has seen may have been that of an earlier start
+    When torchrun restarts ranks after a failure, its store still contains all keys of the ranks before, such as their
+    addresses (pytorch issue 135712). The machines may also count the starts differently. Rank 0 therefore draws a
+    random prefix for this start. A fixed key for the prefix could be left from an earlier start, too. Each other rank
+    therefore requests the prefix with a random word of its own:
 
-    What contradicts on a rank comes with its word, and goes with the answer to all.
+        rank r: set question/r to a new random word. This overwrites the word of an earlier start.
+
+        rank 0: set answer/word to the prefix, for the word in question/r of every rank r.
+
+        rank r: wait for the answer to its own word, then set received/prefix/r.
+
+        rank 0: repeat the answers until every rank has set its key, because a word may be left from an earlier start.
+
+    A rank sends its contradiction together with its word, and rank 0 sends the contradiction with every answer.
 
     Args:
-        store: The store that all ranks have.
+        store: Store that all ranks share.
         rank: This rank.
-        world_size: The number of ranks.
-        contradiction: Why this rank cannot be one of them; "" where it can.
+        world_size: Number of ranks.
+        contradiction: Error message if the variables of this rank contradict each other, else "".
 
     Raises:
-        TimeoutError: Another rank does not come. Rank 0 names it, and tells those that have come.
-        ValueError: There is a contradiction on a rank; on every rank.
+        TimeoutError: Another rank missed the rendezvous. Rank 0 names it and notifies all present ranks.
+        ValueError: A rank has a contradiction; every rank raises this error.
     """
     word = uuid.uuid4().hex
     seconds = store.timeout.total_seconds()
@@ -335,18 +340,19 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
 
 
 def _name_missing(store: Any, received: list[str], word: str, seconds: float) -> str:
-    """Finds out which ranks have not come, and tells those that have. At most some seconds.
+    """Find the ranks that missed the rendezvous, and report them to the present ranks, within a few seconds.
 
-    That a question is there does not tell, as it may be of an earlier start: who has come answers.
+    A question in the store does not prove that its rank is present: it may be left from an earlier start. Rank 0
+    therefore answers all questions, and only the present ranks confirm the answer.
 
     Args:
-        store: The store that all ranks have.
-        received: What each rank but rank 0 sets once it has its answer.
+        store: Store that all ranks share.
+        received: Key that each rank but rank 0 sets after its answer.
         word: Rank 0's word for this start.
-        seconds: How long was waited.
+        seconds: Time waited so far, in seconds.
 
     Returns:
-        The error's text.
+        Error message for all present ranks.
     """
     key_of = dict(enumerate(received, 1))
     asked = [rank for rank in key_of if store.check([f"par_groups/question/{rank}"])]
@@ -368,13 +374,13 @@ def _name_missing(store: Any, received: list[str], word: str, seconds: float) ->
 
 
 def _all_of(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of some keys that are there; in one round trip, if the store can do that."""
+    """Return the values of keys that are set; in one round trip if the store supports it."""
     found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     return found
 
 
 def _set_all(store: Any, keys: list[str], value: str) -> None:
-    """Gives some keys a value; in one round trip, if the store can do that."""
+    """Set several keys to a value; in one round trip if the store supports it."""
     if keys and store.has_extended_api():
         store.multi_set(keys, [value] * len(keys))
         return
@@ -383,7 +389,7 @@ def _set_all(store: Any, keys: list[str], value: str) -> None:
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device that was asked for, with the index of the local rank if it has none."""
+    """Return the requested device, with the index of the local rank if the device has no index."""
     device = torch.device(device if device is not None else accelerator_type() or "cpu")
     index: int | None = device.index  # torch's stubs leave the None out
     if device.type == "cpu" or index is not None:
@@ -398,7 +404,7 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
 
 
 def _running(device: str | torch.device | None) -> Environment:
-    """The environment of a world that somebody else started."""
+    """Return the environment of a world that other code has started."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     backend = str(dist.get_backend_config())
     if device is not None:
@@ -422,9 +428,9 @@ def _running(device: str | torch.device | None) -> Environment:
 
 
 def _running_device() -> torch.device:
-    """The accelerator that the world is bound to; else the one that the process has chosen; else the local rank's.
+    """Return the accelerator to which the world is bound, else the process's current one, else the local rank's.
 
-    Device 0 counts as not chosen where the local rank has a device, since every process begins with device 0.
+    Device 0 does not count as a choice if the local rank has a device, because every process begins with device 0.
     """
     world = dist.group.WORLD
     if world is not None and world.bound_device_id is not None:

@@ -1,4 +1,4 @@
-"""The live groups of one topology: an object that is passed around, never a module global."""
+"""Process groups of one topology, held by an object that callers pass on, never by a module global."""
 
 import hashlib
 import itertools
@@ -23,26 +23,24 @@ Key = tuple[Axis, ...]
 
 
 class ProcessGroups:
-    """The process groups of a topology, made at once and in one fixed order on every rank.
+    """Process groups of a topology, made at once and in one fixed order on every rank.
 
-    There is a group for every axis, every named product, everything the topology declares, and what `declare` adds.
-    Equal sets of ranks share one communicator; where the set is the whole world, it is the default group. A group of
-    size 1 is made when it is first asked for.
+    Every axis, named product and declared product has a group. Equal sets of ranks share one communicator; the set of
+    all ranks uses the default group. A group of size 1 is made on first use.
 
     Args:
-        topology: The axes and their sizes; the ranks make sure that they have the same before anything else.
-        device: Where the collectives run; default: the device that the running backend needs.
-        backend: What the new groups run on; default: the backend of the running world.
-        timeout: How long a collective of these groups may take, in seconds or as a timedelta; default: that of the
-            running world, which `launch` was told.
-        declare: Further groups that are made with the others: products of axes, such as `("data", "sequence")`, and
-            `Channels(axes, count)`.
+        topology: Axes and their sizes. The ranks first check that all of them have the same topology.
+        device: Device of the collectives. Default: the device that the running backend needs.
+        backend: Backend of the new groups. Default: the backend of the running world.
+        timeout: Timeout of a collective of these groups, in seconds or as a timedelta. Default: the running world's
+            timeout, as passed to `launch`.
+        declare: Further groups: products of axes, such as `("data", "sequence")`, and `Channels(axes, count)`.
 
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: The topology is not of the world's size, an axis is unknown, the ranks have different topologies, or
-            different versions of these packages; every rank raises, and the message says who has what. Or there is no
-            backend for tensors on the device.
+        ValueError: The topology has another size than the world, an axis is unknown, or the ranks have different
+            topologies or different versions of these packages. Every rank raises this error, and the message lists the
+            values by rank. Or the running world has no backend for tensors on the device.
 
     Example:
         with launch() as environment, ProcessGroups(topology) as groups:
@@ -91,7 +89,7 @@ class ProcessGroups:
     # What a rank asks
 
     def __getitem__(self, axes: Axes) -> dist.ProcessGroup:
-        """The group of this rank over `axes`. No communication.
+        """Return the group of this rank over `axes`. No communication.
 
         Raises:
             ValueError: An axis is unknown, or the product of axes was not declared.
@@ -109,29 +107,29 @@ class ProcessGroups:
         return self._groups[key]
 
     def size(self, axes: Axes) -> int:
-        """The number of ranks in the group over `axes`; needs no live group."""
+        """Return the number of ranks in the group over `axes`; needs no live group."""
         return self.topology.size(axes)
 
     def rank(self, axes: Axes) -> int:
-        """This rank's position in its group over `axes`; needs no live group."""
+        """Return this rank's position in its group over `axes`; needs no live group."""
         return self.topology.index(axes, self.global_rank)
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
-        """The global ranks in this rank's group over `axes`; needs no live group."""
+        """Return the global ranks in this rank's group over `axes`; needs no live group."""
         return self.topology.group(axes, self.global_rank)
 
     def channels(self, axes: Axes, count: int) -> tuple[dist.ProcessGroup, ...]:
-        """Private communicators over `axes`.
+        """Return private communicators over `axes`.
 
-        A batched send that queues ahead of an all-reduce on one rank and behind it on another deadlocks NCCL; on a
-        communicator of its own it cannot.
+        NCCL deadlocks if a batched send is queued before an all-reduce on one rank and after it on another. A private
+        communicator for the sends prevents this.
 
         Args:
-            axes: The axes that they are over.
-            count: How many of those that were declared; the same ones are given at every call.
+            axes: Axes of the communicators.
+            count: Number of communicators; every call returns the same ones.
 
         Raises:
-            ValueError: Fewer were declared.
+            ValueError: Fewer communicators were declared.
         """
         channels = self._channels.get(self.topology.blocks(axes), ())
         if len(channels) < count:
@@ -142,9 +140,9 @@ class ProcessGroups:
         return channels[:count]
 
     def mesh(self, axes: Axes) -> DeviceMesh:
-        """A torch DeviceMesh made from these very groups, with a mesh dim for each of `axes`.
+        """Return a torch DeviceMesh that uses these groups, with a mesh dim for each of `axes`.
 
-        FSDP2 over tensor parallelism wants both meshes cut out of one: `mesh(("data", "tensor"))["tensor"]`.
+        FSDP2 over tensor parallelism needs both meshes as slices of one mesh: `mesh(("data", "tensor"))["tensor"]`.
 
         Args:
             axes: One name, or several, slowest first; a named product is one mesh dim.
@@ -162,10 +160,10 @@ class ProcessGroups:
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def named(self) -> dict[str, dist.ProcessGroup]:
-        """The communicators of several ranks that this rank has now, by name. No communication.
+        """Return this rank's present communicators of several ranks, by name. No communication.
 
-        The name is the axes', such as "tensor" or "dataxsequence"; where several have the same ranks, they share one
-        communicator and the first one's name. Channels have numbers, and the default group is "world".
+        The name lists the axes, such as "tensor" or "dataxsequence". Products with the same ranks share one
+        communicator, under the name of the first. Channels have numbers, and the default group is "world".
         """
         named = {self._names[key]: group for key, group in self._groups.items()}
         for key, channels in self._channels.items():
@@ -180,11 +178,11 @@ class ProcessGroups:
         return self.global_rank == 0
 
     def rank_seed(self, axes: Axes, seed: int) -> int:
-        """A seed of 63 bits that differs between ranks exactly where they differ along `axes`.
+        """Return a seed of 63 bits that differs exactly between ranks with different coordinates on `axes`.
 
         Args:
-            axes: The axes along which randomness should differ, such as "data"; () gives all ranks the same seed.
-            seed: The seed of the run.
+            axes: Axes along which randomness differs, such as "data"; with (), all ranks have the same seed.
+            seed: Seed of the run.
         """
         leaves = self.topology.leaves(axes)
         text = f"{seed}/{'x'.join(leaves)}/{self.rank(axes)}"
@@ -193,16 +191,16 @@ class ProcessGroups:
     # What all ranks do together
 
     def add(self, axes: Axes | Channels) -> None:
-        """Makes a group that was not declared. Collective: every rank of the world must call it, in the same order.
+        """Make a group that was not declared. Collective: every rank of the world must call it, in the same order.
 
         Args:
-            axes: A product of axes, or `Channels(axes, count)`.
+            axes: Product of axes, or `Channels(axes, count)`.
         """
         self._declare(axes)
         self._meet()
 
     def destroy(self) -> None:
-        """Ends every communicator made here; the default group stays. A second call does nothing."""
+        """Destroy every communicator made here; the default group stays. A second call does nothing."""
         live = self._live()
         self._groups.clear()
         self._channels.clear()
@@ -219,16 +217,16 @@ class ProcessGroups:
         self.destroy()
 
     def _live(self) -> list[dist.ProcessGroup]:
-        """Every communicator, in the order in which all ranks have made theirs."""
+        """Return every communicator, in the order in which all ranks have made them."""
         return [*self._groups.values(), *itertools.chain.from_iterable(self._channels.values())]
 
     # Making groups
 
     def _meet(self) -> None:
-        """Waits until every rank has connected all its groups: destroyed before that, a group would be left half-made.
+        """Wait until every rank has connected all its groups, so that no rank can destroy a half-connected group.
 
-        NCCL connects a group when it is first used, and a batch of sends that only some of its ranks take part in must
-        not be the first use; so every group is used once here. Gloo connects a group when it is made.
+        NCCL connects a group on first use. That use must not be a batch of sends in which only some of the ranks take
+        part. This method therefore uses every group once. Gloo connects a group when it is made.
         """
         number = torch.zeros(1, device=self.device)
         for group in self._live():
@@ -237,7 +235,7 @@ class ProcessGroups:
         dist.all_reduce(number)  # over the world
 
     def _declare(self, wanted: Axes | Channels) -> None:
-        """Makes a group, or as many channels as are not there yet."""
+        """Make a group, or the missing channels."""
         if not isinstance(wanted, Channels):
             self._make(wanted)
             return
@@ -248,7 +246,7 @@ class ProcessGroups:
         self._channels[key] = there + tuple(self._new(wanted.axes) if key else self._alone() for _ in missing)
 
     def _make(self, axes: Axes) -> None:
-        """Makes the group over `axes`, unless an equal one is there. Size 1 waits until it is asked for."""
+        """Make the group over `axes`, unless an equal group exists. A group of size 1 is made on first use."""
         key = self.topology.blocks(axes)
         if not key or key in self._groups:
             return
@@ -257,7 +255,7 @@ class ProcessGroups:
         self._groups[key] = _world() if is_world and self._shared_world else self._new(axes)
 
     def _new(self, axes: Axes) -> dist.ProcessGroup:
-        """A new communicator over this rank's group; all ranks of the world make theirs in the same call."""
+        """Make a communicator over this rank's group. All ranks of the world must make their communicators together."""
         mine = self.topology.group(axes, self.global_rank)
         if dist.get_backend() == "fake":  # it meets nobody, so the other groups need not be made here
             return _checked(dist.new_group(list(mine), self._timeout, self._backend), mine)
@@ -273,7 +271,7 @@ class ProcessGroups:
         return _checked(made, mine)
 
     def _alone(self) -> dist.ProcessGroup:
-        """The group of this rank alone. Nobody else takes part, so it can be made at any time."""
+        """Return a group of only this rank. No other rank takes part, so that it can be made at any time."""
         if self.topology.world_size == 1 and self._shared_world:
             return _world()
         mine = [self.global_rank]
@@ -281,12 +279,12 @@ class ProcessGroups:
 
 
 def _label(axes: Axes) -> str:
-    """What a group over these axes is called."""
+    """Return the name of a group over these axes."""
     return axes if isinstance(axes, str) else "x".join(axes)
 
 
 def default_device() -> torch.device:
-    """The device that the running world's collectives take: the accelerator if its backend runs, else the CPU."""
+    """Return the device of the running world's collectives: the accelerator if its backend runs, else the CPU."""
     accelerator = accelerator_type()
     if accelerator is not None and backend_of(None, accelerator) is not None:
         return torch.device(accelerator, torch.accelerator.current_device_index())
@@ -294,9 +292,10 @@ def default_device() -> torch.device:
 
 
 def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], device: torch.device) -> None:
-    """Raises on every rank unless all of them are about to make the same groups, with packages of the same versions.
+    """Raise an error on every rank unless all ranks make the same groups, with packages of the same versions.
 
-    An all-reduce of two numbers; only where the ranks differ, an all-gather of small objects says who has what.
+    Communication: one all-reduce of two numbers. If the ranks differ, an all-gather of small objects also collects the
+    values of all ranks for the message.
     """
     problem = _problem(topology, declared)
     text, own = problem or f"{topology.to_json()} {declared!r}", versions()
@@ -318,7 +317,7 @@ def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], d
 
 
 def _problem(topology: Topology, declared: Sequence[Axes | Channels]) -> str | None:
-    """Finds what is wrong on this rank alone, or None; it is raised only when all ranks have heard of it."""
+    """Return an error message for this rank's arguments, or None. The caller raises it after all ranks received it."""
     running = dist.get_world_size()
     if topology.world_size != running:
         size = topology.world_size
@@ -332,7 +331,7 @@ def _problem(topology: Topology, declared: Sequence[Axes | Channels]) -> str | N
 
 
 def _is_splittable(device: torch.device) -> bool:
-    """Whether one call can split the world into all groups of an axis (NCCL), instead of one call for each group."""
+    """Return whether one call can split the world into all groups of an axis (NCCL), instead of one call per group."""
     world = _world()
     if device.type == "cpu" or world.bound_device_id is None or not can_split(world, device):
         return False
@@ -340,19 +339,19 @@ def _is_splittable(device: torch.device) -> bool:
 
 
 def _are_names_alike(device: torch.device) -> bool:
-    """Whether every rank has as many groups: torch makes the name of a split group, by which ranks meet, of that."""
+    """Return whether every rank has the same number of groups; torch derives a split group's rendezvous key from it."""
     return _is_same_everywhere(number_of_groups(), device)
 
 
 def _is_same_everywhere(number: int, device: torch.device) -> bool:
-    """Whether all ranks of the world have the same number; all-reduce of two."""
+    """Return whether all ranks of the world have the same number. Communication: one all-reduce of two numbers."""
     highest_and_negated_lowest = torch.tensor([number, -number], device=device)
     dist.all_reduce(highest_and_negated_lowest, op=dist.ReduceOp.MAX)
     return bool(highest_and_negated_lowest[0] == -highest_and_negated_lowest[1])
 
 
 def _world() -> dist.ProcessGroup:
-    """The default group, which runs as long as there are live groups."""
+    """Return the default group, which exists as long as any group exists."""
     return _checked(dist.group.WORLD, range(dist.get_world_size()))
 
 

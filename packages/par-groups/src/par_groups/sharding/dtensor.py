@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 def sharding_of_dtensor(tensor: DTensor) -> Sharding:
-    """The boxes of a DTensor's local tensor.
+    """Return the boxes of a DTensor's local tensor.
 
     Raises:
         ValueError: A Partial placement: the local values are terms of a sum, no part of the tensor.
@@ -25,7 +25,7 @@ def sharding_of_dtensor(tensor: DTensor) -> Sharding:
 
 
 def sharding_of_placements(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:
-    """This rank's boxes of a tensor of that shape, laid out over a mesh; none if the rank is not in the mesh."""
+    """Return this rank's boxes of a tensor of that shape over a mesh; no boxes if the rank is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Sharding(shape, ())
@@ -34,13 +34,13 @@ def sharding_of_placements(shape: Shape, mesh: DeviceMesh, placements: Sequence[
 
 
 def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-    """A DTensor that shares memory with a local tensor of ours. One small all-reduce for each mesh dim.
+    """Return a DTensor that shares memory with a local tensor. Communication: one small all-reduce per mesh dim.
 
     Args:
-        tensor: A local tensor with a `Sharding` on it.
-        mesh: The mesh, such as `groups.mesh(("data", "tensor"))`.
-        placements: The placement on each mesh dim. None looks for those that give every rank of the mesh the boxes
-            of its record.
+        tensor: Local tensor with sharding metadata from `set_sharding`.
+        mesh: Mesh, such as `groups.mesh(("data", "tensor"))`.
+        placements: Placement on each mesh dim. Default: the first placements that match the sharding metadata of every
+            rank of the mesh.
 
     Raises:
         ValueError: The tensor has no record, or no placements on this mesh describe it (a fused q|k|v is three boxes,
@@ -67,7 +67,7 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
 def _common_placements(
     tensor: torch.Tensor, record: Sharding | None, mesh: DeviceMesh, candidates: Sequence[tuple[Placement, ...]]
 ) -> tuple[Placement, ...] | None:
-    """The first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
+    """Return the first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
     fits_here = [record is not None and _fits(tensor, record, mesh, placements) for placements in candidates]
     fits = torch.tensor(fits_here, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
@@ -76,7 +76,7 @@ def _common_placements(
 
 
 def _fits(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Whether these placements give this rank the very boxes of the record, in a local tensor of this shape."""
+    """Return whether these placements give this rank exactly the boxes of the record, in a tensor of this shape."""
     spans = _spans(record.shape, mesh, placements)
     if tuple(sum(length for _, length in along_dim) for along_dim in spans) != tuple(tensor.shape):
         return False
@@ -84,7 +84,7 @@ def _fits(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh, placements: 
 
 
 def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[Span]]:
-    """The global indices on each dim that this rank holds.
+    """Return the global indices on each dim that this rank holds.
 
     Shards are applied mesh dim by mesh dim, left to right, each with torch.chunk's sizes.
     """
@@ -107,14 +107,14 @@ def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 
 
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
-    """The index-th of `parts` chunks of a list of spans, as torch.chunk cuts: equal but for the last ones."""
+    """Return the index-th of `parts` chunks of a list of spans, with the sizes of torch.chunk."""
     total = sum(length for _, length in spans)
     share = -(-total // parts)
     return _take(spans, min(index * share, total), min((index + 1) * share, total))
 
 
 def _strided_chunk(spans: list[Span], split_factor: int, parts: int, index: int) -> list[Span]:
-    """FSDP over a dim that tensor parallelism cuts later: the same chunk of each of `split_factor` pieces."""
+    """Return the same chunk of each of `split_factor` pieces: FSDP over a dim that tensor parallelism shards later."""
     pieces = (_chunk(spans, split_factor, piece) for piece in range(split_factor))
     return _joined(span for piece in pieces for span in _chunk(piece, parts, index))
 
@@ -158,7 +158,7 @@ def _with_positions(spans: list[Span]) -> list[tuple[int, int, int]]:
 
 
 def _copies(mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that differ from this one in replicated mesh dims alone."""
+    """Return the ranks that differ from this rank only in replicated mesh dims."""
     index = tuple(
         slice(None) if isinstance(placement, Replicate) else position
         for placement, position in zip(placements, coordinate, strict=True)
@@ -173,7 +173,7 @@ def _candidates(mesh: DeviceMesh, dims: int) -> Iterator[tuple[Placement, ...]]:
 
 
 def _geometry(sharding: Sharding) -> tuple[object, ...]:
-    """What makes two shardings the same for a DTensor: boxes and where they lie, whatever is summed later."""
+    """Return what a DTensor can express of a sharding: shape, boxes and their positions in memory."""
     return sharding.shape, *(
         (box.start, box.size, box.offset, _steps(box), tuple(box.copies)) for box in sharding.boxes
     )

@@ -1,4 +1,4 @@
-"""Where gradients, masters and state live, and word of what is read and written from outside the optimizer."""
+"""Views of gradients, and callbacks for reads and writes of an optimizer's tensors from outside the optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -22,18 +22,18 @@ _WRITTEN, _SETTLE = "par_registrations", "par_settled_by"
 def gradients(
     source: torch.optim.Optimizer | torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Name, box and view of every gradient, wherever it lives.
+    """Yield name, box and view of every gradient.
 
-    The view has the box's shape and shares memory with the gradient, so writing to it changes what the optimizer sees.
-    A tensor without a gradient is passed over. Names are those of a flat tensor's segments; else those that the
-    optimizer was given (`Optimizer(model.named_parameters())`); else "param_groups.0.params.1".
+    The view has the box's shape and shares memory with the gradient, so that a write to it changes the gradient of the
+    optimizer. Tensors without a gradient are skipped. Names are taken from a flat tensor's segments, else from the
+    optimizer's arguments (`Optimizer(model.named_parameters())`), else they have the form "param_groups.0.params.1".
 
     Args:
-        source: An optimizer, a module, or named tensors.
+        source: Optimizer, module, or named tensors.
 
     Raises:
-        RuntimeError: A module's parameter whose gradient lives elsewhere (see `set_gradient_elsewhere`): the module's
-            own `.grad` would be absent or partly filled.
+        RuntimeError: The gradient of a module's parameter is stored in another tensor (see `set_gradient_elsewhere`).
+            The module's own `.grad` would be absent or incomplete.
     """
     for name, tensor in _named(source):
         elsewhere = GRADIENT_ELSEWHERE.of(tensor)
@@ -60,23 +60,23 @@ def _named_in_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """The part of a gradient that this rank holds; a DTensor keeps it inside."""
+    """Return the local part of a gradient, which may be a DTensor."""
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else to_local()
 
 
 def set_gradient_elsewhere(parameter: torch.Tensor, where: str) -> None:
-    """Marks a parameter whose gradient must be read elsewhere.
+    """Mark a parameter whose gradient is stored in another tensor.
 
     Args:
-        parameter: A module's parameter, of which an optimizer holds a flat shard instead.
-        where: Words for the error that whoever reads its `.grad` gets, such as "the flat shard of unit 'layers.3'".
+        parameter: Parameter of a module; the optimizer holds a flat shard instead.
+        where: Name of the other tensor in the error of `gradients`, such as "the flat shard of unit 'layers.3'".
     """
     GRADIENT_ELSEWHERE.set(parameter, where)
 
 
 class Registration:
-    """A callback that waits for word of some tensors; `remove()` ends it."""
+    """Registration of a callback for reads or writes of some tensors; `remove()` ends it."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], callback: Written, attribute: str = _WRITTEN) -> None:
         self._tensors, self._attribute = tuple(tensors), attribute
@@ -87,26 +87,26 @@ class Registration:
             getattr(tensor, attribute).append(self)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """A copy of a tensor is nobody's concern: what is copied or pickled with it calls nobody."""
+        """Copy and pickle a registration without its tensors and callback: it applies to the original tensors only."""
         return Registration, ((), _nobody, self._attribute)
 
     def remove(self) -> None:
-        """Ends the registration; a second call does nothing."""
+        """End the registration; a second call does nothing."""
         for tensor in self._tensors:
             getattr(tensor, self._attribute).remove(self)
         self._tensors = ()
 
 
 def _nobody(_: Sequence[torch.Tensor]) -> None:
-    """What a copied registration calls."""
+    """Do nothing: the callback of a copied registration."""
 
 
 def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registration:
-    """Asks for word of tensors that are written from outside the optimizer.
+    """Register a callback for tensors that are written from outside the optimizer.
 
     Args:
-        tensors: The tensors whose copies the caller keeps, such as the parameters of fp32 masters.
-        callback: Called by `written_`, with those of `tensors` that were written.
+        tensors: Tensors of which the caller holds copies, such as the parameters of fp32 masters.
+        callback: Function that `written_` calls with the written tensors among `tensors`.
 
     Returns:
         The registration; its `remove()` ends it.
@@ -115,27 +115,28 @@ def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registrati
 
 
 def written_(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells whoever holds copies that these tensors were written from outside the optimizer.
+    """Notify all holders of copies that these tensors were written from outside the optimizer.
 
-    To be called after a checkpoint was loaded or weights were operated on: without it, old fp32 masters would overwrite
-    the new weights at the next step. Each registered callback is called once.
+    Call this function after you load a checkpoint or change weights. Otherwise old fp32 masters overwrite the new
+    weights in the next step. Each registered callback is called once.
 
     Args:
-        tensors: What was written.
+        tensors: Written tensors.
     """
     _call(tensors, _WRITTEN)
 
 
 @torch.no_grad()
 def follow_written_(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Takes over into a copy what a program has written to the tensor that is the copy's rounding.
+    """Update a copy of higher precision with the elements that a program has written to a tensor.
 
-    An element of the tensor that is not what the copy's element rounds to was written, and so the copy's element
-    becomes it. All other elements of the copy keep their digits. No wait for a device.
+    The tensor is the copy's rounding. If an element differs from the rounded element of the copy, a program has written
+    it, and the copy takes its value. All other elements of the copy keep their precision. The host does not wait for a
+    device.
 
     Args:
-        copy: The copy, of more digits, such as an fp32 master.
-        tensor: The tensor, of the same shape.
+        copy: Copy of higher precision, such as an fp32 master.
+        tensor: Tensor of the same shape.
     """
     if copy.is_cpu and _has_same_bits(copy.detach(), tensor.detach()):
         return
@@ -147,7 +148,8 @@ _BLOCK = 1 << 17
 
 
 def _has_same_bits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a copy rounds to a tensor, on a CPU. Whole words are compared, since halves take thirty times as long."""
+    """Return whether a copy rounds to a tensor, on a CPU."""
+    # 64-bit words are compared, because a comparison of 16-bit elements takes thirty times as long.
     if not (copy.is_contiguous() and tensor.is_contiguous()):
         return torch.equal(copy.to(tensor.dtype), tensor)
     for exact, written in zip(copy.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True):
@@ -181,12 +183,11 @@ def refuse_get_state_dict(optimizer: torch.optim.Optimizer) -> None:
 
 
 def on_settle(tensors: Iterable[torch.Tensor], callback: Settle) -> Registration:
-    """Asks for word before tensors of an optimizer, or their state, are read or written from outside.
+    """Register a callback before an optimizer's tensors, or their state, are read or written from outside.
 
     Args:
-        tensors: The optimizer's tensors on which the caller has work under way, such as state that is on its way to a
-            disk.
-        callback: Called by `settle_`, with those of `tensors` that are meant. It ends that work.
+        tensors: Tensors of the optimizer on which the caller has work in flight, such as a write of state to a disk.
+        callback: Function that `settle_` calls with the affected tensors among `tensors`. It must end the work.
 
     Returns:
         The registration; its `remove()` ends it.
@@ -195,19 +196,19 @@ def on_settle(tensors: Iterable[torch.Tensor], callback: Settle) -> Registration
 
 
 def settle_(tensors: Iterable[torch.Tensor]) -> None:
-    """Has work end that is still under way on an optimizer's tensors and their state.
+    """End all work in flight on an optimizer's tensors and their state.
 
-    To be called before these are read or written from outside the optimizer's step, such as by a checkpoint: the
-    reading twin of `written_`. Each registered callback is called once. No communication.
+    Call this function before code outside the optimizer's step, such as a checkpoint, reads or writes them; `written_`
+    is its counterpart after a write. Each registered callback is called once. No communication.
 
     Args:
-        tensors: The tensors in the optimizer's `param_groups`.
+        tensors: Tensors in the optimizer's `param_groups`.
     """
     _call(tensors, _SETTLE)
 
 
 def _call(tensors: Iterable[torch.Tensor], attribute: str) -> None:
-    """Calls back, once, whoever has registered for some tensors."""
+    """Call each callback that is registered for some of the tensors once."""
     called: dict[Registration, list[torch.Tensor]] = {}
     for tensor in tensors:
         registrations: Sequence[Registration] = getattr(tensor, attribute, ())

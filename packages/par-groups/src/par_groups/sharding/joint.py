@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one, for whatever takes an optimizer: gradient norms, precision, checkpoints."""
+"""Several optimizers of one model as a single optimizer, for gradient norms, precision policies and checkpoints."""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NoReturn
@@ -10,20 +10,20 @@ from .optimizers import zero_grad_
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers of one model as one, such as Muon for matrices and AdamW for the rest.
+    """Several optimizers of one model as a single optimizer, such as Muon for matrices and AdamW for the rest.
 
-    Param groups are those of all, one after the other, as the dicts that they are, and state stays in each. So an lr
-    scheduler, a gradient norm or a checkpoint of the joint optimizer is one of all of them.
+    The param groups are the same dicts as in the optimizers, concatenated; each optimizer keeps its own state. An lr
+    scheduler, a gradient norm or a checkpoint of the joint optimizer therefore covers all of them.
 
     Args:
-        *optimizers: The optimizers, of which no two have a parameter in common.
+        *optimizers: Optimizers without common parameters.
 
     Attributes:
-        optimizers: They, as a tuple.
+        optimizers: The optimizers as a tuple.
 
     Raises:
-        TypeError: What is no optimizer, or none at all.
-        ValueError: A parameter that two of them have.
+        TypeError: An argument is not an optimizer, or there is no argument.
+        ValueError: Two optimizers have a parameter in common.
 
     Example:
         optimizer = JointOptimizer(Muon(matrices, lr=0.02), AdamW(others))
@@ -53,22 +53,22 @@ class JointOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The param groups of all optimizers, in a new list."""
+        """Param groups of all optimizers, in a new list."""
         return [group for one in self.optimizers for group in one.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of all optimizers, of which each keeps its own."""
+        """State of all optimizers; each entry is stored in its optimizer."""
         return self._state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all optimizers, one after the other.
+        """Step all optimizers, one after the other.
 
         Args:
-            closure: Called first, once; it may compute gradients.
+            closure: Function that is called once before the steps; it may compute gradients.
 
         Returns:
-            What the closure has returned.
+            Return value of the closure.
         """
         loss = None
         if closure is not None:
@@ -79,16 +79,16 @@ class JointOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of all parameters.
+        """Drop the gradients of all parameters.
 
         Args:
-            set_to_none: Whether they become None instead of zeros.
+            set_to_none: Whether the gradients become None instead of zeros. Default: True.
         """
         for one in self.optimizers:
             zero_grad_(one, set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """`train` and `eval` of schedule-free optimizers, if any of them has these modes."""
+        """Return `train` or `eval` over all schedule-free optimizers, if any optimizer has these modes."""
         switches = []
         if name in {"train", "eval"}:
             switches = [getattr(one, name) for one in self.__dict__.get("optimizers", ()) if hasattr(one, name)]
@@ -102,13 +102,13 @@ class JointOptimizer(Optimizer):
         return switch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the state of optimizers of the same kinds and param groups, in the same order.
+        """Load the state of optimizers of the same kinds and param groups, in the same order.
 
         Args:
-            state_dict: What `state_dict` of a joint optimizer has returned.
+            state_dict: Return value of `state_dict` of a joint optimizer.
 
         Raises:
-            ValueError: It has another number of param groups or of parameters.
+            ValueError: The state has another number of param groups or of parameters.
         """
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
@@ -130,7 +130,7 @@ class JointOptimizer(Optimizer):
             first += count
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refuses, for it does not know which optimizer is meant.
+        """Raise an error, because the optimizer for the group is not specified.
 
         Raises:
             ValueError: Always.
@@ -142,10 +142,10 @@ class JointOptimizer(Optimizer):
 
 
 class _JointState(MutableMapping[Any, Any]):
-    """The state of several optimizers by tensor; what is under other keys belongs to the first of them.
+    """State of several optimizers by tensor; entries under other keys belong to the first optimizer.
 
     Args:
-        optimizers: The optimizers.
+        optimizers: Optimizers.
     """
 
     def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -175,7 +175,7 @@ class _JointState(MutableMapping[Any, Any]):
         return sum(len(one.state) for one in self._optimizers)
 
     def _owner(self, key: Any) -> Optimizer:
-        """The optimizer that has a tensor."""
+        """Return the optimizer that has a tensor."""
         if not isinstance(key, torch.Tensor):
             return self._optimizers[0]
         for one in self._optimizers:

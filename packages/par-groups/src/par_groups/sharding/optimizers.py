@@ -1,4 +1,4 @@
-"""What every package must know of an optimizer before it changes anything: whether it has stepped, how it is called."""
+"""Questions that several packages have about an optimizer: whether it has stepped, and how to call `zero_grad`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 def has_stepped(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has stepped, as far as its state shows.
 
-    State that a constructor makes is none of a step: a count of 0, zeros, and a copy of the parameter. An empty entry,
-    as a mode switch of a schedule-free optimizer leaves it, is none either.
+    State from a constructor does not count: a step count of 0, zeros, and a copy of the parameter. An empty entry, as
+    from a mode switch of a schedule-free optimizer, does not count either.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer.
     """
     return any(_is_of_a_step(key, state) for key, state in optimizer.state.items())
 
@@ -37,12 +37,12 @@ def _has_values(key: object, value: object) -> bool:
 
 
 def zero_grad_(optimizer: Optimizer, set_to_none: bool, zero_grad: Callable[..., Any] | None = None) -> None:
-    """Drop the gradients of an optimizer, whose `zero_grad` may take no `set_to_none`, as that of a small class.
+    """Drop the gradients of an optimizer, also if its `zero_grad` accepts no `set_to_none`.
 
     Args:
-        optimizer: The optimizer.
-        set_to_none: Whether gradients become None instead of zeros, if the optimizer asks.
-        zero_grad: What is called; None: the optimizer's own.
+        optimizer: Optimizer.
+        set_to_none: Whether gradients become None instead of zeros; ignored if `zero_grad` does not accept it.
+        zero_grad: Function to call. Default: the optimizer's own `zero_grad`.
     """
     call = optimizer.zero_grad if zero_grad is None else zero_grad
     try:

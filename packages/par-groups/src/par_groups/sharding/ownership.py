@@ -1,4 +1,4 @@
-"""Checking, before the first sum, that every element is counted exactly once."""
+"""Check, before the first sum over ranks, that every element is counted exactly once."""
 
 import hashlib
 import itertools
@@ -13,13 +13,13 @@ from .sharding import Sharding
 
 
 class _Entry(NamedTuple):
-    """One tensor on one rank.
+    """Tensor on one rank.
 
     Args:
-        name: The tensor's name on that rank.
-        shape: Its global shape.
-        owned: The number of its elements that the rank counts.
-        boxes: A digest of the rank's boxes and their copies.
+        name: Name of the tensor on that rank.
+        shape: Global shape.
+        owned: Number of elements that the rank counts.
+        boxes: Digest of the rank's boxes and their copies.
     """
 
     name: str
@@ -29,22 +29,22 @@ class _Entry(NamedTuple):
 
 
 def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup | None = None) -> None:
-    """Checks that the ranks of a group own every element of every tensor once. Collective; meant for the first use.
+    """Check that the ranks of a group own every element of every tensor once. Collective; meant for the first use.
 
-    A record whose `copies` are wrong, or a group that does not cover a tensor, gives a norm that is silently wrong.
-    Here it is an error on every rank.
+    Sharding metadata with wrong `copies`, or a group that does not cover a tensor, silently makes a norm wrong. This
+    check raises an error on every rank instead.
 
-    Where all ranks have the same names, right records cost one all-reduce of two numbers. Ranks with other names, such
-    as pipeline stages and ranks that hold slices, also gather four numbers for each name. Names themselves travel only
-    after a difference.
+    If all ranks have the same names and the metadata is right, the check takes one all-reduce of two numbers. Ranks
+    with different names, such as pipeline stages, also gather four numbers per name. The ranks exchange the names
+    themselves only after a difference.
 
     Args:
-        named: The name and the sharding of each tensor of this rank. Ranks may have different tensors, as pipeline
-            stages do, and different names for one that they share, as its copies say.
-        group: The ranks that will sum; None stands for the world.
+        named: Name and sharding of each tensor of this rank. Ranks may have different tensors, as pipeline stages do.
+            They may also use different names for one tensor, if its copies list these ranks.
+        group: Ranks that will sum; None is the world.
 
     Raises:
-        ValueError: Elements of a tensor that nobody owns, or that several ranks do; or shapes that differ.
+        ValueError: No rank, or several ranks, own an element; or the ranks have different shapes for a tensor.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     members, rank = frozenset(ranks), dist.get_rank()
@@ -69,16 +69,16 @@ def check_owned(named: Iterable[tuple[str, Sharding]], group: dist.ProcessGroup 
 
 
 def _digest(sharding: Sharding) -> int:
-    """A hash of the boxes and their copies; of numbers alone, so that it is the same in every process."""
+    """Return a hash of the boxes and their copies. It hashes only numbers, so that every process has the same value."""
     return hash(tuple((box.start, box.size, box.copies) for box in sharding.boxes))
 
 
 def _are_sums_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same names and own together what these have. One all-reduce of two numbers.
+    """Return whether all ranks have the same names and together own all elements. One all-reduce of two numbers.
 
-    Each name has a random weight, a hash. The elements that all ranks own, weighted, must come to what this rank's
-    names have; and what all ranks' names have, to as many times that as there are ranks. So the answer is alike on all
-    ranks; each has heard the same two numbers.
+    Each name has a hash as its random weight. The weighted number of owned elements, summed over the ranks, must equal
+    the weighted number of elements of this rank's names. The latter, summed over the ranks, must be `size` times this
+    rank's number. All ranks receive the same two sums, so that the result is identical on all ranks.
     """
     size = dist.get_world_size(group)
     modulus = 2**63 // size  # so that the sum over the ranks is a number of 64 bits
@@ -94,7 +94,7 @@ def _are_sums_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) -> 
 
 
 def _are_digests_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) -> bool:
-    """Whether every name is owned once, whoever has it. Two all-gathers: of one number, and of four for each name."""
+    """Return whether every name is owned once over all ranks. Two all-gathers: one number, and four for each name."""
     size, device = dist.get_world_size(group), _device_of(group)
     counts = torch.empty(size, dtype=torch.int64, device=device)
     dist.all_gather(list(counts.split(1)), torch.tensor([len(mine)], device=device), group=group)
@@ -112,22 +112,22 @@ def _are_digests_right(mine: Sequence[_Entry], group: dist.ProcessGroup | None) 
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:
-    """The kind of device of which the group takes tensors; the CPU if it does, which waits for no accelerator."""
+    """Return a kind of device that the group supports; the CPU if possible, to avoid a wait for an accelerator."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
     return "cpu" if "cpu" in kinds else kinds[0]
 
 
 def _hashed(*parts: object) -> int:
-    """A number of 63 bits, the same in every process."""
+    """Return a hash of 63 bits that is identical in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def _is_owned_under_several_names(by_rank: Sequence[Sequence[_Entry]], boxes: Set[int], numel: int) -> bool:
-    """Whether a tensor is owned once when what has the same boxes and copies counts as the same, whatever its name.
+    """Return whether a tensor is owned once, if tensors with the same boxes and copies count as the same tensor.
 
-    Pipeline stages that share a tensor may each have a name of their own for it. Several tensors may have those boxes;
-    then every rank that has any must have the same number n of them, and together they must be owned n times. They
-    cannot make up for each other: tensors with equal boxes have equal owners.
+    Pipeline stages that share a tensor may use different names for it. Several tensors may also have equal boxes. Every
+    rank that has any of them must then have the same number n, and together the ranks must own n times all elements.
+    An error in one tensor cannot hide an error in another, because tensors with equal boxes have equal owners.
     """
     numbers, owned = set(), 0
     for entries in by_rank:

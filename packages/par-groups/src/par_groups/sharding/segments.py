@@ -1,4 +1,4 @@
-"""What a tensor is a part of, `sharding_of` for one name and `segments_of` for a flat buffer; where its state goes."""
+"""Sharding metadata: `sharding_of` for a tensor of one name, `segments_of` for a flat buffer, `slots_of` for state."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ zeros for it. The tensor's own count is that of some of its parameters then.
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
-    """How a local tensor is cut out of its global one.
+    """Return the sharding of a local tensor.
 
-    Reads our record; understands DTensor (its boxes point into the local tensor); else the tensor is whole, and this
-    rank's own.
+    The function reads the metadata of `set_sharding`, or the placements of a DTensor (the boxes index its local
+    tensor). Any other tensor is unsharded, and only this rank has it.
 
     Raises:
         ValueError: A DTensor with a Partial placement, or a flat tensor that packs several names.
@@ -45,11 +45,11 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
 
 @dataclass(frozen=True)
 class Segment:
-    """One named tensor's share of a flat buffer; its boxes point into that buffer.
+    """Part of a flat buffer that belongs to one named tensor; its boxes index the buffer.
 
     Args:
-        name: The parameter's name in the whole model.
-        sharding: Its global shape, and the boxes that lie in the buffer.
+        name: Name of the parameter in the full model.
+        sharding: Global shape of the parameter, and the boxes stored in the buffer.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Segment:
 
 
 class Segments:
-    """Everything that a flat buffer packs, in order.
+    """Segments of a flat buffer, in order.
 
     Args:
-        segments: The segments, each name once.
-        derived: Whether the buffer is made anew, before every use, from the parameters with these names, which others
-            hold. So it says nothing that they do not, and whoever saves the parameters need not save it.
+        segments: Segments, each name once.
+        derived: Whether the buffer is computed from the parameters with these names before every use. A checkpoint that
+            contains the parameters need not contain a derived buffer. Default: False.
 
     Raises:
-        ValueError: A name that is given twice.
+        ValueError: A name is given twice.
     """
 
     def __init__(self, segments: Iterable[Segment], *, derived: bool = False, apart: bool = False) -> None:
@@ -97,14 +97,14 @@ class Segments:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, in the order of the buffer."""
+        """Names of the parameters, in the order of the buffer."""
         return tuple(self._by_name)
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Name, box and view of everything in a buffer.
+        """Yield name, box and view of each box in a buffer.
 
         Args:
-            flat: A buffer that is laid out as these segments say.
+            flat: Buffer with the layout of these segments.
         """
         for segment in self:
             for box in segment.sharding.boxes:
@@ -112,11 +112,11 @@ class Segments:
 
 
 def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
-    """Notes what a flat tensor packs. The record stays with this tensor object: a copy or a view has none.
+    """Set the segments of a flat tensor. The metadata belongs to this tensor object: a copy or a view has none.
 
     Args:
-        tensor: The flat tensor.
-        segments: What it packs; the boxes point into the tensor.
+        tensor: Flat tensor.
+        segments: Segments; their boxes index the tensor.
 
     Raises:
         ValueError: A box reaches beyond the tensor, or the boxes hold more elements than it has.
@@ -132,28 +132,28 @@ def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
 
 
 def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
-    """What a flat tensor packs; an ordinary tensor packs itself.
+    """Return the segments of a flat tensor; any other tensor is one segment.
 
     Args:
         tensor: Any tensor.
-        name: The name of an ordinary tensor, which does not know its own.
+        name: Name of the segment, for a tensor without segments.
     """
     segments = SEGMENTS.of(tensor)
     return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments
 
 
 def set_slots(tensor: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
-    """Notes memory that is kept ready for an optimizer's state of a tensor, such as on a disk.
+    """Set preallocated memory, such as on a disk, for an optimizer's state of a tensor.
 
     Args:
-        tensor: A tensor of the optimizer.
-        slots: By name of a slot, such as "exp_avg", a tensor to put its values into. Whoever makes state in place of
-            the optimizer, as a load does, takes it, where shape and dtype fit, instead of fresh memory.
+        tensor: Tensor of the optimizer.
+        slots: Preallocated tensor for each name of a slot, such as "exp_avg". Code that makes state in place of the
+            optimizer, such as a load, uses this tensor if its shape and dtype fit.
     """
     tensor.par_slots = dict(slots)  # type: ignore[attr-defined]  # a tensor takes attributes
 
 
 def slots_of(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """The memory that is kept ready for an optimizer's state of a tensor, by name of a slot; mostly none."""
+    """Return the preallocated memory for an optimizer's state of a tensor, by name of a slot; usually empty."""
     slots: Mapping[str, torch.Tensor] = getattr(tensor, "par_slots", {})
     return slots

@@ -180,21 +180,21 @@ def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:
 def cut(
     sharding: Sharding, start: int, stop: int, *, offset: int = 0, holders: Container[int] | None = None
 ) -> Sharding:
-    """The record of a flat range of a local tensor, now lying in another buffer.
+    """Return the sharding of a flat range of a local tensor after a copy into another buffer.
 
-    This is what happens to a tensor-parallel shard whose row-major elements ZeRO deals out: a flat range of a box is a
-    few boxes again (at most 2 * dims - 1 where rows do not interleave).
+    ZeRO uses this for a tensor-parallel shard whose row-major elements it partitions: a flat range of a box is again a
+    few boxes (at most 2 * dims - 1 if rows do not interleave).
 
     Args:
-        sharding: How the local tensor is cut out of the global one.
-        start: The first local element of the range.
+        sharding: Sharding of the local tensor.
+        start: First local element of the range.
         stop: One past the last local element of the range.
-        offset: The element of the new buffer where the range begins.
-        holders: The global ranks that take this very range of their own local tensor; copies on other ranks no longer
-            count. None leaves the copies as they are.
+        offset: Index in the new buffer at which the range begins. Default: 0.
+        holders: Global ranks that take the same range of their local tensors; copies on other ranks are removed.
+            Default: all copies stay.
 
     Raises:
-        ValueError: A range that is not within 0 <= start <= stop, or a negative offset.
+        ValueError: The range is not within 0 <= start <= stop, or the offset is negative.
     """
     if not 0 <= start <= stop or offset < 0:
         raise ValueError(f"elements {start}..{stop} at offset {offset}: needs 0 <= start <= stop and offset >= 0")
@@ -207,7 +207,7 @@ def cut(
 
 
 def _within(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """The part of a box whose local elements lie in start .. stop - 1, as boxes."""
+    """Yield the part of a box with local elements start .. stop - 1, as boxes."""
     if start <= box.offset and box.last < stop:
         yield box
     elif box.last >= start and box.offset < stop:
@@ -217,7 +217,7 @@ def _within(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def _runs(box: Box, dim: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cuts one dim into single indices that the range only touches, and the run of indices that lie wholly inside."""
+    """Split one dim into single indices that are partly in the range, and the run of indices completely inside it."""
     size, stride = box.size[dim], box.stride[dim]
     last = box.last - (size - 1) * stride  # the highest element of index 0
     touched_from = max(0, -(-(start - last) // stride))
@@ -237,6 +237,6 @@ def _narrow(box: Box, dim: int, first: int, length: int) -> Box:
 
 
 def row_major(shape: Sequence[int]) -> Shape:
-    """The strides of a contiguous tensor of that shape, in elements."""
+    """Return the strides of a contiguous tensor of that shape, in elements."""
     steps = list(itertools.accumulate(reversed(tuple(shape)[1:]), lambda a, b: a * max(b, 1), initial=1))
     return tuple(reversed(steps))[: len(shape)] if shape else ()

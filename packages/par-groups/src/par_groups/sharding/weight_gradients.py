@@ -1,8 +1,8 @@
-"""Weight gradients that are computed later: what a layer and a zero-bubble pipeline schedule agree on.
+"""Deferred weight gradients: the protocol between a layer and a zero-bubble pipeline schedule.
 
-A layer that can put off the gradient of its weight has an attribute `weight_grad_hook`, None at first. Whoever sets it
-is handed a `WeightGradient` in backward, in place of the gradient, and calls it at a time of its own choice. Where
-nobody waits for the gradient, the product that it consists of is added in place (`add_product`).
+A layer that can defer the gradient of its weight has an attribute `weight_grad_hook`, None at first. A schedule sets
+the attribute, receives a `WeightGradient` in backward instead of the gradient, and calls it later. If no hook waits for
+the gradient, the matmul of the gradient is added in place (`add_product`).
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Adds a weight gradient when it is called.
+    """Deferred weight gradient; a call computes it and adds it to the weight's gradient.
 
     Args:
-        weight: The parameter.
-        compute: Gives the gradient, in the weight's shape and the product's dtype.
-        operands: (left, right) where the gradient is the single product left.T @ right.
+        weight: Parameter.
+        compute: Function that returns the gradient, in the weight's shape and the matmul's dtype.
+        operands: Matrices (left, right) if the gradient is the single matmul left.T @ right; else None.
     """
 
     weight: Tensor
@@ -28,11 +28,11 @@ class WeightGradient:
 
     @torch.no_grad()
     def __call__(self, *, listened: bool = True) -> None:
-        """Adds the gradient to the weight's.
+        """Add the gradient to the weight's gradient.
 
         Args:
-            listened: Whether anybody waits for the gradient: then tensor hooks, post-accumulate hooks and a
-                data-parallel reducer fire exactly once. False adds in place, which is quicker.
+            listened: Whether hooks wait for the gradient. If True, tensor hooks, post-accumulate hooks and a
+                data-parallel reducer fire exactly once. False adds in place, which is faster. Default: True.
         """
         gradient = self.weight.grad
         if listened or gradient is None:
@@ -50,19 +50,19 @@ WeightGradHook = Callable[[WeightGradient], None]
 def weight_and_hook(
     layer: nn.Module, weight: Tensor | None = None, *, name: str = "weight"
 ) -> tuple[Tensor, WeightGradHook | None]:
-    """The weight that a layer multiplies with, and the hook that backward calls in place of computing its gradient.
+    """Return the weight for a layer's matmul, and the hook that backward calls instead of computing its gradient.
 
-    With a hook, autograd is given a stand-in that shares the weight's memory. The hooks of the parameter itself would
-    be called in backward already, without a gradient, and a data-parallel reducer would take it for ready.
+    With a hook, autograd receives a stand-in that shares the weight's memory. Otherwise backward would call the hooks
+    of the parameter without a gradient, and a data-parallel reducer would treat the parameter as ready.
 
     Args:
-        layer: A layer that has the weight, and a `weight_grad_hook` if it can put the gradient off.
-        weight: What has become of the weight, such as in another dtype; default: the parameter itself.
-        name: The name of the weight in the layer.
+        layer: Layer with the weight, and with a `weight_grad_hook` if it can defer the gradient.
+        weight: Transformed weight, such as a cast to another dtype. Default: the parameter itself.
+        name: Name of the weight in the layer. Default: "weight".
 
     Returns:
-        The weight and None where nothing is to be put off, as with a frozen weight. Else a stand-in, and a hook that
-        takes the stand-in's `WeightGradient` and hands on the parameter's.
+        The weight and None if no gradient is deferred, as for a frozen weight. Else a stand-in, and a hook that takes
+        the stand-in's `WeightGradient` and passes the parameter's `WeightGradient` to the layer's hook.
     """
     parameter: Tensor = getattr(layer, name)
     weight = parameter if weight is None else weight
@@ -77,17 +77,17 @@ _BLOCK = 128
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left.T @ right to a matrix, such as the weight gradient of a linear layer; in blocks where that is quicker.
+    """Add left.T @ right in place to a matrix, such as the weight gradient of a linear layer.
 
-    A CPU reads and writes the whole total for few rows of operands. With 48 to 127 of them the one big product goes
-    over it in an order that misses the cache and the table of pages all the time, once other work has been between:
-    a batch of products, each with a block that fits, takes 0.65 to 0.85 of its time (float32 and float64, from
-    131,072 elements on). With fewer or more rows, and in half precision, the big one is quicker.
+    The matmul runs in blocks of the total if that is faster. With 48 to 127 rows, a single matmul on a CPU reads and
+    writes the total in an order that misses the caches and the TLB. A batch of matmuls, each with a block that fits the
+    cache, takes 0.65 to 0.85 of its time (float32 and float64, 131,072 elements or more, lower is better). With fewer
+    or more rows, and in half precision, the single matmul is faster.
 
     Args:
-        total: The matrix [n, k] that is added to, in place.
-        left: The first operand [rows, n], of the total's dtype.
-        right: The second operand [rows, k], of the total's dtype.
+        total: Matrix [n, k] that is updated in place.
+        left: First operand [rows, n], of the total's dtype.
+        right: Second operand [rows, k], of the total's dtype.
     """
     rows, (n, k) = len(left), total.shape
     if not is_better_in_blocks(total, rows):
@@ -100,7 +100,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def is_better_in_blocks(total: Tensor, rows: int) -> bool:
-    """Whether a product of so many rows is quicker in blocks of the total; on CPUs, by measurement."""
+    """Return whether a matmul of so many rows is faster in blocks of the total; measured on CPUs."""
     return (
         48 <= rows < 128
         and total.numel() >= 1 << 17

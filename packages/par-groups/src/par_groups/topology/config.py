@@ -36,13 +36,13 @@ class AxisConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a config means.
+    """Axes that a `parallel` config defines.
 
     Args:
-        sizes: The size of every axis, slowest first.
-        splits: What the modes make of the axes that have one.
-        modes: The name and the options of each of these modes.
-        experts: The axes of the view "experts" with their sizes, slowest first; empty where experts are not spread.
+        sizes: Size of every axis, slowest first.
+        splits: Result of the mode of each axis that has a mode.
+        modes: Name and options of each of these modes.
+        experts: Axes of the view "experts" with their sizes, slowest first; empty without expert parallelism.
     """
 
     sizes: Mapping[str, int]
@@ -52,7 +52,7 @@ class Layout:
 
 
 def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
-    """Reads a `parallel` config for a world of that size.
+    """Parse a `parallel` config for a world of that size.
 
     Raises:
         ValueError: Anything that is not the grammar above; the message names the value, the rule and a remedy.

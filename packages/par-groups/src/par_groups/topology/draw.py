@@ -14,14 +14,14 @@ _PANELS_PER_ROW = 3
 
 
 def draw(topology: "Topology", path: str | Path) -> None:
-    """Draws one panel for every axis, product and axis of a view larger than one rank.
+    """Draw one panel for every axis, product and axis of a view larger than one rank.
 
-    Ranks of one colour in a panel form one group there. Of a world of more than 64 ranks only a part is drawn:
-    the largest axes are cut short, and the title says so.
+    Ranks of one colour in a panel form one group there. A picture shows at most 64 ranks: for a larger world, it
+    truncates the largest axes and mentions this in the title.
 
     Args:
-        topology: The topology to draw.
-        path: The file to write; its ending decides the format (.png, .svg or .pdf).
+        topology: Topology to draw.
+        path: File to write; its suffix selects the format (.png, .svg or .pdf).
 
     Raises:
         ImportError: matplotlib is not installed.

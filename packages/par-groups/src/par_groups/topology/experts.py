@@ -14,12 +14,12 @@ VIEW = "experts"
 
 
 def own_axis(given: Mapping[str, int | None], cut_over: object) -> int:
-    """The size of the axis "expert" where experts are folded into the axes that cut tokens.
+    """Return the size of the axis "expert" if experts are folded into the axes that split tokens.
 
     Args:
-        given: The sizes of the config: that of `expert` is the number of parts that the experts of a layer are dealt
-            out in. None is to be inferred.
-        cut_over: The number of ranks that an expert is cut over, as the config says.
+        given: Sizes in the config; None is inferred. The size of `expert` is the number of parts into which the experts
+            of a layer are partitioned.
+        cut_over: Number of ranks over which each expert is sharded, from the config.
 
     Raises:
         ValueError: A size is to be inferred, or an expert is cut over another number of ranks than 1 or all tensor

@@ -19,11 +19,11 @@ F = TypeVar("F", bound=ModeFunction)
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """What a mode makes of its group.
+    """Axes into which a mode splits its group.
 
     Args:
         axes: Names and sizes, slowest first; empty if the group stays one axis.
-        declare: What needs groups of its own beside those of the single axes: products of axes, and `Channels`.
+        declare: Products of axes, and `Channels`, that need process groups in addition to the groups of single axes.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -37,15 +37,15 @@ MODES: Mapping[str, Registry[ModeFunction]] = {
 
 
 def register_mode(name: str, *, axis: str = "tensor") -> Callable[[F], F]:
-    """Registers a parallel mode under `name`, as a decorator.
+    """Register a parallel mode under `name`, as a decorator.
 
-    The function is called as `mode(size, **options)`, where `size` is the number of ranks in the group and the options
-    are the further keys of the user's config. A separate wheel can provide a mode without being imported: an entry
+    The function is called as `mode(size, **options)`: `size` is the number of ranks in the group, and the options are
+    the other keys of the axis in the user's config. A separate wheel can provide a mode without an import by an entry
     point `name = "module:function"` in the group `par_groups.modes` (`par_groups.sequence_modes`).
 
     Args:
-        name: The mode's name in a config, `tensor=dict(size=4, mode=name)`.
-        axis: The axis whose modes it joins, "tensor" or "sequence".
+        name: Name of the mode in a config, `tensor=dict(size=4, mode=name)`.
+        axis: Axis of the mode, "tensor" or "sequence". Default: "tensor".
 
     Raises:
         ValueError: The name is taken, or the axis has no modes.
@@ -66,10 +66,10 @@ def register_mode(name: str, *, axis: str = "tensor") -> Callable[[F], F]:
 
 
 def split_by_mode(axis: str, mode: str, size: int, options: Mapping[str, Any]) -> Split:
-    """What the mode of that name makes of `size` ranks.
+    """Split `size` ranks by the mode of that name.
 
     Raises:
-        ValueError: No such mode, an option it does not take, or a size it cannot cut.
+        ValueError: The mode is unknown, or it does not support an option or the size.
     """
     function = MODES[axis][mode]
     _check_options(axis, mode, function, options)
@@ -103,10 +103,10 @@ def _one_d(
     sequence_parallel: bool = False,  # noqa: ARG001 - the layers read it
     kv_heads: int | None = None,
 ) -> Split:
-    """One axis, "tensor" itself (Megatron-LM, arXiv:1909.08053).
+    """Keep one axis, "tensor" itself (Megatron-LM, arXiv:1909.08053).
 
-    Fewer key and value heads than ranks are copied: `kv_heads` then splits the axis into "kv_head" and "kv_copy", the
-    copies of a head on ranks that follow one another, as its query heads do.
+    If there are fewer key and value heads than ranks, the heads are replicated: `kv_heads` splits the axis into
+    "kv_head" and "kv_copy". The replicas of a head are on consecutive ranks, like its query heads.
     """
     if kv_heads is None:
         return Split()
@@ -205,7 +205,7 @@ def _ulysses_inside(
     Args:
         size: The number of ranks.
         ulysses: How many ranks exchange tokens for heads.
-        outer: What happens between these groups, "ring" or "gather".
+        outer: Mode between these groups, "ring" or "gather".
         cut: How a sequence is cut over the groups, one of `CUTS`; inside a group tokens are contiguous.
         parts: How many parts keys and values travel in, by their heads, where the groups gather; None leaves it to
             the attention.

@@ -44,8 +44,8 @@ class Topology:
     alias, stay usable as names for the product of their parts.
 
     Args:
-        axes: Names and sizes, slowest first. One size may be -1: what is left of `world_size`.
-        world_size: The number of ranks; needed for a size of -1, otherwise a check.
+        axes: Names and sizes, slowest first. One size may be -1: it is inferred from `world_size`.
+        world_size: Number of ranks; needed for a size of -1, otherwise a check.
 
     Raises:
         ValueError: A size that is not positive, two -1, a name given twice, or a product that is not the world size.
@@ -75,20 +75,20 @@ class Topology:
 
     @classmethod
     def from_config(cls, parallel: Mapping[str, Any] | None, world_size: int) -> "Topology":
-        """The topology of a `parallel` config: data, pipeline, sequence, expert, tensor, and the parts of a mode.
+        """Return the topology of a config: data, pipeline, sequence, expert, tensor, and the parts of a mode.
 
-        Every axis is there, of size 1 where the config does not name it; "model" is pipeline x tensor. Where the config
-        spreads experts there is a view "experts" of the same ranks: data, pipeline, expert_data, expert_parallel,
-        expert_tensor. Dense layers are copied over ("data", "sequence", "expert"), an expert over ("data",
-        "expert_data"); experts exchange tokens over a private communicator of "expert_parallel".
+        Every axis exists, with size 1 if the config does not name it; "model" is pipeline x tensor. With expert
+        parallelism, a view "experts" of the same ranks has the axes data, pipeline, expert_data, expert_parallel and
+        expert_tensor. Dense layers are replicated over ("data", "sequence", "expert"), an expert over ("data",
+        "expert_data"). Experts exchange tokens over a private communicator of "expert_parallel".
 
         Args:
-            parallel: The config, such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data
-                parallel alone.
-            world_size: The number of ranks. What the other axes leave of it is the size of the data axis.
+            parallel: Config, such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data
+                parallelism only.
+            world_size: Number of ranks. The size of the data axis is inferred from it.
 
         Raises:
-            ValueError: Anything wrong in the config, naming the value, the rule and a remedy.
+            ValueError: The config is invalid; the message names the value, the rule and a fix.
         """
         layout = parse(parallel, world_size)
         topology = cls(layout.sizes, world_size)
@@ -115,19 +115,19 @@ class Topology:
         dp: int | None = None,
         pp: int = 1,
     ) -> "Topology":
-        """The topology of an order string in Megatron's words, the leftmost axis fastest.
+        """Return the topology of an order string in Megatron's words, the leftmost axis fastest.
 
         Args:
-            order: The axes that there are, such as "tp-cp-ep-dp-pp".
-            world_size: The number of ranks; it is checked.
+            order: Axes of the topology, such as "tp-cp-ep-dp-pp".
+            world_size: Number of ranks; it is checked.
             tp: Size of the tensor axis.
             cp: Size of the sequence axis, which Megatron calls context parallel.
             ep: Size of the expert axis.
-            dp: Size of the data axis; default: what the others leave of `world_size`, or 1 without that.
+            dp: Size of the data axis. Default: inferred from `world_size`, or 1 without `world_size`.
             pp: Size of the pipeline axis.
 
         Raises:
-            ValueError: An unknown or repeated axis, or one with a size above 1 that the order leaves out.
+            ValueError: An axis is unknown or repeated, or the order omits an axis with a size above 1.
 
         Source: Megatron-LM, `RankGenerator`, one factorisation. Its second one, for experts, is a `view` here.
         """
@@ -146,7 +146,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return math.prod([axis.size for axis in self._axes.values()])
 
     @property
@@ -156,7 +156,7 @@ class Topology:
 
     @property
     def products(self) -> dict[str, tuple[str, ...]]:
-        """The names that stand for a product of axes: what was split, and aliases."""
+        """Names of products of axes: axes that were split, and aliases."""
         return dict(self._parts)
 
     @property
@@ -171,7 +171,7 @@ class Topology:
 
     @property
     def declared(self) -> tuple[tuple[str, ...], ...]:
-        """Products of axes that need a live group, beside the named ones."""
+        """Products of axes that need a live group, in addition to the named products."""
         return self._declared
 
     @property
@@ -180,10 +180,10 @@ class Topology:
         return self._channels
 
     def leaves(self, axes: Axes) -> tuple[str, ...]:
-        """The unsplit axes that `axes` stand for, in layout order.
+        """Return the unsplit axes of `axes`, in layout order.
 
         Raises:
-            ValueError: An unknown name, or an axis that is named twice.
+            ValueError: A name is unknown, or an axis is named twice.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         home = self._home(names)
@@ -194,9 +194,9 @@ class Topology:
         return tuple(leaf for leaf in home._axes if leaf in leaves)
 
     def blocks(self, axes: Axes) -> tuple[Axis, ...]:
-        """The canonical form of `axes`: neighbours merged, size 1 dropped, slowest first.
+        """Return the canonical form of `axes`: neighbours merged, size 1 dropped, slowest first.
 
-        Two products of axes have the same groups exactly if their blocks are equal, also where one is of a view.
+        Two products of axes have the same groups exactly if their blocks are equal, even if one is from a view.
         """
         merged: list[Axis] = []
         for axis in self._located(axes):
@@ -209,28 +209,28 @@ class Topology:
     # Ranks and groups
 
     def size(self, axes: Axes) -> int:
-        """The number of ranks in each group over `axes`."""
+        """Return the number of ranks in each group over `axes`."""
         if isinstance(axes, str) and axes in self._axes:
             return self._axes[axes].size
         # A list, since torch.compile does not trace a generator into math.prod.
         return math.prod([axis.size for axis in self._located(axes)])
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """The coordinates of a rank on every axis, slowest first.
+        """Return the coordinates of a rank on every axis, slowest first.
 
         Args:
-            rank: The global rank.
-            view: Which factorisation's axes; default: this topology's own.
+            rank: Global rank.
+            view: Name of the view whose axes are used. Default: this topology's own axes.
         """
         home = self if view is None else self._view(view)
         self._check_rank(rank)
         return {name: rank // axis.stride % axis.size for name, axis in home._axes.items()}
 
     def rank(self, **coords: int) -> int:
-        """The rank at these coordinates; an axis of size 1 may be left out, a product may stand for its parts.
+        """Return the rank at these coordinates. Axes of size 1 are optional, and a product may replace its parts.
 
         Raises:
-            ValueError: An unknown axis, a coordinate out of range, or an axis that is missing or given twice.
+            ValueError: An axis is unknown, missing or given twice, or a coordinate is out of range.
         """
         home = self._home(tuple(coords))
         missing = set(home._axes) - set(self.leaves(tuple(coords)))
