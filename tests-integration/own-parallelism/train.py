@@ -41,7 +41,8 @@ def main(config: str | None = None) -> None:
         loader = DataLoader(samples(), batch_size=16)
         model, optimizer, loader = strategy.initialize(model, optimizer, loader)
         for _ in range(20):
-            loss = strategy.execute_pipeline(loader, model, functional.mse_loss, optimizer)
+            criterion = functional.mse_loss
+            loss = strategy.execute_pipeline(loader, model, criterion, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss, group=strategy.groups["data"])

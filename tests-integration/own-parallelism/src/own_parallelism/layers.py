@@ -1,4 +1,4 @@
-"""The layers of the mode: Megatron's column and row, with an all-reduce in two levels."""
+"""Column and row layers of the mode, as in Megatron, with a two-level all-reduce."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +10,15 @@ from par_layers import ActivationLayout, ModeRules, WeightSharding, gather_from
 from .two_levels import TwoLevels
 
 multiply = ModeRules().column_product
-"""One device's product: it knows what to do with a hook, and with a function in the place of torch's."""
+"""Matmul of one device; it applies hooks and replacements of torch's linear."""
 
 
 def new_mode_layers(grid: Any, **_: object) -> ModeRules:
-    """Which axes cut what, and the two products.
+    """Build the sharding rules and the two matmuls of the mode.
 
     Args:
-        grid: This rank's place on the axes, and its groups.
-        **_: The options of the mode, which have served their purpose: the topology has the axes.
+        grid: Position of this rank on the axes, and its process groups.
+        **_: Options of the mode; unused, because the topology already has the axes.
     """
     levels = TwoLevels(local=grid.group(("local",)), node=grid.group(("node",)))
     axes = ("node", "local")
@@ -38,22 +38,37 @@ def new_mode_layers(grid: Any, **_: object) -> ModeRules:
 
 @dataclass(frozen=True)
 class Column:
-    """Whole x times the columns of this rank: features come out cut."""
+    """Matmul of a column layer: full features in, sharded features out."""
 
     levels: TwoLevels
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Any, linear: Any = None) -> Tensor:
-        """[..., K] and [N/p, K] to [..., N/p]."""
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Any,
+        linear: Any = None,
+    ) -> Tensor:
+        """Multiply x [..., K] by weight [N/p, K]; return [..., N/p]."""
         return multiply(self.levels.copy_to(x), weight, bias, hook, linear)
 
 
 @dataclass(frozen=True)
 class Row:
-    """x with cut features times the rows of this rank: partial sums, added up."""
+    """Matmul of a row layer: sharded features in, summed features out."""
 
     levels: TwoLevels
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Any, linear: Any = None) -> Tensor:
-        """[..., K/p] and [N, K/p] to [..., N]; the bias is added once, after the sum."""
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Any,
+        linear: Any = None,
+    ) -> Tensor:
+        """Multiply x [..., K/p] by weight [N, K/p]; return the sum [..., N]."""
+        # The bias is added after the sum: before it, every rank would add it once.
         summed = self.levels.sum_from(multiply(x, weight, None, hook, linear))
         return summed if bias is None else summed + bias

@@ -1,4 +1,4 @@
-"""The plugin: activations of a block are computed again in backward, instead of being kept."""
+"""Plugin that recomputes the activations of blocks in backward."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,10 +11,10 @@ from par_train import Plugin, Strategy
 
 
 class Recompute(Plugin):
-    """Keeps the input of each block alone.
+    """Activation checkpointing that saves only the input of each block.
 
     Args:
-        blocks: Names of the classes that are blocks.
+        blocks: Class names of the modules to recompute.
     """
 
     name = "recompute"
@@ -22,10 +22,16 @@ class Recompute(Plugin):
     def __init__(self, blocks: Sequence[str] = ("Block",)) -> None:
         self.blocks = blocks
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Strategy) -> nn.Module:
-        """Parameters and their names stay what they are."""
+    def setup_model(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        strategy: Strategy,
+    ) -> nn.Module:
+        """Replace the forward of each block; parameters keep their names."""
         del optimizer, strategy
         for module in model.modules():
             if type(module).__name__ in self.blocks:
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+                forward = module.forward
+                module.forward = partial(checkpoint, forward, use_reentrant=False)
         return model

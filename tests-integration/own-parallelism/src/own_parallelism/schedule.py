@@ -4,17 +4,18 @@ from par_pipeline import Action
 
 
 def eager_1f1b(ranks: int, microbatches: int) -> list[list[Action]]:
-    """1F1B with more forwards ahead, so that sending a microbatch overlaps with computing the next one.
+    """Build 1F1B with more warm-up forwards, to hide the sends of activations.
 
-    Rank r keeps up to 2 (ranks - r) - 1 microbatches, where 1F1B keeps ranks - r.
+    Rank r holds up to 2 (ranks - r) - 1 microbatches; 1F1B holds ranks - r.
 
     Args:
-        ranks: The ranks of the pipeline, with one stage each.
-        microbatches: In a step.
+        ranks: Number of pipeline ranks, with one stage per rank.
+        microbatches: Number of microbatches per step.
 
     Source: eager-1F1B, Zhuang et al., arXiv:2211.05322.
     """
-    return [_actions(rank, 2 * (ranks - rank) - 1, microbatches) for rank in range(ranks)]
+    ahead = [2 * (ranks - rank) - 1 for rank in range(ranks)]
+    return [_actions(rank, ahead[rank], microbatches) for rank in range(ranks)]
 
 
 def _actions(rank: int, ahead: int, microbatches: int) -> list[Action]:

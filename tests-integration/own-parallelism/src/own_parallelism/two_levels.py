@@ -1,4 +1,4 @@
-"""An all-reduce in two levels: between nodes travels only what one rank of each node has summed."""
+"""All-reduce in two levels, which sends one node-local sum per element between nodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ from par_layers import gather_from, reduce_from, reduce_scatter_to
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The groups of a rank.
+    """Process groups of this rank for a two-level all-reduce.
 
     Args:
-        local: The ranks of its node.
-        node: The ranks in its place on all nodes.
+        local: Ranks of the same node.
+        node: Ranks with the same local index, one per node.
     """
 
     local: dist.ProcessGroup
@@ -26,19 +26,20 @@ class TwoLevels:
 
     @torch.no_grad()
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks of all nodes; any shape."""
+        """Return the sum of x over all ranks of all nodes; any shape."""
         flat = functional.pad(x.flatten(), (0, -x.numel() % self.local.size()))
         part = reduce_scatter_to(flat, self.local, 0)  # [n / local]
         part = reduce_from(part, self.node)  # all-reduce; the same shape
-        return gather_from(part, self.local, 0)[: x.numel()].view(x.shape)  # all-gather
+        total = gather_from(part, self.local, 0)  # all-gather
+        return total[: x.numel()].view(x.shape)
 
     def copy_to(self, x: Tensor) -> Tensor:
-        """Identity; backward: all-reduce. Where whole activations enter a cut region."""
+        """Return x before a column layer; backward all-reduces the gradient."""
         copied: Tensor = _CopyTo.apply(x, self)  # type: ignore[no-untyped-call]
         return copied
 
     def sum_from(self, x: Tensor) -> Tensor:
-        """All-reduce; backward: identity. Where a cut region ends in partial sums."""
+        """All-reduce partial sums of a row layer; backward is the identity."""
         summed: Tensor = _SumFrom.apply(x, self)  # type: ignore[no-untyped-call]
         return summed
 
