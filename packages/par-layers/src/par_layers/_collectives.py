@@ -1,9 +1,9 @@
-"""Collectives that can be differentiated, and the asynchronous ones of which they are made.
+"""Differentiable collectives, and the asynchronous collectives that they call.
 
-The functional form (a collective that returns a tensor, and a later `wait_tensor`) costs no tensor subclass, is traced
-by torch.compile, and overlaps with whatever is computed before the wait. Layers use it here alone; attention over a cut
-sequence (`context`) calls it by the names of groups. What gathers and scatters works on dim 0, where it needs no copy;
-another dim costs one.
+A functional collective returns a tensor, and `wait_tensor` completes it later. It needs no tensor subclass,
+torch.compile traces it, and it overlaps with all computation before the wait. Layers call functional collectives only
+through this module; context parallelism (`context`) calls them by group name. Gathers and scatters on dim 0 need no
+copy; on any other dim they need one.
 """
 
 from collections.abc import Callable
@@ -21,28 +21,28 @@ from ._torch_private import functional_collectives, group_of_name, node_class, n
 par_wait_axis = ""
 """See `par_groups.attributes.WAIT_AXIS`."""
 
-# Asynchronous: started here, complete after `finish`.
+# Asynchronous collectives: `start_...` starts one, and `finish` waits for it.
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """Starts an all-reduce over `group`; `finish` gives the result, of x's shape.
+    """Start an all-reduce over `group`; `finish` returns the result, of x's shape.
 
     Args:
-        x: This rank's tensor, which is left alone.
+        x: This rank's tensor; unchanged.
         group: The ranks.
-        op: What is done to the ranks' numbers: "sum", "max" or "min".
+        op: Reduction: "sum", "max" or "min".
     """
     started: Tensor = functional_collectives.all_reduce.default(x.contiguous(), op, group.group_name)
     return started
 
 
 def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Starts an all-reduce of a contiguous temporary.
+    """Start an all-reduce of a contiguous temporary.
 
-    It is overwritten if nobody can see it, which saves a copy and most of the dispatch.
+    The temporary is overwritten if `may_overwrite()` is true, which saves a copy and most of the dispatch.
 
     Returns:
-        A function that waits for it and gives the sum.
+        A function that waits and returns the sum.
     """
     if not may_overwrite():
         started = start_all_reduce(x, group)
@@ -57,23 +57,21 @@ def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tenso
 
 
 def may_overwrite() -> bool:
-    """Whether nobody else can have the result of an operation that has just ended, so that it may be overwritten.
+    """Return whether the result of the last operation may be overwritten, because nothing else holds it.
 
-    A graph decides itself what to overwrite. A dispatch mode may have kept the result of an operation, as selective
-    activation checkpointing does, and a collective that overwrites it does not even change its version.
+    It is false in graphs of torch.compile, which decide on in-place operations themselves, and under a dispatch mode.
+    A dispatch mode may have saved the result, as selective activation checkpointing does. A collective that overwrites
+    the result does not change its version counter, so autograd would not report the error.
     """
     return not torch.compiler.is_compiling() and not number_of_dispatch_modes()
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts an all-gather over `group`, along dim 0; `finish` gives the result.
-
-    The operator that makes its own output is for graphs and dispatch modes alone: with gloo, two of them that end
-    together may free the same memory. Each of a group's two threads notes the name of the work that it has ended,
-    without a lock (torch 2.13, ProcessGroupGloo::runLoop), and only this one's name, ALLGATHER_COALESCED, is so long
-    that it is on the heap.
-    """
+    """Start an all-gather over `group`, along dim 0; `finish` returns the result."""
     x = x.contiguous()
+    # Only graphs and dispatch modes use the operator that allocates its own output. With gloo, two such operators that
+    # finish at the same time may free the same memory: each of a group's two threads stores the name of its last work
+    # without a lock (torch 2.13, ProcessGroupGloo::runLoop), and only ALLGATHER_COALESCED is long enough for the heap.
     if may_overwrite():
         started: Tensor = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
         functional_collectives.all_gather_into_tensor_out.default(x, group.size(), group.group_name, out=started)
@@ -83,21 +81,20 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_exchange(x: Tensor, sizes: list[int], expected: list[int], group: str) -> Callable[[], Tensor]:
-    """Starts to send rows to every rank of a group, and to receive some from each.
-
-    torch's functional operators go through autograd in Python, twice, which takes tens of microseconds: they are for
-    dispatch modes alone.
+    """Start an all-to-all in which ranks exchange different numbers of rows.
 
     Args:
-        x: The rows for all ranks, one rank's after another's.
+        x: Rows for all ranks, in the order of ranks.
         sizes: Number of rows for each rank.
         expected: Number of rows from each rank.
-        group: The name of the group.
+        group: Name of the group.
 
     Returns:
-        A function that waits and gives the rows that arrive.
+        A function that waits and returns the received rows.
     """
     x = x.contiguous()
+    # Only graphs and dispatch modes use torch's functional operator: it enters autograd twice in Python, which takes
+    # tens of microseconds for each exchange.
     if not may_overwrite():
         started = functional_collectives.all_to_all_single.default(x, expected, sizes, group)
         return lambda: finish(started)
@@ -112,7 +109,7 @@ def start_exchange(x: Tensor, sizes: list[int], expected: list[int], group: str)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts a reduce-scatter over `group`, along dim 0; `finish` gives this rank's part of the sum."""
+    """Start a reduce-scatter over `group`, along dim 0; `finish` returns this rank's part of the sum."""
     started: Tensor = functional_collectives.reduce_scatter_tensor.default(
         x.contiguous(), "sum", group.size(), group.group_name
     )
@@ -120,16 +117,16 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def finish(started: Tensor) -> Tensor:
-    """Waits for a collective, and gives its result."""
+    """Wait for a collective and return its result."""
     finished: Tensor = functional_collectives.wait_tensor.default(started)
     return finished
 
 
-# On any dim, with the one copy that another dim than 0 costs.
+# Collectives along any dim. A dim other than 0 costs one copy, because ranks send and receive contiguous memory.
 
 
 def finish_all_gather_on(started: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """The gathered tensor, its parts one after another along `dim`."""
+    """Wait for an all-gather along dim 0, and return its parts concatenated along `dim`."""
     whole = finish(started)
     if dim == 0:
         return whole
@@ -138,7 +135,7 @@ def finish_all_gather_on(started: Tensor, group: dist.ProcessGroup, dim: int) ->
 
 
 def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Starts a reduce-scatter over `group`, along `dim`; `finish` gives this rank's part of the sum."""
+    """Start a reduce-scatter over `group`, along `dim`; `finish` returns this rank's part of the sum."""
     if dim == 0:
         return start_reduce_scatter(x, group)
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)  # [group, ..., part, ...]
@@ -146,38 +143,39 @@ def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
 
 
 def all_gather_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather along `dim`; waits for it."""
+    """All-gather along `dim`, and wait for the result."""
     return finish_all_gather_on(start_all_gather(x, group), group, dim)
 
 
 def reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Reduce-scatter along `dim`; waits for it."""
+    """Reduce-scatter along `dim`, and wait for the result."""
     return finish(start_reduce_scatter_on(x, group, dim))
 
 
-# Differentiable: a collective forward, and the one backward.
+# Differentiable collectives: each has the collective in backward that its forward needs.
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity; backward: all-reduce. For where activations that all ranks have enter a cut region.
+    """Return the tensor; backward: all-reduce. It begins a sharded region whose input is replicated.
 
     Args:
-        x: Any tensor, alike on all ranks.
-        group: The ranks that take part.
+        x: Any tensor, identical on all ranks.
+        group: The tensor-parallel ranks.
     """
+    # Each rank computes with its own shard of the weights, so its gradient of the shared input is one term of a sum.
     return _pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
 
 
 def copy_last_to(x: Tensor, group: dist.ProcessGroup, last: int) -> Tensor:
-    """Identity; backward: all-reduce of the last features, and identity of those before them.
-
-    One function of the whole tensor, so that autograd's graph says that the gradient is whole from here on.
+    """Return the tensor; backward: all-reduce the gradient of the last features, and return the rest unchanged.
 
     Args:
-        x: Any tensor, alike on all ranks.
-        group: The ranks that take part.
+        x: Any tensor, identical on all ranks.
+        group: The tensor-parallel ranks.
         last: Number of last features whose gradient is partial on each rank.
     """
+    # This is one function of the full tensor, and not a copy_to of a slice: `models.proof` reads autograd's graph, and
+    # one node must separate partial gradients from full gradients.
 
     def backward(g: Tensor) -> Tensor:
         before, partial = g.split([g.shape[-1] - last, last], dim=-1)
@@ -187,17 +185,18 @@ def copy_last_to(x: Tensor, group: dist.ProcessGroup, last: int) -> Tensor:
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; backward: identity. For where a cut region ends in partial sums.
+    """All-reduce; backward: return the gradient unchanged. It ends a sharded region in which ranks hold partial sums.
 
     Args:
         x: This rank's partial sums.
-        group: The ranks that take part.
+        group: The tensor-parallel ranks.
     """
+    # After the sum every rank computes the same, so each already has the full gradient of its own term.
     return _pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
 
 
 def reduce_from_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`reduce_from` of a contiguous temporary, which is overwritten if nobody can see it."""
+    """Apply `reduce_from` to a contiguous temporary, which is overwritten if `may_overwrite()` is true."""
     if not may_overwrite():
         return reduce_from(x, group)
     summed: Tensor = _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
@@ -205,24 +204,24 @@ def reduce_from_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather; backward: this rank's part of the gradient, which all ranks have alike.
+    """All-gather; backward: return this rank's part of the gradient, which must be identical on all ranks.
 
     Args:
         x: This rank's part.
-        group: The ranks that take part.
-        dim: The dim along which the parts are joined.
+        group: The tensor-parallel ranks.
+        dim: Dim along which the parts are concatenated.
     """
     dim %= x.dim()
     return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: _own_part(g, group, dim))
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """A copy of this rank's part of what all ranks have alike; backward: all-gather.
+    """Return a copy of this rank's part of a replicated tensor; backward: all-gather.
 
     Args:
-        x: Any tensor, alike on all ranks.
-        group: The ranks that take part.
-        dim: The dim that is cut.
+        x: Any tensor, identical on all ranks.
+        group: The tensor-parallel ranks.
+        dim: Dim that is split.
 
     Raises:
         ValueError: The dim does not divide by the ranks.
@@ -233,24 +232,26 @@ def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather; backward: reduce-scatter, since every rank goes on differently.
+    """All-gather; backward: reduce-scatter. It begins a sharded region whose input is split over the same ranks.
 
     Args:
         x: This rank's part.
-        group: The ranks that take part.
-        dim: The dim along which the parts are joined.
+        group: The tensor-parallel ranks.
+        dim: Dim along which the parts are concatenated.
     """
     dim %= x.dim()
+    # Each rank computes with its own shard after the gather, so its gradient is one term of a sum. Backward must add
+    # the terms, which `gather_from` does not.
     return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: reduce_scatter_on(g, group, dim))
 
 
 def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Reduce-scatter; backward: all-gather. For where a cut region ends in partial sums, and cut activations follow.
+    """Reduce-scatter; backward: all-gather. It ends a sharded region and leaves the sum split over the ranks.
 
     Args:
         x: This rank's partial sums.
-        group: The ranks that take part.
-        dim: The dim that is cut.
+        group: The tensor-parallel ranks.
+        dim: Dim that is split.
 
     Raises:
         ValueError: The dim does not divide by the ranks.
@@ -261,13 +262,13 @@ def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
-    """All-to-all: what was cut along one dim is cut along another; backward: the way back.
+    """Move the split of a tensor from one dim to another by an all-to-all; backward: the reverse all-to-all.
 
     Args:
         x: This rank's part.
-        group: The ranks that take part.
-        split_dim: The dim along which the result is cut; in `x` it is whole.
-        join_dim: The dim along which `x` is cut; in the result it is whole.
+        group: The ranks that exchange parts.
+        split_dim: Dim that the result splits over the ranks; full in `x`.
+        join_dim: Dim that `x` splits over the ranks; full in the result.
 
     Raises:
         ValueError: The dim does not divide by the ranks.
@@ -282,12 +283,12 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: in
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
-    """Swaps tensors of one shape with another rank; backward: swaps the gradients.
+    """Swap tensors of the same shape with another rank; backward: swap the gradients.
 
     Args:
-        x: What this rank sends.
+        x: The tensor that this rank sends.
         group: The group of both ranks.
-        partner: The other one, by its rank in the group; this rank itself gets x back.
+        partner: The other rank, by its index in the group. This rank's own index returns x.
     """
     return _pair(x, lambda t: swap(t, group, partner), lambda g: swap(g, group, partner))
 
@@ -298,7 +299,7 @@ def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Te
 
 
 class _CollectivePair(torch.autograd.Function):
-    """A function of one tensor, with its backward."""
+    """A collective of one tensor, and the collective in its backward."""
 
     @staticmethod
     def forward(
@@ -337,7 +338,7 @@ class _ReduceFrom(torch.autograd.Function):
 
 
 def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
-    """Sends a tensor to the group's rank `partner`, and returns the tensor that it sent."""
+    """Send a tensor to the group's rank `partner`, and return the tensor received from it."""
     if partner == dist.get_rank(group):
         return x
     mine = sendable(x.contiguous(), group)
@@ -364,7 +365,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
     parts = group.size()
-    sent = torch.cat(x.chunk(parts, split_dim))  # the part for rank 0, then that for rank 1, ...
+    sent = torch.cat(x.chunk(parts, split_dim))  # the part for rank 0, then the part for rank 1, ...
     sizes = [sent.shape[0] // parts] * parts
     received = finish(functional_collectives.all_to_all_single.default(sent, sizes, sizes, group.group_name))
     return torch.cat(received.chunk(parts), join_dim)

@@ -38,23 +38,24 @@ Batch = TypeVar("Batch", bound=Mapping[str, Any] | Sequence[Any])
 
 
 class Context:
-    """A sequence cut over the ranks of one axis, and attention over it that equals one device's.
+    """Context parallelism over the ranks of one axis. Its attention equals attention on one device.
 
-    It holds the way of communicating and the cut, but no batch: what it needs to know of one is in `Tokens`, which are
-    handed around with it.
+    The object stores how ranks communicate and how sequences are split. It stores no batch: `Tokens` describe how one
+    batch is split, and you pass them with the batch.
 
     Args:
         groups: The live groups; None for one device.
         axis: The axis of the topology whose ranks hold parts of the sequence.
-        mode: How attention reaches other ranks' keys. "gather": one exchange brings what is seen. "ring": keys go from
-            rank to rank. "ulysses": ranks exchange tokens for heads. "2d": the latter among neighbours, one of the
-            others (as the topology says) between groups of them. Default: the mode of the topology.
-        cut: How tokens are dealt to ranks: "contiguous", "zigzag", "balanced", or "auto" for the one that attention is
-            fastest with. Default: what the topology says.
-        kernel: "auto", or "math" for attention by plain products.
-        block: Most queries of a piece of attention that needs a mask, and least number of tokens in a chunk.
-        multiple: What the number of a rank's tokens is a multiple of, for those who cut them further; the context of a
-            layer set knows that of its sequence parallelism.
+        mode: How attention reaches the keys of other ranks. "gather": one exchange brings the keys that a rank's
+            queries see. "ring": keys travel from rank to rank. "ulysses": ranks exchange tokens for heads. "2d":
+            ulysses among neighbours, and ring or gather (as the topology specifies) between groups of neighbours.
+            Default: the mode of the topology.
+        cut: How tokens are assigned to ranks: "contiguous", "zigzag", "balanced", or "auto" for the fastest of the
+            three. Default: the topology's option.
+        kernel: "auto", or "math" for attention by plain matmuls.
+        block: Maximum number of queries of a piece with a mask, and minimum number of tokens of a chunk.
+        multiple: Divisor of the number of tokens of a rank, for layers that split them further. A layer set passes the
+            number of its sequence-parallel ranks.
 
     Raises:
         ValueError: The mode or cut is unknown, `block` or `multiple` is no positive number, or the topology has no such
@@ -124,15 +125,15 @@ class Context:
         multiple: int | None = None,
         pad: bool = False,
     ) -> Tokens:
-        """How rows of a sequence are cut. Pure, the same on all ranks, cached; no communication.
+        """Return how sequences of one length are split. Pure, cached, identical on all ranks; no communication.
 
         Args:
-            length: Number of tokens of a row.
-            documents: Lengths of the documents of all rows, or of each row; default: one document.
-            masks: The masks of the model's layers, as often as they occur, which decide where balanced cuts are.
-            multiple: What each chunk of a rank's tokens is a multiple of. Default: nothing, but the number of a rank's
-                tokens is one of the context's own `multiple`.
-            pad: Whether rows are filled up with tokens of no document where their length does not divide.
+            length: Number of tokens of a sequence.
+            documents: Lengths of the documents of all sequences, or of each sequence; default: one document.
+            masks: Masks of the model's layers, each as often as it occurs. They determine the balanced split.
+            multiple: Divisor of the length of each chunk of a rank's tokens. By default chunks have any length, and
+                only the total of a rank's tokens is a multiple of the context's own `multiple`.
+            pad: Whether to pad sequences whose length does not divide, with tokens of no document.
 
         Raises:
             ValueError: The length does not divide by ranks, chunks and `multiple` and `pad` is not set, or documents do
@@ -163,7 +164,7 @@ class Context:
         return cut(multiple=self.multiple)
 
     def static(self, local: int) -> Tokens:
-        """The cut of rows of one document, of which each rank has `local` tokens: what layers take without `tokens`.
+        """Return the split of sequences of one document. Layers use it when they receive no `tokens`.
 
         Args:
             local: Number of tokens of each rank.
@@ -182,34 +183,35 @@ class Context:
         pad: bool = False,
         compare: bool = True,
     ) -> tuple[Batch, Tokens]:
-        """This rank's tokens of a batch that all ranks of the sequence have alike. Collective over these ranks.
+        """Return this rank's tokens of a batch that every rank of the sequence holds. Collective over these ranks.
 
-        A mapping with input_ids is for a model of transformers: without `shift`, it is also given position_ids, an
-        attention_mask of ones, and, where there are labels or shift_labels, shift_labels and num_items_in_batch, the
-        number of targets of the whole rows, so that `sum` of the models' losses is their mean. Without `documents`,
-        they are read from position_ids that begin anew, or from an attention_mask with padding at the right.
+        A mapping with input_ids is the batch of a Hugging Face Transformers model. Without `shift`, the result also has
+        position_ids and an attention_mask of ones. If the batch has labels or shift_labels, the result has shift_labels
+        and num_items_in_batch, the number of targets of the full sequences. The losses of the ranks then add up to the
+        mean loss (see `sum`). Without `documents`, the boundaries are read from position_ids that restart, or from an
+        attention_mask with padding on the right.
 
         Args:
-            batch: A mapping or a tuple, whose tensors have the whole rows, [B, length, ...]; what is no tensor stays.
-            documents: Lengths of the documents of all rows, or of each row; default: one document.
-            masks: The masks of the model's layers, as often as they occur.
-            dims: Which dim has the tokens, by the name (in a tuple: the number) of a tensor; default 1. None leaves a
-                tensor whole.
-            shift: Names of tensors that become targets of the next token: each token has the value of the next one of
-                its document, -100 where there is none.
-            multiple: What each chunk of a rank's tokens is a multiple of; default: as `tokens` has it.
-            pad: Whether rows are filled up where their length does not divide. Fillings are 0; -100 in tensors that
-                are called "targets", "labels" or "shift_labels", and in those of a tuple behind the first.
-            compare: Whether the ranks make sure that they are about to cut the same batch alike, by an all-reduce of
-                five numbers, among them the sum of its integers. Without it nothing is sent: for batches that are equal
-                by the way in which they are made.
+            batch: A mapping or a tuple. Its tensors have the full sequences, [B, length, ...]; other values are kept.
+            documents: Lengths of the documents of all sequences, or of each sequence; default: one document.
+            masks: Masks of the model's layers, each as often as it occurs.
+            dims: Token dim of each tensor, by its name (in a tuple: its index); default 1. None does not split the
+                tensor.
+            shift: Names of tensors that become targets: each token gets the value of the next token of its document,
+                and the last token of a document gets -100.
+            multiple: Divisor of the length of each chunk of a rank's tokens; default: as in `tokens`.
+            pad: Whether to pad sequences whose length does not divide. The padding is 0. It is -100 in tensors named
+                "targets", "labels" or "shift_labels", and in all tensors of a tuple except the first.
+            compare: Whether to verify that all ranks split the same batch in the same way, by an all-reduce of five
+                numbers (one is the sum of the batch's integers). False sends nothing; use it if the batches are equal
+                by construction.
 
         Returns:
-            The batch, its tensors [B, s, ...], and its tokens, which attention and layers are given.
+            The batch with tensors [B, s, ...], and its tokens, which you pass to attention and layers.
 
         Raises:
-            ValueError: Tensors have different lengths, or what `tokens` raises, or ranks gave different lengths,
-                documents or masks, or other integers. On every rank.
+            ValueError: Tensors have different lengths, the batch cannot be split (see `tokens`), or ranks passed
+                different lengths, documents, masks or integers. Every rank raises.
         """
         of_transformers = isinstance(batch, Mapping) and "input_ids" in batch and not shift
         given: Any = batch
@@ -260,7 +262,7 @@ class Context:
         return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
 
     def positions(self, tokens: Tokens) -> Tensor:
-        """The place of each of this rank's tokens inside its document, int64 [B or 1, s], for rotary embeddings.
+        """Return the position of each of this rank's tokens in its document, int64 [B or 1, s], for rotary embeddings.
 
         Args:
             tokens: How the batch is cut.
@@ -280,37 +282,37 @@ class Context:
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens to all that they see, wherever it is. Collective over the sequence's ranks.
+        """Compute attention of this rank's queries to the keys of all ranks. Collective over the sequence's ranks.
 
         Args:
-            q: Queries [B, s, H, D], with their positions applied.
+            q: Queries [B, s, H, D], after the position embedding.
             k: Keys [B, s, Hk, D]; H is a multiple of Hk.
             v: Values [B, s, Hk, D].
-            tokens: How the batch is cut; default: rows of one document, cut as `static` says.
-            mask: What a token sees of its document.
-            scale: What products of queries and keys are multiplied by; default: 1 / sqrt(D).
-            sinks: The logarithm of one more term in each head's sum of exponentials, [H].
+            tokens: How the batch is split; default: sequences of one document, split as `static` returns it.
+            mask: Tokens of its document that a token sees.
+            scale: Factor of the scores of queries and keys; default: 1 / sqrt(D).
+            sinks: Logarithm of one more term in each head's sum of exponentials, [H].
 
         Returns:
-            [B, s, H, D]; zero for tokens that see nothing, such as padding.
+            Output [B, s, H, D]; zero for tokens that see nothing, such as padding.
 
         Raises:
-            ValueError: The tensors do not fit each other, the tokens or the mode; on every rank, before anything is
-                sent.
+            ValueError: The tensors do not match each other, the tokens or the mode. Every rank raises before anything
+                is sent.
         """
         attention = self._apart if torch.compiler.is_compiling() else self._attention
         return attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)
 
     def gather(self, x: Tensor, tokens: Tokens, dim: int = 1) -> Tensor:
-        """The whole rows on every rank, in order and without padding. Collective over the sequence's ranks.
+        """All-gather full sequences, in order and without padding. Collective over the sequence's ranks.
 
-        Its gradient is the sum of all ranks' gradients, so that the *mean* of gradients over the ranks is that of one
-        device, as with `sum`.
+        The backward sums the gradients of all ranks, so that the *mean* of the parameters' gradients over the ranks
+        equals one device's gradient, as with `sum`.
 
         Args:
             x: This rank's tokens.
-            tokens: How the batch is cut.
-            dim: The dim of the tokens.
+            tokens: How the batch is split.
+            dim: Dim of the tokens.
 
         Returns:
             x with `tokens.length` tokens along `dim`.
@@ -323,10 +325,11 @@ class Context:
         return x.index_select(dim, home) if self.ranks == 1 else all_tokens(x, home, dim, self._name(self.axis))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the sequence's ranks, on each of them. Collective over these ranks.
+        """All-reduce a sum over the sequence's ranks. Collective over these ranks.
 
-        In backward the gradients are summed as well, which multiplies them by the number of ranks where all have the
-        same: so the *mean* of the parameters' gradients over data and sequence ranks is one device's, exactly once.
+        The backward sums the gradients as well. If all ranks have the same gradient, the sum is that gradient times the
+        number of ranks. The *mean* of the parameters' gradients over data and sequence ranks then equals one device's
+        gradient.
 
         Args:
             x: This rank's part of the sum.
@@ -334,45 +337,45 @@ class Context:
         return x if self.ranks == 1 else all_sum(x, self._name(self.axis))
 
     def transformers_(self, model: M) -> M:
-        """Lets this context compute the attention of a model of transformers, in place; no communication.
+        """Replace the attention of a Hugging Face Transformers model by this context's, in place; no communication.
 
-        It is then called as `model(**batch, par_tokens=tokens)` with what `cut` gave. Its loss is this rank's share:
-        `sum` of it is that of the whole rows.
+        Call the model as `model(**batch, par_tokens=tokens)` with the result of `cut`. Each rank returns its part of
+        the loss: `sum` of the parts is the loss of the full sequences.
 
         Args:
-            model: A decoder of transformers, whose attention dropout is 0.
+            model: A decoder of Hugging Face Transformers with attention dropout 0.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: It is no such model, its attention cannot be replaced or caps its scores (Gemma 2), it adds a
-                loss of its routers, or a layer carries state along the sequence, as state-space layers and convolutions
-                do. What only a call shows is refused then: masks that depend on data, tokens in a cache, dropout, and
-                tensors that attention would lose.
+            ValueError: The model is no such decoder. Or its attention cannot be replaced or caps its scores (Gemma 2),
+                it adds a loss of its routers, or a layer carries state along the sequence, such as a state-space layer
+                or a convolution. A later call raises for masks that depend on data, tokens in a
+                cache, dropout, and tensors that this attention would ignore.
         """
         prepare(model, self, self._highest)
         return model
 
     def check_transformers(self, model: nn.Module) -> None:
-        """Raises where `transformers_` would refuse a model, and changes nothing; no communication.
+        """Raise if `transformers_` does not support a model. Changes nothing; no communication.
 
         Args:
-            model: A decoder of transformers.
+            model: A decoder of Hugging Face Transformers.
 
         Raises:
-            ValueError: As `transformers_`.
+            ValueError: The model is not supported, as in `transformers_`.
         """
         check_decoder(model)
 
     def check_heads(self, heads: int) -> None:
-        """Raises where attention of so many heads cannot be computed in this mode; no communication.
+        """Raise if this mode cannot compute attention with a number of heads; no communication.
 
         Args:
-            heads: Number of heads of queries that each rank has before ranks exchange anything.
+            heads: Number of query heads of each rank before ranks exchange tokens for heads.
 
         Raises:
-            ValueError: They do not divide by the ranks that exchange tokens for heads.
+            ValueError: The heads do not divide by the ranks that exchange tokens for heads.
         """
         if heads % self._inner_ranks:
             divisors = [n for n in range(2, self._inner_ranks) if self.ranks % n == 0 and heads % n == 0]
@@ -418,15 +421,19 @@ class Context:
 
     @disable_dynamo
     def _apart(self, *tensors: Any, **options: Any) -> Tensor:
-        """Attention between two graphs of torch.compile, which cannot hold its plans."""
+        """Compute attention between two graphs of torch.compile, because a graph cannot hold the plans."""
         return self._attention(*tensors, **options)
 
     def _name(self, axes: Axes) -> str:
-        """The name of a group, which plans and graphs keep instead of the group."""
+        """Return the name of a group; "" for a group of one rank.
+
+        Plans and autograd graphs store the name instead of the group, because a graph that holds a group when the
+        process ends aborts it.
+        """
         return "" if self._groups is None or self._groups.size(axes) == 1 else self._groups[axes].group_name
 
     def _highest(self, x: Tensor) -> Tensor:
-        """The highest number of all ranks of the sequence, a scalar. Collective over these ranks."""
+        """Return the maximum over all elements and all ranks of the sequence, a scalar. Collective over these ranks."""
         return x.max() if self.ranks == 1 else all_highest(x.max(), self._name(self.axis))
 
     def _make_plan(self, tokens: Tokens, mask: Mask, joins: frozenset[str]) -> GatherPlan | RingPlan:
@@ -438,19 +445,25 @@ class Context:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: AttentionOptions
     ) -> Tensor:
-        """Attention over the ranks that exchange keys."""
+        """Compute attention over the ranks that exchange keys, by a ring or a gather."""
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
         if isinstance(plan, RingPlan):
             return attend_ring(q, k, v, sinks, plan=plan, how=how, options=self._ring)
         return attend(q, k, v, sinks, plan=plan, how=how, options=self._gather)
 
     def _make_shares(self, heads: int, key_heads: int) -> HeadShares:
-        """Which heads each rank has between the exchanges of tokens for heads."""
+        """Return the heads of each rank between the two exchanges of tokens for heads."""
         rank = 0 if self._groups is None or self._inner is None else self._groups.rank(self._inner)
         return HeadShares(self._name(self._inner or ()), self._inner_ranks, rank, heads, key_heads)
 
     def _make_tensor(self, what: str, tokens: Tokens, device: torch.device | None) -> Tensor:
-        """What `tokens` know of this rank, as a tensor on a device."""
+        """Return an index array of `tokens` for this rank, as a tensor on a device.
+
+        Args:
+            what: Name of the array's method: "home", "index", "positions" or "following".
+            tokens: How the batch is split.
+            device: Device of the result.
+        """
         array = tokens.home() if what == "home" else getattr(tokens, what)(self.rank)
         return torch.from_numpy(array).to(device)
 
@@ -463,7 +476,7 @@ class Context:
             )
 
     def _check(self, q: Tensor, tokens: Tokens, mask: Mask) -> None:
-        """Raises where queries do not fit the tokens or the mode."""
+        """Raise ValueError if queries do not match the tokens or the mode."""
         if not isinstance(mask, Mask):
             raise ValueError(
                 f"mask must be a par_layers Mask, it is {type(mask).__name__}; masks of pairs are not supported, "
@@ -485,7 +498,7 @@ class Context:
 def _axes_of(
     groups: ProcessGroups | None, axis: str, mode: str, options: Mapping[str, Any]
 ) -> tuple[Axes, Axes | None, str]:
-    """The axes that exchange keys and those that exchange tokens for heads, and how the former do it."""
+    """Return the axes that exchange keys, the axes that exchange tokens for heads, and the mode of the key exchange."""
     if groups is not None:
         groups.size(axis)  # raises where there is no such axis
     if mode == "ulysses":

@@ -1,4 +1,4 @@
-"""What attention over several ranks costs: elements received, memory, and work, counted by the plan of each mode."""
+"""Cost of context-parallel attention: elements received, memory and operations, counted from the plan of each mode."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,30 +14,30 @@ from .mask import Mask
 from .tokens import Documents, Tokens, as_documents
 
 MODES = {"gather": ("sequence",), "ring": ("sequence",), "ulysses": ("sequence",), "2d": ("ring", "ulysses")}
-"""The modes that cut a sequence, and the axes whose sizes their costs depend on."""
+"""Modes of context parallelism, with the axes whose sizes determine their cost."""
 
 Outer = Literal["ring", "gather"]
 
 PARTS, PART = 2, 1 << 20
-"""Most parts that gather fetches in, where nobody says, and the least elements of one."""
+"""Default maximum number of parts that gather fetches, and minimum number of elements of one part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One attention, over rows of a sequence that is cut across ranks.
+    """Shape of one attention over sequences that are split over ranks.
 
     Args:
         tokens: Number of tokens, batch x sequence.
-        width: Features of the queries, heads x their size.
-        key_width: Features of the keys, key heads x their size; those of the values are as many.
-        mask: What a token sees.
-        documents: Lengths of the documents of a row, or of each row of the batch; None is one document a row.
-        rows: Number of rows of the batch.
-        heads: Number of query heads, which modes that cut heads need where ranks share key heads.
+        width: Number of features of the queries, heads x head size.
+        key_width: Number of features of the keys, key heads x head size. The values have as many.
+        mask: Tokens that a token sees.
+        documents: Lengths of the documents of all sequences, or of each sequence; None is one document a sequence.
+        rows: Number of sequences of the batch.
+        heads: Number of query heads. Modes that split heads need it if several ranks use one key head.
         key_heads: Number of key heads.
-        cut: How the sequence is cut.
-        multiple: What a rank's chunks of tokens are a multiple of, as sequence parallelism of the mode 1d asks for.
-        masks: The masks by which rows are cut, those of all layers; None: `mask` alone.
+        cut: How the sequence is split.
+        multiple: Divisor of the length of each chunk, such as the number of sequence-parallel ranks of mode 1d.
+        masks: Masks of all layers, which determine the split; None uses only `mask`.
 
     Raises:
         ValueError: Numbers do not divide, or documents do not fill a row.
@@ -73,10 +73,10 @@ class AttentionShape:
         return self.tokens // self.rows
 
     def over(self, ranks: int, inner: int = 1) -> Tokens:
-        """How rows are cut over ranks, or over groups of `inner` ranks each that exchange tokens for heads.
+        """Return how sequences are split over ranks, or over groups of `inner` ranks that exchange tokens for heads.
 
         Args:
-            ranks: Number of ranks, or of groups. Rows are filled up where their length does not divide.
+            ranks: Number of ranks or groups. Sequences whose length does not divide are padded.
             inner: Number of ranks in each group.
         """
         tokens = cut_tokens(
@@ -92,10 +92,10 @@ class AttentionShape:
         return tokens.merged(inner)
 
     def flops(self, *, recompute: bool = False) -> int:
-        """Floating-point operations of all ranks, forward and backward, of visible pairs alone.
+        """Count the floating-point operations of all ranks, forward and backward, for visible pairs only.
 
         Args:
-            recompute: Whether forward is computed once more in backward.
+            recompute: Whether backward recomputes the forward.
         """
         alone = self.over(1)
         pairs = attention_pairs(self.mask, alone, 0) * (self.rows // len(alone.documents))
@@ -104,14 +104,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Elements that the rank with the most of them holds beside its own q, k, v, output and log-sum-exp.
+    """Peak memory of attention in elements, without q, k, v, output and log-sum-exp, on the rank that needs the most.
 
     Args:
         forward: Elements in forward.
-        backward: Elements in backward, before the gradients of q, k and v by tokens are there.
-        kept: Elements that are kept from forward to backward.
-        arriving: Elements of keys and values that arrive at a time, where they travel: around a ring those of one
-            rank, else what is fetched, in all parts.
+        backward: Elements in backward, before ulysses exchanges the gradients of heads for gradients of tokens.
+        kept: Elements that are saved from forward for backward.
+        arriving: Elements of keys and values that arrive at a time: in a ring the keys and values of one rank, in a
+            gather all parts of the fetched keys and values.
     """
 
     forward: Fraction
@@ -121,12 +121,12 @@ class AttentionMemory:
 
 
 def attention_pairs(mask: Mask, tokens: Tokens, rank: int) -> int:
-    """Number of pairs of query and key that a rank computes, summed over the rows that have documents of their own.
+    """Count the pairs of query and key that a rank computes, summed over the sequences in `tokens`.
 
     Args:
-        mask: What a token sees.
-        tokens: How rows are cut; of rows that have the same documents, one is counted.
-        rank: Which rank.
+        mask: Tokens that a token sees.
+        tokens: How sequences are split. Sequences with the same documents are one entry, and count once.
+        rank: Index of the rank.
     """
     first, last = mask.intervals(tokens)
     index = tokens.index(rank)
@@ -142,15 +142,15 @@ def received(
     recompute: bool = False,
     outer: Outer = "ring",
 ) -> Fraction:
-    """Elements that a rank receives in forward and backward, the mean over ranks.
+    """Count the elements that a rank receives in forward and backward, averaged over ranks.
 
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
         sizes: Number of ranks on "sequence", or on "ring" and "ulysses".
         shape: The attention.
-        keep: Whether gather keeps what it fetched in forward for backward.
-        recompute: Whether forward is computed, and its keys fetched, once more in backward.
-        outer: The mode between the groups that exchange tokens for heads, in mode "2d".
+        keep: Whether gather saves the keys and values fetched in forward for backward.
+        recompute: Whether backward recomputes the forward and fetches its keys again.
+        outer: Mode between the groups that exchange tokens for heads, in mode "2d".
 
     Raises:
         ValueError: The mode has no formulas, a size is missing, or heads do not divide.
@@ -185,19 +185,20 @@ def attention_memory(
     keep: bool = False,
     outer: Outer = "ring",
 ) -> AttentionMemory:
-    """Elements that attention holds beside this rank's own q, k, v, output and log-sum-exp.
+    """Return the peak memory of attention in elements, without this rank's q, k, v, output and log-sum-exp.
 
-    A ring holds the keys and values that it computes and those that arrive, and in backward gradients of both, from
-    three hops on also those that are on their way to the next rank. Gather holds what it sends while it fetches, and
-    in backward gradients of what it fetched, and what comes home. Ulysses holds q, k, v and the output by heads, which
-    it keeps for backward, and there their gradients.
+    - A ring holds the current keys and values and the next ones. In backward it also holds gradients of both. If the
+      ring has three or more steps, it also holds the gradients in flight to the next rank.
+    - A gather holds its outgoing message while it fetches. In backward it also holds the gradients of the fetched keys
+      and values, and the gradients that it receives for its own.
+    - Ulysses holds q, k, v and the output by heads, saved for backward. In backward it also holds their gradients.
 
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
         sizes: Number of ranks on "sequence", or on "ring" and "ulysses".
         shape: The attention.
-        parts: Number of groups of key heads that gather fetches one after the other.
-        keep: Whether gather keeps what it fetched until backward.
+        parts: Number of groups of key heads that gather fetches consecutively.
+        keep: Whether gather saves the fetched keys and values for backward.
         outer: The mode between the groups that exchange tokens for heads, in mode "2d".
 
     Raises:
@@ -227,18 +228,17 @@ def attention_memory(
 
 
 def _most(table: KeyTransfers, parts: int, *, several: bool, keep: bool) -> tuple[Fraction, Fraction, int]:
-    """Number of keys that gather holds in forward, in backward, and that it fetches, each on the rank with the most.
-
-    A message lives until what it brings has arrived, and a part arrives while the one before is computed. What was
-    fetched is put in the order of tokens where it arrives in another. In backward the gradients of a part are at
-    home before those of the next go.
+    """Count the keys that gather holds in forward, holds in backward and fetches, each on the rank with the most.
 
     Args:
-        table: What ranks fetch.
+        table: Keys that ranks fetch from each other.
         parts: Number of parts.
-        several: Whether there are several rows of the same documents.
-        keep: Whether what was fetched is kept until backward.
+        several: Whether several sequences have the same documents.
+        keep: Whether the fetched keys are saved for backward.
     """
+    # A message stays allocated until the exchange is complete. The next part arrives while a part is computed. Keys
+    # that arrive out of order are copied into the order of tokens. In backward, the gradients of a part are received
+    # before the gradients of the next part are sent.
     received, sent = table.received(), table.sent()
     also = np.where(table.ordered(several), sent, np.maximum(received, sent))
     if parts == 1:
@@ -252,15 +252,15 @@ def _most(table: KeyTransfers, parts: int, *, several: bool, keep: bool) -> tupl
 
 
 def num_gather_parts(elements: float, key_heads: int, most: int | None = None) -> int:
-    """Number of parts that gather fetches one after the other, each with some of the key heads. Pure.
+    """Return the number of parts that gather fetches consecutively, each with some of the key heads. Pure.
 
-    A part travels while another is computed, and less is held at once; but every part calls the kernels again. So,
-    where nobody says how many there may be, there are two, if each of them has a million elements.
+    More parts overlap transfer and computation and need less memory, but each part calls the kernels again. The default
+    is two parts if each of them has at least a million elements, else one.
 
     Args:
-        elements: Number of elements of a row's keys and values that the rank which fetches most fetches.
-        key_heads: Number of key heads that a rank computes with, which the parts must divide.
-        most: Most parts.
+        elements: Number of elements of keys and values per sequence that the rank with the most fetches.
+        key_heads: Number of key heads of a rank. The number of parts divides it.
+        most: Maximum number of parts; None uses the default.
     """
     if most is None:
         most = min(PARTS, max(1, int(elements // PART)))
@@ -268,7 +268,7 @@ def num_gather_parts(elements: float, key_heads: int, most: int | None = None) -
 
 
 def _factors(mode: str, sizes: Mapping[str, int], outer: Outer) -> tuple[int, int, Outer]:
-    """Ranks between which keys travel, ranks that exchange tokens for heads, and how keys travel."""
+    """Return the number of ranks that exchange keys, the number that exchange tokens for heads, and the keys' mode."""
     if mode not in MODES:
         raise ValueError(f"there are no formulas of attention for mode {mode!r}; there are for {', '.join(MODES)}")
     missing = [axis for axis in MODES[mode] if axis not in sizes]
@@ -283,9 +283,9 @@ def _factors(mode: str, sizes: Mapping[str, int], outer: Outer) -> tuple[int, in
 
 
 def _key_width(shape: AttentionShape, inside: int) -> Fraction:
-    """Features of the key heads that a rank of an exchange computes with, the mean over ranks.
+    """Return the number of key features per rank after the exchange of tokens for heads, averaged over ranks.
 
-    Ranks whose queries share a key head have it each.
+    A key head counts on each rank whose queries use it.
     """
     if shape.heads is None or shape.key_heads is None:
         return Fraction(shape.key_width, inside)
@@ -300,7 +300,10 @@ def _key_width(shape: AttentionShape, inside: int) -> Fraction:
 
 
 def _transfers(shape: AttentionShape, outside: int, inside: int) -> KeyTransfers:
-    """What ranks need of each other, which depends on masks, documents and the cut alone, not on heads and rows."""
+    """Return the keys that ranks fetch from each other, for one sequence of each set of documents.
+
+    Heads and repeated sequences do not change these keys, so shapes that differ only in them share one cache entry.
+    """
     rows = len(shape.documents or ()) or 1
     plain = replace(shape, tokens=rows * shape.length, rows=rows, width=1, key_width=1, heads=None, key_heads=None)
     return _counted(plain, outside, inside)

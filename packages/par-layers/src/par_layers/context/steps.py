@@ -1,4 +1,4 @@
-"""The pieces of one rank, ready to be computed: in their order, with their masks, one buffer of keys after another."""
+"""Attention pieces of one rank in the order of computation, with their masks and their running sums."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from .tokens import Ints, Runs
 
 @dataclass(frozen=True)
 class PieceStep:
-    """One piece, and when its turn is.
+    """One attention piece in the order of computation.
 
     Args:
-        piece: The piece.
-        spans: Which of its queries it is the first piece of.
-        bounds: For a piece with an irregular mask the keys that its queries see, counted from its first one, int64
-            [2, queries].
+        piece: The piece: ranges of queries and keys, and the kind of their mask.
+        spans: Ranges of its queries for which it is the first piece, so that its result is copied and not added.
+        bounds: First and last visible key of each query, relative to the piece's first key, int64 [2, queries]; None
+            unless the mask is irregular.
     """
 
     piece: AttentionPiece
@@ -34,11 +34,11 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class AttentionPieces:
-    """What one rank computes for one row of a batch, or for all rows alike.
+    """Pieces that one rank computes for one row of a batch, or for all rows if they have the same documents.
 
     Args:
-        buffers: The steps against each buffer of keys, in the order in which the buffers are computed.
-        unseeing: Ranges of queries that see nothing.
+        buffers: Steps for each buffer of keys, in the order of computation.
+        unseeing: Ranges of queries that see no key.
     """
 
     buffers: tuple[tuple[PieceStep, ...], ...]
@@ -54,15 +54,15 @@ def make_work(
     block: int,
     joins: Collection[str] = (),
 ) -> AttentionPieces:
-    """Plans the pieces of local queries against several buffers of keys, which follow one another.
+    """Plan the pieces of local queries against consecutive buffers of keys.
 
     Args:
-        first: First token of the whole row that each token of it sees, int64 [padded].
+        first: First token that each token of the full row sees, int64 [padded].
         last: One more than the last token that each token sees, int64 [padded].
-        queries: Ranges of tokens that the local queries are.
-        buffers: For each buffer the ranges of tokens that it holds, ascending.
-        block: Most queries of a piece that needs a mask.
-        joins: What the kernel computes in one call, as `pieces` takes it.
+        queries: Token ranges of the local queries.
+        buffers: Token ranges of each buffer's keys, ascending.
+        block: Maximum number of queries of a piece that needs a mask.
+        joins: Shapes of masks that the kernel computes in one call, as in `pieces`.
     """
     found = [pieces(first, last, queries, keys, block=block, joins=joins) for keys in buffers]
     number = sum(stop - start for start, stop in queries)
@@ -84,17 +84,17 @@ def make_work(
 
 @dataclass(frozen=True)
 class Masks:
-    """What kernels are told of pieces: additive masks, and where documents begin. Each is made once, when needed."""
+    """Inputs of kernels about masks: additive masks and document boundaries, created on first use and cached."""
 
     made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     documents: dict[tuple[Any, ...], Documents] = field(default_factory=dict)
 
     def visible(self, step: PieceStep, like: Tensor, *, biased: bool) -> Visible:
-        """What a kernel is told of a piece.
+        """Return the description of a piece's mask that a kernel receives.
 
         Args:
             step: The piece.
-            like: The queries [B, s, H, D], for the batch, the dtype and the device.
+            like: Queries [B, s, H, D], whose batch size, dtype and device apply.
             biased: Whether the kernel needs an additive mask.
         """
         piece = step.piece
@@ -103,7 +103,12 @@ class Masks:
         return Visible(piece.kind, bias, piece.left, documents)
 
     def of(self, step: PieceStep, like: Tensor) -> Tensor:
-        """The mask [queries, keys] of a piece, 0 where a query sees a key, else -inf; like a tensor."""
+        """Return the additive mask of a piece: 0 for a visible key, -inf for a hidden key, [queries, keys].
+
+        Args:
+            step: The piece.
+            like: Tensor whose dtype and device the mask gets.
+        """
         queries, keys = step.piece.q1 - step.piece.q0, step.piece.k1 - step.piece.k0
         bounds = step.bounds
         if bounds is None:
@@ -119,7 +124,7 @@ class Masks:
         return kept_in(self.made, key, make)
 
     def _documents(self, lengths: Lengths, like: Tensor) -> Documents:
-        """Documents of each row of a batch, whose rows follow one another."""
+        """Return the documents of all rows of a batch, one row after another, as a kernel receives them."""
         key = (like.device, len(like), lengths)
 
         def make() -> Documents:
@@ -133,12 +138,12 @@ class Masks:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How pieces are computed, whatever the mode.
+    """Options for the computation of pieces that are the same in every mode.
 
     Args:
         kernels: The kernels.
         masks: The additive masks.
-        scale: What products of queries and keys are multiplied by.
+        scale: Factor of the scores of queries and keys.
     """
 
     kernels: Kernels
@@ -146,14 +151,14 @@ class AttentionOptions:
     scale: float
 
     def forward(self, steps: Sequence[PieceStep], q: Tensor, k: Tensor, v: Tensor, total: RunningSoftmax) -> None:
-        """Computes pieces, and adds them up.
+        """Compute pieces and add their results to the running softmax.
 
         Args:
             steps: The pieces.
             q: Queries [B, s, H, D].
             k: The buffer's keys [B, n, Hk, D].
             v: The buffer's values [B, n, Hk, D].
-            total: What the pieces are added to.
+            total: Running softmax that the results are added to.
         """
         for step in steps:
             q0, q1, k0, k1, kind, *_ = step.piece
@@ -163,13 +168,15 @@ class AttentionOptions:
             total.add(q0, step.spans, out, lse)
 
     def backward(self, steps: Sequence[PieceStep], queries: "Queries", keys: "Keys") -> None:
-        """Adds the gradients of pieces to those of queries and keys.
+        """Compute the gradients of pieces and add them to the gradients of queries, keys and values.
 
         Args:
             steps: The pieces.
-            queries: The queries, and what is known of their attention.
+            queries: The queries, with the final output and log-sum-exp of their attention.
             keys: The buffer's keys and values.
         """
+        # Each piece receives the output and log-sum-exp of the full attention: only then is its part of the softmax
+        # normalized over all keys, and the gradients of the pieces add up to the gradient of the full attention.
         for step in steps:
             q0, q1, k0, k1, kind, *_ = step.piece
             rows, columns, kernel = slice(q0, q1), slice(k0, k1), self.kernels.of(kind)
@@ -189,10 +196,10 @@ class AttentionOptions:
 
 
 class Gradient:
-    """A gradient that pieces are added up in; the first one of each token is copied.
+    """Gradient accumulator. It copies the first part of each token, so that the memory needs no zeros beforehand.
 
     Args:
-        total: Where it is made, [B, n, heads, D], float32 at least; not read before it is written.
+        total: Uninitialized memory of the sum, [B, n, heads, D], float32 or float64.
     """
 
     def __init__(self, total: Tensor) -> None:
@@ -200,7 +207,7 @@ class Gradient:
         self._begun = np.zeros(total.shape[1], bool)
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
-        """Adds the gradient of tokens from `start` to `stop`."""
+        """Add the gradient of tokens `start` to `stop` (exclusive)."""
         for begin, end, old in runs(self._begun[start:stop]):
             into, given = self._total[:, start + begin : start + end], part[:, begin:end]
             if old:
@@ -210,7 +217,7 @@ class Gradient:
         self._begun[start:stop] = True
 
     def finish(self) -> None:
-        """Clears what no piece was added to."""
+        """Set the gradient of tokens without any piece to zero."""
         for begin, end, old in runs(self._begun):
             if not old:
                 self._total[:, begin:end] = 0
@@ -220,11 +227,11 @@ class Queries(NamedTuple):
     """Queries in backward.
 
     Args:
-        gradient: The gradient of their output, [B, s, H, D].
-        q: The queries [B, s, H, D].
-        out: Their final output, of all pieces together, [B, s, H, D].
-        lse: Their final log-sum-exp, [B, H, s].
-        dq: Where their gradient is added up.
+        gradient: Gradient of the output, [B, s, H, D].
+        q: Queries [B, s, H, D].
+        out: Output of the full attention, over all pieces, [B, s, H, D].
+        lse: Log-sum-exp of the full attention, [B, H, s].
+        dq: Accumulator of the queries' gradient.
     """
 
     gradient: Tensor
@@ -234,7 +241,7 @@ class Queries(NamedTuple):
     dq: Gradient
 
     def finish(self) -> None:
-        """Clears the gradients of queries that see nothing."""
+        """Set the gradients of queries that see no key to zero."""
         self.dq.finish()
 
 
@@ -242,10 +249,10 @@ class Keys(NamedTuple):
     """A buffer of keys in backward.
 
     Args:
-        k: The keys [B, n, Hk, D].
-        v: The values [B, n, Hk, D].
-        dk: Where the gradient of the keys is added up.
-        dv: Where the gradient of the values is added up.
+        k: Keys [B, n, Hk, D].
+        v: Values [B, n, Hk, D].
+        dk: Accumulator of the keys' gradient.
+        dv: Accumulator of the values' gradient.
     """
 
     k: Tensor
@@ -255,25 +262,31 @@ class Keys(NamedTuple):
 
     @classmethod
     def beside(cls, both: Tensor, gradients: Tensor, head: int) -> "Keys":
-        """Keys and values that lie beside each other, [B, n, Hk, D + D], as messages have them."""
+        """Return the keys and values of a message, which concatenates them along the features.
+
+        Args:
+            both: Keys and values, [B, n, Hk, D + D].
+            gradients: Memory of their gradients, of the same shape.
+            head: Number of features of one head, D.
+        """
         return cls(both[..., :head], both[..., head:], Gradient(gradients[..., :head]), Gradient(gradients[..., head:]))
 
     def finish(self) -> None:
-        """Clears the gradients of what no query has seen."""
+        """Set the gradients of keys and values that no query sees to zero."""
         self.dk.finish()
         self.dv.finish()
 
 
 class SavedAttention(NamedTuple):
-    """What backward has of a whole attention on one rank.
+    """Inputs of backward for a full attention on one rank.
 
     Args:
-        gradient: The gradient of the output, [B, s, H, D].
-        q: The queries [B, s, H, D].
-        k: The local keys [B, s, Hk, D].
-        v: The local values [B, s, Hk, D].
-        out: The output.
-        lse: The log-sum-exp, [B, H, s].
+        gradient: Gradient of the output, [B, s, H, D].
+        q: Queries [B, s, H, D].
+        k: Local keys [B, s, Hk, D].
+        v: Local values [B, s, Hk, D].
+        out: Output, [B, s, H, D].
+        lse: Log-sum-exp, [B, H, s].
     """
 
     gradient: Tensor
@@ -284,10 +297,10 @@ class SavedAttention(NamedTuple):
     lse: Tensor
 
     def empty_gradients(self, *, beside: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for the gradients of q, k and v, float32 at least.
+        """Return uninitialized memory for the gradients of q, k and v, float32 or float64.
 
         Args:
-            beside: Whether they lie beside each other where q, k and v do, as ulysses sends them.
+            beside: Whether the gradients share one tensor if q, k and v do, because ulysses sends them as one message.
         """
         wide, inputs = wide_dtype(self.q.dtype), (self.q, self.k, self.v)
         if beside:
@@ -297,12 +310,25 @@ class SavedAttention(NamedTuple):
         return dq, dk, dv
 
     def queries(self, dq: Tensor, rows: slice, heads: slice = slice(None)) -> Queries:
-        """Some rows of the batch, and some heads."""
+        """Return the queries of a slice of the batch and a slice of the heads.
+
+        Args:
+            dq: Memory of the gradient of all queries.
+            rows: Slice of the batch.
+            heads: Slice of the query heads; all of them by default.
+        """
         gradient, q, out, total = (x[rows, :, heads] for x in (self.gradient, self.q, self.out, dq))
         return Queries(gradient, q, out, self.lse[rows, heads], Gradient(total))
 
     def keys(self, dk: Tensor, dv: Tensor, rows: slice, heads: slice = slice(None)) -> Keys:
-        """Some rows of the batch, and some key heads."""
+        """Return the local keys and values of a slice of the batch and a slice of the key heads.
+
+        Args:
+            dk: Memory of the gradient of all keys.
+            dv: Memory of the gradient of all values.
+            rows: Slice of the batch.
+            heads: Slice of the key heads; all of them by default.
+        """
         k, v, of_k, of_v = (x[rows, :, heads] for x in (self.k, self.v, dk, dv))
         return Keys(k, v, Gradient(of_k), Gradient(of_v))
 
@@ -312,14 +338,19 @@ Rows = slice
 
 
 def by_rows(works: Sequence[AttentionPieces], batch: int) -> list[tuple[Rows, AttentionPieces]]:
-    """The rows of a batch, with their work: all of them at once where they have the same documents."""
+    """Pair rows of a batch with their pieces: one pair for all rows if they have the same documents.
+
+    Args:
+        works: Pieces of each row, or of all rows if there is only one entry.
+        batch: Number of rows, B.
+    """
     if len(works) == 1:
         return [(slice(0, batch), works[0])]
     return [(slice(row, row + 1), work) for row, work in enumerate(works)]
 
 
 def halves(steps: Sequence[PieceStep]) -> tuple[tuple[PieceStep, ...], tuple[PieceStep, ...]]:
-    """Cuts steps into two parts of about the same work, for two times of waiting."""
+    """Split steps into two parts of about the same work, one to overlap with each of two transfers."""
     half, done = sum(step.piece.pairs for step in steps) / 2, 0
     for number, step in enumerate(steps):
         if done + step.piece.pairs / 2 >= half:
@@ -329,5 +360,5 @@ def halves(steps: Sequence[PieceStep]) -> tuple[tuple[PieceStep, ...], tuple[Pie
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """A gradient as kernels take it: features next to each other, and each number in its own place."""
+    """Return a gradient in a layout that kernels accept: contiguous features, and no expanded dims (stride 0)."""
     return gradient if gradient.stride(-1) == 1 and 0 not in gradient.stride() else gradient.contiguous()

@@ -1,4 +1,4 @@
-"""An existing model, cut in place over the tensor ranks, its code unchanged."""
+"""Tensor parallelism for an existing model: shard it in place over the tensor ranks, without a change of its code."""
 
 import hashlib
 import inspect
@@ -53,33 +53,33 @@ def parallelize(
     *,
     logits: LogitsLayout = "auto",
 ) -> M:
-    """Cuts an existing model over the tensor ranks, in place and in mode 1d; its code runs unchanged.
+    """Shard an existing model over the tensor ranks, in place and in mode 1d. The model's code runs unchanged.
 
-    Every parameter keeps its identity and its name, holds this rank's part, and has a record of the whole one. Outputs,
-    loss, gradients and generated tokens are those of one device. `PartialGradientReducer(model, groups)` sums, once a
-    step, the gradients of parameters between sharded ones. A second call with the same groups and plan changes nothing.
-    Where the topology cuts sequences too, `Context.transformers_` comes first; the tokens of a sequence rank are then
-    what this cuts.
+    Every parameter keeps its identity and its name, and holds this rank's shard with its sharding metadata. Outputs,
+    loss, gradients and generated tokens equal one device's. Call `PartialGradientReducer(model, groups)` once a step:
+    it sums the gradients of replicated parameters that are used inside sharded regions. A second call with the same
+    groups and plan changes nothing. If the topology also splits sequences, call `Context.transformers_` first;
+    `parallelize` then shards the model within each sequence rank.
 
     Args:
-        model: A model of transformers, or any module; on the CPU, an accelerator or the meta device. LoRA adapters of
-            peft around its linears are cut with them: a PeftModel is taken too.
-        groups: The live groups, whose topology says how many tensor ranks there are; or a layer set of mode 1d.
-        plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` stands for a number; "auto" takes
-            the plan that is registered for the family of a transformers model, or else the model's own.
-        logits: "cut" leaves logits cut over the vocabulary, "whole" gathers them; "auto" leaves them cut where labels
-            come with them in training, so that the model's own loss is computed over the ranks.
+        model: A Hugging Face Transformers model or any module, on the CPU, an accelerator or the meta device. A
+            PeftModel works too: the LoRA adapters around its linears are sharded with them.
+        groups: The live groups, whose topology specifies the tensor ranks; or a layer set of mode 1d.
+        plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` matches a number. "auto" uses the
+            plan that is registered for the family of a Transformers model, or else the model's own plan.
+        logits: "cut" leaves logits sharded over the vocabulary, and "whole" gathers them. "auto" leaves them sharded
+            only in training with labels, and computes the model's own loss over the ranks.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: There is no plan, a rule is on a module that it cannot cut, others have cut the model, or its
-            sequence cannot be cut.
-        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, the sequence
-            is cut over ranks of which the model's attention does not know, the model was cut over other groups, the
-            ranks were given different plans, or the backend of their group lacks a collective that is needed. Every
-            rank raises, before anything changes.
+        TypeError: The model has no plan, a rule does not fit its module, the model is already sharded by another
+            library, or its sequence cannot be split.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d. Or the
+            sequence is split over ranks that the model's attention does not include, the model was sharded over other
+            groups, ranks passed different plans, or the backend of their group lacks a collective. Every rank raises
+            before anything changes.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
@@ -133,26 +133,30 @@ def parallelize(
 def plan_shardings(
     model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan = "auto"
 ) -> dict[str, Sharding]:
-    """How `parallelize` will cut each parameter; pure, needs no live groups, and changes nothing.
+    """Return how `parallelize` will shard each parameter. Pure: it needs no live groups and changes nothing.
 
     Args:
-        model: The model, which may be on the meta device.
+        model: The unsharded model, which may be on the meta device.
         topology: The topology, whose tensor mode is 1d.
-        rank: The global rank.
+        rank: Global rank.
         plan: Rules by pattern, or "auto".
 
     Raises:
-        TypeError: There is no plan, or a rule is on a module that it cannot cut.
+        TypeError: The model has no plan, or a rule does not fit its module.
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d.
     """
     return {name: part.sharding for name, part in survey_planned(model, topology, rank, plan).parts.items()}
 
 
 def _check_context(model: nn.Module, ranks: int) -> None:
-    """Makes sure that a model can be cut where its sequence is cut too.
+    """Raise unless a model's attention covers all ranks of its sequence.
+
+    Args:
+        model: The model.
+        ranks: Number of ranks that the sequence is split over.
 
     Raises:
-        ValueError: No module of it knows a context over these ranks, or one drops activations.
+        ValueError: No module has a context over these ranks as an attribute, or a dropout is active.
     """
     if not any(
         isinstance(x, Context) and x.ranks == ranks for module in model.modules() for x in vars(module).values()
@@ -171,10 +175,10 @@ def _check_context(model: nn.Module, ranks: int) -> None:
 
 
 def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
-    """What the first call agreed on, where the second one asks for the same.
+    """Return the digest of the first call, after a check that the second call requests the same.
 
     Raises:
-        ValueError: It asks for something else.
+        ValueError: The second call differs in the topology, the logits, the parameters or the plan.
     """
     if before.layers.grid.topology != layers.grid.topology:
         raise ValueError(
@@ -194,7 +198,7 @@ def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: st
 
 
 def _digest(model: nn.Module, found: Survey, logits: LogitsLayout) -> str:
-    """A hash of what all ranks must have alike."""
+    """Return a hash of everything that must be identical on all ranks: shapes, dtypes, rules and the logits' layout."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = [(name, tuple(each.shape), str(each.dtype), each.is_meta) for name, each in tensors]
     text = repr((shapes, sorted((name, repr(style)) for name, style in found.resolved.rules.items()), logits))
@@ -202,14 +206,14 @@ def _digest(model: nn.Module, found: Survey, logits: LogitsLayout) -> str:
 
 
 class _Adoption:
-    """Does what a survey has found.
+    """Application of a survey to a model: keeps this rank's shards, converts modules and registers hooks.
 
     Args:
         model: The model.
         layers: The layer set.
         found: The survey.
-        logits: Whether logits are left cut.
-        digest: What all ranks agreed on.
+        logits: Whether logits stay sharded.
+        digest: Hash that all ranks agreed on.
     """
 
     def __init__(self, model: nn.Module, layers: LayerSet, found: Survey, logits: LogitsLayout, digest: str) -> None:
@@ -219,7 +223,7 @@ class _Adoption:
         self.sequence = CutSequence()
 
     def _sequence_at(self, name: str) -> CutSequence | None:
-        """What says whether activations around a module are cut along the sequence; None where they never are."""
+        """Return the object that reports whether activations around a module are split; None if they never are."""
         return self.sequence if self.found.is_cut_along_sequence(name) else None
 
     def apply(self) -> None:
@@ -247,20 +251,20 @@ class _Adoption:
         self._adopt_ends(vocabulary, head)
 
     def _head(self) -> str | None:
-        """The name of what gives the logits: the output embedding, or the one Column that is gathered."""
+        """Return the name of the module that computes logits: the output embedding, or the only gathered Column."""
         rules = self.found.rules
         gathered = [name for name, style in rules.items() if isinstance(style, ColumnParallel) and style.gather]
         return self.found.head or (gathered[0] if len(gathered) == 1 else None)
 
     def _classes(self, head: str) -> int:
-        """Number of classes of the logits."""
+        """Return the number of classes of the logits."""
         weight: Any = self.modules[head].weight
         return int(weight.shape[1 if is_conv1d(self.modules[head]) else 0])
 
     # Modules
 
     def _adopt_modules(self, regions: dict[str, Region], gives_logits: str | None, head: GatheredLogits | None) -> None:
-        """Every module that has a rule becomes what the rule says, or gets its hooks."""
+        """Convert each module that has a rule, or register the hooks of its rule."""
         adopted: set[int] = set()
         for name, style in self.found.rules.items():
             module = self.modules.get(name)
@@ -319,7 +323,7 @@ class _Adoption:
         module.register_forward_hook(cut.after)
 
     def _routed(self, name: str) -> RoutedForward | None:
-        """What the block around packed experts computes from now on; None where they are no part of a block."""
+        """Replace the forward of the block around packed experts, and return it; None without such a block."""
         containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         around = next((each for each in names_around(name) if not isinstance(self.modules[each], containers)), None)
         if around is None:
@@ -357,7 +361,8 @@ class _Adoption:
             module.register_forward_hook(region.after)
             if self.axes:
                 continue
-            for child_name, child in module.named_children():  # one rank: linears are left as they are
+            # With one rank no linear becomes a Row, so the region's hook on the Row is registered here.
+            for child_name, child in module.named_children():
                 if isinstance(self.found.rules.get(f"{name}.{child_name}"), RowParallel):
                     child.register_forward_hook(region.after_row)
 
@@ -368,13 +373,14 @@ class _Adoption:
             setattr(module, "config", LocalConfig(module.config, region.config))  # noqa: B010 - for the type checker
 
     def _cut_the_sequence(self) -> None:
-        """Both ends of the layers, and the modules inside which the sequence is whole."""
+        """Register hooks that split the sequence before the layers and gather it after them and around some blocks."""
         if self.found.layers is None:
             return
         stack: Any = self.modules[self.found.layers]
         first, last = FirstLayer(self.grid, self.axes, self.sequence), LastLayer(self.grid, self.axes, self.sequence)
         begins, around = Begins(self.sequence), self.modules[next(names_around(self.found.layers))]
-        around.register_forward_pre_hook(begins.before)  # the layers may be run without the model's head
+        # The hook is on the module around the layers, because callers may run the layers without the model's head.
+        around.register_forward_pre_hook(begins.before)
         around.register_forward_hook(begins.after, always_call=True)
         stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
         for name in self.found.blocks:
@@ -388,7 +394,8 @@ class _Adoption:
             if type(module) is not nn.Dropout or module.p == 0.0:
                 continue
             wrapper = wrapper_around(name, self.found.wrappers)
-            if wrapper is not None:  # of an adapter: on the input of a Row, or on the whole one of a Column
+            # The dropout of an adapter sees the sharded input of a Row, or the replicated input of a Column.
+            if wrapper is not None:
                 layout = ActivationLayout(
                     features=self.axes if isinstance(self.found.rules[wrapper], RowParallel) else ()
                 )
@@ -401,7 +408,7 @@ class _Adoption:
     # The ends of the model
 
     def _adopt_ends(self, vocabulary: int | None, head: GatheredLogits | None) -> None:
-        """The loss, what the head is told, and what is refused from now on."""
+        """Replace the model's loss, register the hooks around its forward, and disable methods that would be wrong."""
         over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary)
         shifts = shifts_labels(self.model)
         is_loss_ours = False
@@ -429,7 +436,7 @@ class _Adoption:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether an attention drops weights: a probability of its own, or a dropout that it holds."""
+    """Return whether an attention drops weights, by a probability attribute or by a child dropout."""
     rates = (value for key, value in vars(module).items() if "dropout" in key and isinstance(value, (int, float)))
     return any(rate > 0 for rate in rates) or any(
         isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()

@@ -1,9 +1,10 @@
-"""What a plan means for a model, found out before anything is changed: pure, and the same on the meta device.
+"""The effect of a plan on a model, computed before anything changes. Pure, and the same on the meta device.
 
-A *region* is the module that directly holds a Column, such as an attention or an MLP. It is *closed* if it owns no
-parameter, has at most one Row, and every child with parameters has the rule Column, Row or Partial. Then its input is
-entered once, everything inside has a partial gradient, and its Columns need no collective of their own. In any other
-region every Column copies its input for itself, so that what lies before it has a whole gradient.
+A **region** is a module with a Column (a column-wise sharded linear) as a direct child, such as an attention or an MLP.
+A region is **closed** if it owns no parameter, has at most one Row (a row-wise sharded linear), and each child with
+parameters has the rule Column, Row or Partial. A closed region copies its input once for all Columns: every gradient
+inside is partial, and the Columns need no collective of their own. In an open region each Column copies its own input,
+so that the gradient of everything before the Column is full.
 """
 
 import inspect
@@ -36,20 +37,20 @@ from .kinds import check_embedding, features_of, is_by_token, join, parent
 from .parameters import ParameterShards
 
 WHOLE = frozenset({"per_layer_input", "input_ids"})
-"""What layers of some families take of every token beside their activations: Gemma 3n and 4, DeepSeek V4."""
+"""Arguments of layers with one value for every token, in addition to activations: Gemma 3n and 4, DeepSeek V4."""
 
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """A module that directly holds Columns.
+    """Plan of a region, a module with Columns as direct children.
 
     Args:
-        closed: Whether everything in it lies between one entry and at most one Row.
-        columns: The names of its Columns.
+        closed: Whether the region is closed: one entry, and at most one Row.
+        columns: Names of its Columns.
         counts: Attributes of the module that count heads or features, with this rank's numbers.
-        config: What the module reads of its config that counts heads, with this rank's numbers.
-        heads: Whether it is an attention, whose Columns are cut by heads.
-        partial: Whether it has a Partial, or an adapter around a Column, whose gradients are partial if it is closed.
+        config: Entries of the module's config that count heads, with this rank's numbers.
+        heads: Whether the module is an attention, whose Columns are sharded by heads.
+        partial: Whether it has a Partial or an adapter around a Column. Their gradients are partial in a closed region.
     """
 
     closed: bool
@@ -61,26 +62,27 @@ class RegionPlan:
 
     @property
     def enters(self) -> bool:
-        """Whether its input is entered once for all Columns; a single one copies it itself, overlapped."""
+        """Whether the region copies its input once for all Columns."""
+        # A single Column copies the input itself: it overlaps the all-reduce of backward with its weight gradient.
         return self.closed and (len(self.columns) > 1 or self.partial)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that `parallelize` is going to do.
+    """Everything that `parallelize` will do to a model.
 
     Args:
-        resolved: The style of each name.
-        rules: The same, with those of the parts of adapters.
-        wrappers: The linears that have adapters around them, by name.
-        parts: What this rank has of each parameter, by its first name.
-        regions: The regions, by the name of the module.
-        layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
-        head: The name of the output embedding; None if the model has none, or it has no rule.
-        blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
-            hold experts, open regions with Rows, and those in the layers that may mix tokens, for all that is known.
-        experts: Experts of this rank like those of each module with packed experts, by its name: where it has the rule
-            ExpertParallel, or ExpertTensorParallel and says how its weights lie.
+        resolved: Style of each module and parameter, by name.
+        rules: The same styles, with a style for each part of an adapter.
+        wrappers: Linears with adapters around them, by name.
+        parts: This rank's shard of each parameter, by the parameter's first name.
+        regions: Regions, by the name of the module.
+        layers: Name of the list of layers whose activations are split along the sequence; None without such a list.
+        head: Name of the output embedding; None if the model has no output embedding, or no rule for it.
+        blocks: Names of the modules that run on full sequences, as without sequence parallelism: the parents of
+            experts, open regions with Rows, and other modules in the layers that may mix tokens.
+        experts: This rank's experts for each module with packed experts, by the module's name. The module has the rule
+            ExpertParallel, or has the rule ExpertTensorParallel and declares the layout of its weights.
     """
 
     resolved: Resolved
@@ -94,23 +96,23 @@ class Survey:
     experts: dict[str, Experts]
 
     def region_around(self, name: str) -> str:
-        """The name of the module that holds a linear, or the wrapper of adapters around it."""
+        """Return the name of the parent of a linear, or of the adapter wrapper around the linear."""
         return parent(wrapper_around(name, self.wrappers) or name)
 
     def is_cut_along_sequence(self, name: str) -> bool:
-        """Whether activations around a module are cut along the sequence: in the layers, outside of their blocks."""
+        """Return whether activations around a module are split along the sequence: in the layers, outside of blocks."""
         if self.layers is None or not name.startswith(f"{self.layers}."):
             return False
         return not any(name == block or name.startswith(f"{block}.") for block in self.blocks)
 
     def has_entry(self, name: str) -> bool:
-        """Whether what enters a region is copied, or gathered along the sequence, once for all of its Columns."""
+        """Return whether a region copies its input, or gathers it along the sequence, once for all of its Columns."""
         region = self.regions[name]
         return region.enters or (region.closed and self.is_cut_along_sequence(name))
 
 
 def tensor_axes(grid: Grid) -> Axes:
-    """The axes of the tensor group that have several ranks together; () where each rank is alone."""
+    """Return the axes of the tensor group; () if the group has one rank."""
     topology = grid.topology
     if topology is None or "tensor" not in (*topology.axes, *topology.products) or topology.size("tensor") == 1:
         return ()
@@ -118,22 +120,22 @@ def tensor_axes(grid: Grid) -> Axes:
 
 
 def deals_experts(grid: Grid) -> bool:
-    """Whether the topology says how experts are dealt out over the ranks."""
+    """Return whether the topology specifies how experts are distributed over ranks."""
     return grid.topology is not None and EXPERTS in grid.topology.views
 
 
 def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | Plan) -> Survey:
-    """Finds out what a plan means for a model on a rank of a topology, without live groups.
+    """Return the effect of a plan on a model, for one rank of a topology and without live groups.
 
     Args:
-        model: The model, whole.
+        model: The unsharded model.
         topology: The topology, whose tensor mode is 1d.
-        rank: The global rank.
+        rank: Global rank.
         plan: "auto", or rules by pattern.
 
     Raises:
         ValueError: A rule is wrong, a size does not divide, or the mode is not 1d.
-        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
+        TypeError: The model has no plan, a rule does not fit its module, or the sequence cannot be split.
     """
     mode, options = topology.modes.get("tensor", (None, {}))
     if mode not in (None, "1d"):
@@ -142,17 +144,17 @@ def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | 
 
 
 def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) -> Survey:
-    """Finds out what a plan means for a model.
+    """Return the effect of a plan on a model.
 
     Args:
-        model: The model, whole.
+        model: The unsharded model.
         plan: "auto", or rules by pattern.
-        grid: This rank's place.
-        sequence: Whether activations between the layers are cut along the sequence.
+        grid: This rank's coordinates.
+        sequence: Whether activations between the layers are split along the sequence.
 
     Raises:
         ValueError: A rule is wrong, or a size does not divide.
-        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
+        TypeError: The model has no plan, a rule does not fit its module, or the sequence cannot be split.
     """
     resolved = resolve(model, plan, experts=deals_experts(grid))
     if isinstance(plan, str) and tensor_axes(grid):
@@ -161,13 +163,13 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) ->
 
 
 class _Surveyor:
-    """One look at a model.
+    """Builder of the survey of one model.
 
     Args:
         model: The model.
-        resolved: The style of each name.
-        grid: This rank's place.
-        sequence: Whether activations between the layers are cut along the sequence.
+        resolved: Style of each module and parameter, by name.
+        grid: This rank's coordinates.
+        sequence: Whether activations between the layers are split along the sequence.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool) -> None:
@@ -220,10 +222,12 @@ class _Surveyor:
         return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)
 
     def _is_like_dealt(self, name: str, style: Style) -> bool:
-        """Whether experts that are each cut are those of one part, of which it is known what they compute.
+        """Return whether sharded packed experts can run as this package's experts.
+
+        Their module must declare the layout of its weights, and the topology must not distribute experts.
 
         Raises:
-            ValueError: There is a norm after each expert, which would see parts of sums.
+            ValueError: A norm follows each expert. It would see partial sums.
         """
         if not isinstance(style, ExpertTensorParallel) or not self.axes or deals_experts(self.grid):
             return False
@@ -236,10 +240,10 @@ class _Surveyor:
         return is_packed(self.modules[name])
 
     def _check_cut(self, name: str) -> None:
-        """Makes sure that no weight inside experts stays whole whose output is summed over the ranks.
+        """Raise unless the plan shards a weight inside experts whose outputs are summed over the ranks.
 
         Raises:
-            TypeError: No rule of the plan cuts anything there, as where the weight has another name than it had.
+            TypeError: No rule of the plan shards a weight there, for example because a parametrization renamed it.
         """
         inside = f"{name}."
         if not any(
@@ -254,7 +258,7 @@ class _Surveyor:
             )
 
     def _linear(self, name: str) -> nn.Module:
-        """The linear of that name, which adapters may be around."""
+        """Return the linear of a name; for an adapter wrapper, the linear inside it."""
         linear: nn.Module = self.modules[self.wrappers[name].base if name in self.wrappers else name]
         return linear
 
@@ -309,7 +313,11 @@ class _Surveyor:
         )
 
     def _local_counts(self, module: nn.Module, columns: list[str]) -> tuple[dict[str, int], dict[str, int], bool]:
-        """What a module counts, on this rank: of heads, and of features that its code splits by."""
+        """Return a module's numbers of heads and features on this rank.
+
+        Returns:
+            New values of the module's attributes, new values of its config's entries, and whether it is an attention.
+        """
         units = [unit for path in columns if (unit := self._unit(path)) > 1]
         if not units or not self.axes:
             return {}, {}, bool(units)
@@ -335,7 +343,7 @@ class _Surveyor:
         return counts, through_config, True
 
     def _unit(self, path: str) -> int:
-        """The features that stay together on a rank: those of a head, where the module around knows them."""
+        """Return the number of features that must stay on one rank: the head size if the parent has it, else 1."""
         style = self.rules[path]
         assert isinstance(style, ColumnParallel)  # noqa: S101 - for the type checker; only Columns come here
         if style.unit > 1:
@@ -359,7 +367,7 @@ class _Surveyor:
     # The sequence
 
     def _blocks(self, regions: dict[str, RegionPlan]) -> tuple[str, ...]:
-        """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
+        """Return the outermost modules that run on full sequences, as without sequence parallelism."""
         of_experts = (ExpertTensorParallel, ExpertParallel)
         found = [
             parent(name) for name, style in self.rules.items() if isinstance(style, of_experts) and name in self.modules
@@ -372,11 +380,11 @@ class _Surveyor:
         return tuple(dict.fromkeys(outermost))
 
     def _unknown(self, layers: str, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> tuple[str, ...]:
-        """The modules of the layers that may mix tokens, for all that is known, and see the whole sequence themselves.
+        """Return the outermost modules of the layers that may mix tokens and so need full sequences.
 
-        These are the outermost ones of which no part has a rule, unless each token is known to be treated by itself,
-        and those whose Columns are gathered, or whose Rows are split, which on parts of the sequence would put together
-        features of other tokens.
+        - A module without a rule inside may mix tokens, unless its type processes each token separately.
+        - A parent of gathered Columns or split Rows needs full sequences: with a part of the sequence on each rank, it
+          would join features of different tokens.
         """
         known = {*blocks, *regions, *(path for path, rule in self.rules.items() if isinstance(rule, RowParallel))}
         around = {owner for path in known for owner in names_around(path)}
@@ -396,11 +404,11 @@ class _Surveyor:
         return tuple(found)
 
     def _layers(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> str:
-        """The name of the one list of layers that has all regions.
+        """Return the name of the only list of layers that contains all regions.
 
         Raises:
-            TypeError: The model has an encoder and a decoder, or no such list, or its layers take more than activations
-                of their tokens.
+            TypeError: The model has an encoder and a decoder, has no such list, or its layers need other inputs per
+                token than activations.
         """
         config = getattr(self.model, "config", None)
         who = type(self.model).__name__
@@ -434,7 +442,7 @@ class _Surveyor:
 
 
 def _first_count(module: object, config: object, *names: str) -> int | None:
-    """The first of these attributes of the module, or else of its config, that is a number."""
+    """Return the first integer among attributes of the module, or else of its config."""
     for holder in (module, config):
         for name in names:
             if isinstance(number := getattr(holder, name, None), int):
@@ -443,6 +451,6 @@ def _first_count(module: object, config: object, *names: str) -> int | None:
 
 
 def _names_in_code(function: Any) -> set[str]:
-    """The names of attributes and globals that a function's code mentions."""
+    """Return the names of attributes and globals in a function's code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else set(code.co_names)
