@@ -25,7 +25,7 @@ from par_diagnosis import Watchdog
 from par_groups import FlightRecorder, ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import Block
-from par_train.run.goodput import Exposed
+from par_train.run.monitor import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
 TURNS, STEPS, PROCESSES, DEPTH, IDLE = 16, 20, 4, 20, 8.0

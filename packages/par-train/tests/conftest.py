@@ -33,7 +33,7 @@ import par_train.jobs.trainer
 import par_train.jobs.text
 import par_train.run.metrics
 import par_train.run.saver
-import par_train.run.summary
+import par_train.run.run
 import par_train.run.stop
 from par_checkpoint import _save as _saving
 from par_checkpoint.storage import local as _local
@@ -96,7 +96,7 @@ for name in ("par_train.jobs.text", "par_train.jobs.checks"):  # a forked comman
     if name in sys.modules:
         sys.modules[name].read_text = other_text
 if "TEST_PICTURES" not in os.environ:  # which take as long as all steps
-    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.summary"):
+    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.run"):
         if name in sys.modules:
             sys.modules[name].draw_loss = lambda *_, **__: None
 """

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from par_train._errors import UserError
 from par_train.jobs.begin import after_restart, find_start, leave_if_asked
 from par_train.jobs.options import DataOptions, ModelOptions, Options
-from par_train.run.attempt import BEGUN, SAVED, has_begun, has_come_to, note_of
-from par_train.run.lock import lock_folder, read_note
+from par_train.run.lock import BEGUN, SAVED, has_begun, has_come_to, lock_folder, note_of, read_note
 from par_train.run.stop import Stop, StoppedEarly
 
 

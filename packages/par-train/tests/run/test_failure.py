@@ -7,7 +7,7 @@ import torch.distributed as dist
 from par_checkpoint import CheckpointError
 from par_pipeline import PipelineError
 from par_train._errors import TrainingError, UserError
-from par_train.run.failure import Reported, one_traceback
+from par_train.run.stop import Reported, one_traceback
 
 GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5603: Connection reset by peer"
 

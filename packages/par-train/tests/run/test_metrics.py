@@ -7,9 +7,9 @@ import torch
 from matplotlib.image import imread
 
 from par_train.run.files import RunFiles
+from par_train.run.log import Records
 from par_train.run.metrics import MetricsFile, draw_load, draw_loss, load_of, read_metrics, truncate_metrics
 from par_train.run.progress import Lines
-from par_train.run.records import Records
 
 
 def metrics(step, validation_loss=None):

@@ -10,8 +10,7 @@ from par_checkpoint import CheckpointError, Checkpoints
 from par_groups import agree
 
 from .._errors import UserError
-from ..run.attempt import has_begun, is_restarted
-from ..run.lock import Lock, lock_folder
+from ..run.lock import Lock, has_begun, is_restarted, lock_folder
 from ..run.stop import Stop, StoppedEarly
 from . import byte_gpt
 from .byte_rows import text_rows

@@ -19,7 +19,6 @@ from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
 from .._errors import UserError
-from ..run.failure import one_traceback
 from ..run.files import RunFiles, write_file, writing
 from ..run.log import MetricsLog
 from ..run.loop import TrainingLoop
@@ -29,7 +28,7 @@ from ..run.opening import Opened
 from ..run.output import say
 from ..run.policies import LoggingPolicy, MonitoringPolicy
 from ..run.saver import Saver
-from ..run.stop import Stop
+from ..run.stop import Stop, one_traceback
 from .begin import Start, after_restart, find_start, leave_if_asked
 from .checks import check_config
 from .options import Options, learning_rate

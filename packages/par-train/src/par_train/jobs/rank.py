@@ -15,9 +15,8 @@ from par_groups import read_environment
 
 from .._errors import TrainingError, UserError
 from ..config.settings import build
-from ..run.failure import Reported, one_traceback
 from ..run.output import say
-from ..run.stop import Stop, StoppedEarly, catch_signals, exit_code, follow_launcher
+from ..run.stop import Reported, Stop, StoppedEarly, catch_signals, exit_code, follow_launcher, one_traceback
 from .options import Options
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from par_groups import STOP_SIGNALS, block_stop_signals, read_environment
 
 from .._errors import UserError
-from ..run.attempt import NEAR, SAVED, has_come_to
+from ..run.lock import NEAR, SAVED, has_come_to
 from ..run.output import say
 from ..run.stop import exit_code, handled_signals, leave_terminal
 from .checks import check_config, check_files

@@ -12,10 +12,10 @@ from par_groups import sync_to_disk
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run keeps what it writes.
+    """Paths of the files that a run writes.
 
     Args:
-        folder: The folder of the run.
+        folder: Folder of the run.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class RunFiles:
 
     @property
     def tiers(self) -> Path:
-        """The list of tiers that have the run's checkpoints, where there are some."""
+        """The list of tiers that have the run's checkpoints; a run without tiers has none."""
         return self.folder / "tiers.json"
 
     @property
@@ -47,59 +47,59 @@ class RunFiles:
 
     @property
     def load(self) -> Path:
-        """The load of experts as a picture, where a model has some."""
+        """The load of experts as a picture, for a model with experts."""
         return self.folder / "expert-load.png"
 
     @property
     def measured(self) -> Path:
-        """The last step of a pipeline as a picture, as its ranks have measured it."""
+        """The picture of a pipeline's last step, with the times that its ranks measured."""
         return self.folder / "pipeline-measured.png"
 
     @property
     def predicted(self) -> Path:
-        """The picture of a pipeline's last step as simulated with the measured costs of its parts."""
+        """The picture of a pipeline's last step, simulated with the measured costs of its stages."""
         return self.folder / "pipeline-predicted.png"
 
     @property
     def diagnosis(self) -> Path:
-        """The folder of dumps of ranks that hung or failed, which comes when there are some."""
+        """The folder of dumps of ranks that hung or failed; the first dump creates it."""
         return self.folder / "diagnosis"
 
     @property
     def trace(self) -> Path:
-        """What `profile` has recorded, for Perfetto."""
+        """The recorded trace, for Perfetto."""
         return self.folder / "trace.json"
 
     @property
     def lock(self) -> Path:
-        """The file whose lock keeps two runs apart. It belongs to no run, and stays."""
+        """The lock file that keeps a second run out of the folder. It belongs to no run, and `clear` keeps it."""
         return self.folder / ".par-train.lock"
 
     @property
     def identities(self) -> dict[str, Path]:
-        """By the name of a tracker, the file with the id under which its service continues this run."""
+        """The files with the ids under which services continue this run, by name of the tracker."""
         return {name: self.folder / f"{name}-id.txt" for name in ("wandb", "mlflow")}
 
     def present(self) -> list[Path]:
-        """The files and folders that a run has left."""
+        """Return the files and folders that a run has written."""
         pictures = (self.curve, self.load, self.measured, self.predicted)
         every = (self.checkpoints, self.checkpoint, self.metrics, self.tiers, *pictures, self.trace)
         return [path for path in every if path.exists()]
 
     def saved(self) -> list[str]:
-        """The checkpoints that the folder has, by their paths in it."""
-        patterns = ("checkpoint", "checkpoints/*", "checkpoints/*/*")  # of several models each has a folder
+        """Return the paths of all checkpoints, relative to the folder."""
+        patterns = ("checkpoint", "checkpoints/*", "checkpoints/*/*")  # each of several models has a folder
         found = [path for pattern in patterns for path in self.folder.glob(f"{pattern}/par_checkpoint.json")]
         return sorted(str(path.parent.relative_to(self.folder)) for path in found)
 
     def clear(self) -> None:
-        """Removes the run, the ids that its trackers have noted, and nothing else that lies in the folder."""
+        """Remove the run and the ids of its trackers. Other files in the folder stay."""
         self.clear_records()
         for note in self.identities.values():
             note.unlink(missing_ok=True)
 
     def clear_records(self) -> None:
-        """Removes the run, but not what trackers have noted, which may be a new run's already."""
+        """Remove the run. The ids of trackers stay, because they may belong to a new run already."""
         for path in self.present():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -108,13 +108,13 @@ class RunFiles:
         self.forget_dumps()
 
     def forget_dumps(self) -> None:
-        """Removes the dumps of an earlier start, which would be taken for this one's; what was said of them stays."""
+        """Remove the ranks' dumps of an earlier start, so that nobody mistakes them for dumps of this start."""
         for path in self.diagnosis.glob("rank-*.json"):
             path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replaces a file in one move."""
+    """Replace a file atomically."""
     new = path.with_name(path.name + ".new")
     with writing(path):
         try:
@@ -129,11 +129,11 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: str | PathLike[str], remedy: str = "") -> Iterator[None]:
-    """Adds to an error the name of what could not be written, which the system leaves out when the disk is full.
+    """Add the path to an OSError, because the system omits it when the disk is full.
 
     Args:
-        path: What is written.
-        remedy: What can be done where it fails; "": nothing that has to be said.
+        path: File or folder that the block writes.
+        remedy: Fix to append to the message; "" appends nothing.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""One run at a time in an output folder: a lock that lives exactly as long as the process that holds it.
+"""The lock of an output folder, and the note in its file: how far a launch is. The process that holds it, ends it.
 
-The lock is the kernel's (flock), taken here by hand, although torch brings the filelock library along. Compared with
-it: its older versions let a run that finds the lock taken empty the file (filelock's issue 591), and with it the note
-that says who has the folder; where a file system has no flock, it falls back to a file that locks by being there, which
-outlives a killed process and then keeps everybody out; and the file's mode, the note and its reading, which are most of
-this module, stay with the caller. What flock is on NFS (Linux makes it a lock of the server, which wants the file open
-for writing, and may report contention as "permission denied") takes two lines.
+The lock is the kernel's flock. The filelock library, which torch installs, does not fit for three reasons. Its older
+versions empty the file when another run holds the lock (filelock's issue 591), and with it the note. On a file system
+without flock it locks by the existence of a file, which outlives a killed process and then blocks every run. The file's
+mode and the note, most of this module, would stay here.
+
+The launcher reads the note, and so do ranks that it starts again: torch's launcher keeps its id over such restarts.
 """
 
 import fcntl
@@ -17,13 +17,15 @@ from contextlib import contextmanager, suppress
 from .._errors import UserError
 from .files import RunFiles
 
+BEGUN, NEAR, SAVED = "begun", "near", "saved"
+
 
 class Lock:
-    """A lock that this process has, and a note in its file, which stays when the lock ends.
+    """A lock that this process holds, and a note in its file. The note outlives the lock.
 
     Args:
-        descriptor: The open lock file.
-        note: The note that the file has already.
+        descriptor: Descriptor of the open lock file.
+        note: Note of the file so far.
     """
 
     def __init__(self, descriptor: int, note: str) -> None:
@@ -31,15 +33,15 @@ class Lock:
         self.note(note)
 
     def note(self, note: str) -> None:
-        """Writes who holds the lock, and the note in the second line, where the file system lets it."""
+        """Write the holder of the lock, and the note in the second line, if the file system allows it."""
         text = f"process {os.getpid()} on {socket.gethostname()}\n{note}".encode()
-        with suppress(OSError):  # a full disk, or the file of another user: it locks all the same
+        with suppress(OSError):  # a full disk, or another user's file: the lock works without the note
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
 
 
 def read_note(files: RunFiles) -> str:
-    """The note in the lock file of a run's folder; empty if there is none."""
+    """Return the note in the lock file of a run's folder; "" if it has none."""
     try:
         lines = files.lock.read_text(errors="replace").splitlines()
     except OSError:
@@ -49,21 +51,21 @@ def read_note(files: RunFiles) -> str:
 
 @contextmanager
 def lock_folder(files: RunFiles, elsewhere: str = "name another folder") -> Iterator[Lock]:
-    """Keeps other runs out of the output folder. One process of a run takes the lock, before it looks what is there.
+    """Keep other runs out of the output folder. One process of a run takes the lock, before it reads the folder.
 
-    The lock is the kernel's: it ends with its process, however that ends, and the file that stays behind locks nothing.
-    Where the file system has no locks, nobody is kept out.
+    The kernel ends the lock with its process, even if the process is killed; the remaining file locks nothing. On a
+    file system without locks, this keeps no run out.
 
     Args:
-        files: The files of the run; their folder is made if it is not there.
-        elsewhere: The remedy that the error names.
+        files: Files of the run; their folder is created if it does not exist.
+        elsewhere: Fix that the error names.
 
     Raises:
         UserError: Another run has the lock, or its file cannot be opened.
     """
     try:
         files.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(files.lock, os.O_RDWR | os.O_CREAT, 0o666)  # for writing: so NFS wants it
+        descriptor = os.open(files.lock, os.O_RDWR | os.O_CREAT, 0o666)  # for writing, because NFS requires it
     except OSError as error:
         raise UserError(
             f"cannot open {str(files.lock)!r}, which keeps two runs apart: {error.strerror}; {elsewhere}"
@@ -78,12 +80,38 @@ def lock_folder(files: RunFiles, elsewhere: str = "name another folder") -> Iter
 def _take(descriptor: int, files: RunFiles, elsewhere: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # NFS reports a lock that another host has as a denied permission
+    except (BlockingIOError, PermissionError):  # NFS reports it as a denied permission
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").partition("\n")[0]
         raise UserError(
             f"{str(files.folder)!r} is being written by another run{holder and f' ({holder})'}; {elsewhere}, or wait"
         ) from None
     except OSError:  # a file system without such locks
         return
-    with suppress(OSError):  # the file of another user
-        os.fchmod(descriptor, files.folder.stat().st_mode & 0o666)  # who may write to the folder may lock it next
+    with suppress(OSError):  # another user's file
+        os.fchmod(descriptor, files.folder.stat().st_mode & 0o666)  # who may write there may lock it next
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun has restarted this rank."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def note_of(state: str, launch: str | None = None) -> str:
+    """Return the note for a launch that has reached a state.
+
+    Args:
+        state: `BEGUN` when the folder belongs to this launch, `NEAR` when its last checkpoint is only in the first
+            tier, or `SAVED` when every tier has it.
+        launch: Id of the launcher; default: the launch of this rank.
+    """
+    return f"{state} by job {os.environ.get('TORCHELASTIC_RUN_ID', 'unknown') if launch is None else launch}"
+
+
+def has_begun(files: RunFiles) -> bool:
+    """Return whether an earlier start of this rank's launch has begun a run in the folder."""
+    return read_note(files) in map(note_of, (BEGUN, NEAR, SAVED))
+
+
+def has_come_to(state: str, files: RunFiles, launch: str) -> bool:
+    """Return whether the launch ended in a state, such as `SAVED`."""
+    return read_note(files) == note_of(state, launch)

@@ -1,20 +1,178 @@
 """`MetricsLog`: the lines of metrics of a run, from what ranks log to files, trackers and progress."""
 
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from par_groups import together
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from par_groups import agree, together
 
 from ..strategy.strategy import Strategy
 from .files import RunFiles
-from .line import Gathered, Value
-from .metrics import Line, read_metrics, truncate_metrics
+from .metrics import Line, MetricsFile, numbers_of, read_metrics, texts_of, truncate_metrics
 from .monitor import Monitor
+from .output import say
 from .policies import LoggingPolicy
-from .progress import make_progress
-from .records import Records, Tracker
+from .progress import Progress, make_progress
 from .stop import Stop
-from .trackers import make_trackers
+from .trackers import Tracker, make_trackers
+
+Value = Tensor | float | int | np.integer[Any] | np.floating[Any]
+"""A number that a loop can log."""
+
+
+@dataclass(kw_only=True)
+class _Sum:
+    """The sum of the values under one name, their number, and whether one of them was floating-point."""
+
+    total: Tensor | float = 0
+    times: int = 0
+    floating: bool = False
+
+    def add(self, number: Tensor | float, *, floating: bool) -> None:
+        # The sum is new memory, because the caller may overwrite its tensor, as a CUDA graph does.
+        if floating and not self.floating:
+            self.floating = True
+            self.total = self.total.double() if isinstance(self.total, Tensor) else float(self.total)
+        self.total = self.total + (number.double() if self.floating and isinstance(number, Tensor) else number)
+        self.times += 1
+
+
+class Gathered:
+    """Sums of the values that ranks logged since the last line. They stay on the device, so that no step waits.
+
+    Floating-point values are averaged over steps and data ranks, and integers are summed. Ranks may log different
+    names. All ranks keep the same table of names, so that each name has the same index in their sums. The ranks of a
+    tensor group log the same values, and in a pipeline perhaps only the last stage logs. So only the data ranks of the
+    lowest rank that logs a name count for it.
+
+    Args:
+        device: Device on which the ranks communicate.
+        group: Data ranks of this rank. Each rank of the world belongs to one such group.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._device = device
+        self._first = dist.get_process_group_ranks(group)[0]  # identifies this group of data ranks
+        self._sums: dict[str, _Sum] = {}
+        self._table: dict[str, tuple[bool, int]] = {}  # is it a mean, and whose data ranks count
+
+    def add(self, values: Mapping[str, Value]) -> None:
+        """Add the values of a step. Nothing is copied to the host.
+
+        Raises:
+            ValueError: A tensor has several elements, or a name is "step" or "seconds".
+            TypeError: A value is not a number.
+        """
+        for name, given in values.items():
+            if name in ("step", "seconds"):
+                raise ValueError(f"log() was given {name!r}, which every line has already; give it another name")
+            if isinstance(given, Tensor):
+                if given.numel() != 1:
+                    raise ValueError(f"log() was given {name} of shape {tuple(given.shape)}; give one number: its mean")
+                number = given.detach().reshape(())
+                number = number.double() if given.is_floating_point() else number.long()
+                self._sums.setdefault(name, _Sum()).add(number, floating=given.is_floating_point())
+            elif isinstance(given, int | float | np.integer | np.floating):
+                floating = isinstance(given, float | np.floating)
+                self._sums.setdefault(name, _Sum()).add(float(given) if floating else int(given), floating=floating)
+            else:
+                raise TypeError(f"log() was given {name} as a {type(given).__name__}; give a number or a tensor of one")
+
+    def take(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Return means and counts over steps and data ranks, and reset the sums. Collective over the world.
+
+        All-reduce of two fp64 numbers for each name, after one flag: whether a rank needs another table. A rank needs
+        another table for a new name, for a floating-point value of a count, or if it is below the ranks that logged a
+        name before. If the flag is set, the ranks agree on a new table, and reduce again. Waits for the device.
+        """
+        news = any(self._changed(name, each.floating, self._first) for name, each in self._sums.items())
+        found = self._reduced(news)
+        if found[0]:
+            mine = {name: each.floating for name, each in self._sums.items()}
+            for first, theirs in agree(None, (self._first, mine), None).values():
+                for name, floating in theirs.items():
+                    is_mean, lowest = self._table.get(name, (False, first))
+                    self._table[name] = is_mean or floating, min(lowest, first)
+            found = self._reduced(news)
+        means: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for (name, (is_mean, _)), total, times in zip(self._table.items(), found[1::2], found[2::2], strict=True):
+            if times and is_mean:
+                means[name] = total / times
+            elif times:
+                counts[name] = round(total)
+        self._sums = {}
+        return means, counts
+
+    def _changed(self, name: str, floating: bool, first: int) -> bool:
+        is_mean, lowest = self._table.get(name, (False, first + 1))
+        return floating > is_mean or first < lowest
+
+    def _reduced(self, news: bool) -> list[float]:
+        """Return the reduced flag, then the sum and the number of values for each name of the table."""
+        none = _Sum()
+        table = self._table.items()
+        sums = [self._sums.get(name, none) if first == self._first else none for name, (_, first) in table]
+        numbers: list[Tensor | float] = [news, *(number for each in sums for number in (each.total, each.times))]
+        packed = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self._device) for each in numbers])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(packed)
+        found: list[float] = packed.tolist()
+        return found
+
+
+class Records:
+    """The metrics file, progress and trackers of a run, on rank 0.
+
+    Args:
+        files: Files of the run.
+        progress: Display of lines; None shows nothing.
+        trackers: Receivers of each line. A tracker with `log_texts(texts, step)` also receives the texts that a model
+            wrote. A tracker that raises is reported once and gets no more lines; training continues. A tracker with
+            `close()` is closed.
+    """
+
+    def __init__(self, files: RunFiles, progress: Progress | None, trackers: Sequence[Tracker] = ()) -> None:
+        self._progress = progress
+        self._trackers = list(trackers)
+        self._metrics = MetricsFile(files.metrics)
+
+    def write(self, line: Line) -> None:
+        """Write a line to the file, to progress and to the trackers."""
+        self._metrics.append(line)
+        if self._progress is not None:
+            self._progress.show(line)
+        values = {name: value for name, value in numbers_of(line).items() if name != "step"}
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(dict(values), line["step"])
+                if (texts := texts_of(line)) and hasattr(tracker, "log_texts"):
+                    tracker.log_texts(texts, line["step"])
+            except Exception as error:  # no error of a service may end hours of training
+                self._trackers.remove(tracker)
+                name = f"{type(tracker).__name__}.log()"
+                say(f"par-train: {name} failed at step {line['step']} and gets no more lines: {error!r}", sys.stderr)
+
+    def close(self) -> None:
+        """Close progress, the metrics file and the trackers. A second call does nothing."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        self._metrics.close()
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            try:
+                if hasattr(tracker, "close"):
+                    tracker.close()
+            except Exception as error:  # as in `write`, because the last checkpoint is still to be written
+                say(f"par-train: {type(tracker).__name__}.close() failed: {error!r}", sys.stderr)
 
 
 class MetricsLog:
@@ -60,7 +218,7 @@ class MetricsLog:
             until: Step at which training ends.
             step: Steps done.
             fresh: Whether nothing in the folder is this run's.
-            seconds: Time spent by earlier runs; default: what the last line says.
+            seconds: Time spent by earlier runs; default: the value in the last line.
         """
         earlier: list[dict[str, float]] = []
         if self._is_master:

@@ -1,4 +1,4 @@
-"""`TrainingLoop`: steps that end together on all ranks, with a checkpoint, whoever asks for it.
+"""`TrainingLoop`: steps that end together on all ranks, with a checkpoint, if any rank is asked to leave.
 
 It is made of parts: an opening takes the folder, a vote agrees on signals, a saver writes checkpoints, a log writes
 lines and a monitor watches. `Run` makes them for a program's own loop, and the job of `par-train run` hands in its own.
@@ -10,27 +10,78 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from par_groups import agree, together
 
 from .._errors import TrainingError, UserError
 from ..strategy.strategy import Strategy
-from .attempt import BEGUN, NEAR, SAVED, note_of
 from .files import RunFiles
-from .line import Value
-from .log import MetricsLog
+from .lock import BEGUN, NEAR, SAVED, note_of
+from .log import MetricsLog, Value
 from .metrics import Line
 from .monitor import Monitor
 from .opening import Opened, Opening
 from .output import say
 from .saver import Saver
 from .stop import FAILED, LEAVE, Stop, exit_code, following_torchrun
-from .summary import Summary
 
 Batch = TypeVar("Batch")
+
+
+class Vote:
+    """The largest number of any rank, once a step.
+
+    All-reduce (max) of one number over the world, from host memory under gloo. On another device the host reads the
+    number a step later, when it has arrived, so that the host never waits for the running step.
+
+    Args:
+        device: The device on which the ranks communicate.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: tuple[Tensor, torch.Event] | None = None
+
+    def cast(self, number: int) -> int:
+        """Reduce this rank's number; return the largest number of this step, or of the step before on a device."""
+        if dist.get_world_size() == 1:
+            return number
+        largest = torch.full((), number, dtype=torch.int32, device=self._device)  # a kernel: no copy from the host
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if self._device.type == "cpu":
+            return int(largest)
+        before, self._sent = self._sent, _to_host(largest)
+        if before is None:
+            return 0
+        before[1].synchronize()
+        return int(before[0])
+
+
+def _to_host(number: Tensor) -> tuple[Tensor, torch.Event]:
+    """Begin a copy to the host; return the copy and the event that completes it."""
+    copy = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+    done = torch.Event(number.device)
+    done.record()
+    return copy, done
+
+
+class Summary(Protocol):
+    """The output of rank 0 before and after a run."""
+
+    def begin(self, step: int, until: int) -> None:
+        """Print what is about to happen, on rank 0, before a folder's earlier run is removed."""
+
+    def collect(self) -> None:
+        """Gather what `finish` needs from the other ranks. Collective, after the last step."""
+
+    def finish(self, step: int, until: int, ended_by: int) -> None:
+        """Print and draw what has happened, on rank 0, when everything is saved."""
 
 
 class TrainingLoop:
@@ -41,13 +92,13 @@ class TrainingLoop:
     Args:
         files: Files of the run.
         strategy: Strategy that has initialized what is trained.
-        opening: What takes the folder and restores a checkpoint.
-        stop: What this rank was asked for.
-        vote: Function from what this rank was asked for to what the ranks agree on; once a step, collective.
-        saver: What writes checkpoints.
-        log: What writes lines of metrics.
-        monitor: What watches the run.
-        summary: What rank 0 prints and draws.
+        opening: Taker of the folder, which restores a checkpoint.
+        stop: Requests to this rank, such as signals.
+        vote: Function from this rank's request to the request that the ranks agree on. Called once a step; collective.
+        saver: Writer of checkpoints.
+        log: Writer of lines of metrics.
+        monitor: Watchers of the run.
+        summary: Output of rank 0 before and after the steps.
         save_every: Steps between two checkpoints; None saves only at the end.
         log_every: Steps between two lines of metrics.
         async_: Whether training continues while a checkpoint is written.

@@ -1,4 +1,4 @@
-"""The metrics file, one object of JSON a line, and the pictures that are drawn from it: loss, and load of experts."""
+"""The metrics file with one JSON object a line, and its pictures: the loss, and the load of experts."""
 
 import io
 import json
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Line = Mapping[str, Any]
-"""What is written at once: `step`, and values by name; None is left out of the file.
+"""A line of metrics: `step`, and values by name. The file omits a value of None.
 
-Values are numbers; but `samples` may be a list of texts, each with the prompt that it goes on from, and `expert_load`
-what `load_of` makes: for each router the share of every expert.
+Values are numbers, with two exceptions. `samples` may be a list of texts, each with its prompt. `expert_load` is the
+result of `load_of`: each expert's load, by router.
 """
 
 
 class MetricsFile:
-    """Appends to a metrics file.
+    """The metrics file, opened for appending.
 
     Args:
-        path: The file; lines that it has already are kept.
+        path: Path of the file; its existing lines stay.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: Line) -> None:
-        """Writes a line, so that a reader sees it at once. A number that is not finite, which JSON lacks, is null."""
+        """Write a line and flush. A number that is not finite becomes null, because JSON has no such numbers."""
         others = {"samples": texts} if (texts := texts_of(line)) else {}
         if load := line.get("expert_load"):
             others["expert_load"] = load
@@ -44,36 +44,36 @@ class MetricsFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; no line follows."""
+        """Close the file."""
         self._file.close()
 
 
 def numbers_of(line: Line) -> dict[str, Any]:
-    """The numbers of a line by name, `step` among them; what is None, texts, and the load of experts are left out."""
+    """Return the numbers of a line by name, including `step`, without None, texts and the load of experts."""
     return {name: value for name, value in line.items() if value is not None and not isinstance(value, list | dict)}
 
 
 def texts_of(line: Line) -> list[dict[str, str]]:
-    """The texts of a line, each as "prompt" and "text"; there may be a number of that name, which somebody counts."""
+    """Return the texts of a line, each as "prompt" and "text"; none if a program logs a number as `samples`."""
     texts = line.get("samples")
     return texts if isinstance(texts, list) else []
 
 
 def load_of(counts: "Mapping[str, Tensor]") -> dict[str, list[float]]:
-    """How busy experts were, as a line has it under `expert_load`. It waits for the device.
+    """Return the load of experts for a line's `expert_load`. Waits for the device.
 
     Args:
-        counts: Tokens of each expert [E], by router, such as `RouterLosses.load` gives.
+        counts: Tokens of each expert [E], by router, such as `RouterLosses.load` returns.
 
     Returns:
-        By router, each expert's tokens divided by their mean, to three digits: 1 is perfect balance.
+        Each expert's tokens divided by the mean, by router, to three decimals: 1 is perfect balance.
     """
     shares = {name: tokens / tokens.double().mean().clamp(min=1e-9) for name, tokens in counts.items()}
     return {name: [round(share, 3) for share in found.tolist()] for name, found in shares.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, up to one that a crash has cut off or spoiled."""
+    """Return the lines of a metrics file, up to the first line that a crash has damaged."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
@@ -89,7 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Forgets what came after that step: the run goes on from there."""
+    """Remove the lines after a step, from which the run resumes."""
     kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
     write_file(path, "".join(kept).encode())
 
@@ -102,18 +102,20 @@ def draw_loss(
     unit: str = "loss",
     uniform: tuple[float, str] | None = None,
 ) -> None:
-    """Draws `loss` and `validation_loss` over the steps, as a PNG.
+    """Draw `loss` and `validation_loss` over the steps, as a PNG.
 
     Args:
-        path: The picture.
-        lines: The lines of a metrics file; those without a loss are left out of the curve.
-        title: The heading of the picture.
-        unit: The label of the vertical axis.
-        uniform: The loss of a model that guesses, and its label in the legend: a horizontal line.
+        path: Path of the picture.
+        lines: Lines of a metrics file; the curve omits lines without a loss.
+        title: Title of the picture.
+        unit: Label of the vertical axis.
+        uniform: Loss of a model that guesses, drawn as a horizontal line, and its label in the legend.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and wanted only at the end
 
-    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: nothing global, no window
+    figure = Figure(
+        figsize=(8, 5), layout="constrained"
+    )  # without pyplot, which keeps global state and may open a window
     axes = figure.add_subplot()
     for name, label, style in (
         ("loss", "train", {"alpha": 0.5}),
@@ -136,15 +138,15 @@ LAYERS_SHOWN = 6
 
 
 def draw_load(path: Path, lines: Sequence[Line], *, title: str = "Load of experts") -> None:
-    """Draws the load of each expert over the steps, as a PNG: a band for each expert, one below the other.
+    """Draw the load of each expert over the steps, as a PNG with one horizontal band for each expert.
 
-    White is the mean, red has more tokens and blue fewer; the scale is logarithmic, and ends at four times and at a
-    quarter of it. A run without lines that have an `expert_load` has no picture.
+    White is the mean; red has more tokens, and blue fewer. The scale is logarithmic, from a quarter of the mean to four
+    times the mean. If no line has an `expert_load`, no picture is written.
 
     Args:
-        path: The picture.
-        lines: The lines of a metrics file.
-        title: The heading of the picture.
+        path: Path of the picture.
+        lines: Lines of a metrics file.
+        title: Title of the picture.
     """
     loaded = [line for line in lines if line.get("expert_load")]
     if not loaded:
@@ -161,7 +163,7 @@ def draw_load(path: Path, lines: Sequence[Line], *, title: str = "Load of expert
     for axes, name in zip(panels, names, strict=True):
         points = [(line["step"], line["expert_load"][name]) for line in loaded if name in line["expert_load"]]
         steps = [step for step, _ in points]
-        edges = [steps[0] - 1, *steps]  # a line is of the steps since the one before
+        edges = [steps[0] - 1, *steps]  # a line covers the steps since the line before
         bands = [[max(load[expert], 0.25) for _, load in points] for expert in range(len(points[0][1]))]
         image = axes.pcolormesh(
             edges,

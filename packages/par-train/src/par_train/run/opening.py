@@ -13,9 +13,8 @@ from par_groups import agree, check_alike, together
 
 from .._errors import UserError
 from ..strategy.strategy import Strategy
-from .attempt import has_begun, is_restarted
 from .files import RunFiles
-from .lock import Lock, lock_folder
+from .lock import Lock, has_begun, is_restarted, lock_folder
 from .output import say
 from .policies import CheckpointPolicy, LoggingPolicy, MonitoringPolicy
 from .saver import StrategySaver
@@ -39,7 +38,7 @@ class Opened:
 
 
 class Opening(Protocol):
-    """What takes the folder of a run and restores the state to resume from."""
+    """The way in which a run takes its folder and restores the state to resume from."""
 
     def open(self, held: ExitStack) -> Opened:
         """Take the folder until `held` is closed. Collective."""
@@ -51,7 +50,7 @@ class FolderOpening:
     Args:
         files: Files of the run.
         strategy: Strategy of the run, into which the checkpoint is loaded.
-        saver: Learns the step that is resumed.
+        saver: Receives the step that is resumed.
         resume: "auto", a path, or None, as in `Run`.
         overwrite: Whether to replace the run that the folder has.
         policies: Policies for checkpoints, lines and watchers, which are checked here.
@@ -91,7 +90,7 @@ class FolderOpening:
                     self._resume, self._overwrite = "auto", False
                 if not is_restarted():
                     lock.note("")  # of an earlier launch
-        except Exception as error:  # of any kind: the other ranks raise it, too
+        except Exception as error:  # any kind, because the other ranks must raise it, too
             problem = error
         checkpoint, logging, _ = self._policies
         numbers = (checkpoint.every, checkpoint.keep_last, logging.every)
@@ -120,7 +119,7 @@ class FolderOpening:
         """Load the checkpoint. Every rank finds the same one, so that all raise or none.
 
         Args:
-            present: What the folder has of a run.
+            present: Names of a run's files in the folder.
             saved: Checkpoints that the folder has, of any run.
             lock: The lock of the folder.
         """

@@ -1,4 +1,4 @@
-"""What is printed, which nobody has to read: a run goes on when its output is lost."""
+"""Printing that never ends a run: training continues when the reader of its output is gone."""
 
 import os
 import sys
@@ -6,11 +6,11 @@ from typing import TextIO
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line at once; if that fails, drops it and all that the stream gets from then on.
+    """Print a line and flush. If that fails, drop the line and everything that the stream receives later.
 
     Args:
-        text: Without the end of the line.
-        stream: Else the standard output.
+        text: Line without its newline.
+        stream: Stream to print to; default: standard output.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -20,9 +20,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def open_missing_streams() -> None:
-    """Gives a process that was started without standard streams (`>&-`) some that lead nowhere, and its children.
+    """Open the null device for each standard stream that the process lacks (`>&-`), and for its children.
 
-    Else the next file or socket that is opened gets their numbers, and whatever is printed goes into it.
+    Otherwise the next opened file or socket gets the stream's descriptor, and prints are written into it.
     """
     for descriptor in range(3):
         try:
@@ -35,15 +35,15 @@ def open_missing_streams() -> None:
 
 
 def drop_output(descriptor: int) -> None:
-    """Lets what is written there vanish."""
+    """Discard everything that is written to a descriptor."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, descriptor, inheritable=True)
-    if nowhere == descriptor:  # it was closed
+    if nowhere == descriptor:  # the descriptor was closed, and open() reused its number
         os.set_inheritable(descriptor, True)
     else:
         os.close(nowhere)
 
 
 def end_of(text: str, columns: int = 69) -> str:
-    """Return as much of the end of a path as fits into a line of the banner, which is 80 columns with its label."""
+    """Return the end of a path that fits into a line of the banner, which has 80 columns with its label."""
     return text if len(text) <= columns else "..." + text[3 - columns :]

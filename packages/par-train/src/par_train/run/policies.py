@@ -1,4 +1,4 @@
-"""What a `Run` saves, logs and watches: one policy for each."""
+"""The policies of a `Run`: one each for checkpoints, lines of metrics, and watchers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from par_checkpoint import Format, Tiers
 
 from .._errors import UserError
-from .records import Tracker
-from .trackers import check_trackers
+from .trackers import Tracker, check_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """When and where a run saves.
+    """The checkpoints of a run: when and where it saves them.
 
     Args:
         every: Steps between two checkpoints; None saves only at the end.
@@ -45,7 +44,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingPolicy:
-    """What a run writes about its steps.
+    """The lines of metrics of a run, and their receivers.
 
     Args:
         every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
@@ -68,16 +67,16 @@ class LoggingPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class MonitoringPolicy:
-    """What a run watches while it trains.
+    """The watchers of a run: profiler, watchdog and shares of time.
 
     Args:
         profile: Steps that torch's profiler traces, such as "steps=10:15", which excludes 15. trace.json has the traces
             of all ranks for Perfetto, with a pipeline's actions as separate tracks. None traces nothing.
         diagnose: Seconds without progress after which one line names the rank that hangs, the place and the cause. The
             line is printed at once after SIGQUIT, or if a rank fails. None: no watchdog.
-        goodput: Whether lines of metrics have the shares of time spent since the last line: `time_data`, `time_step`,
-            `time_checkpoint` and so on of rank 0, and on CPUs `exposed_tensor` and so on for waiting in collectives of
-            each axis. The run prints a summary at the end.
+        goodput: Whether each line of metrics has the shares of rank 0's time since the last line, such as `time_data`
+            and `time_step`. On CPUs a line also has the share that rank 0 waited in collectives of each axis, such as
+            `exposed_tensor`. The run prints a summary at the end.
         flops: Operations of the full model for one token, such as `par_plan.model_flops` returns. Lines then have
             `flops_per_second` and `mfu`, computed from what is logged as `tokens`.
         peak_flops: Peak operations per second of one device; default: the known value of its GPU. Without it lines have

@@ -1,7 +1,7 @@
-"""A trace of some steps of all ranks in one file for Perfetto: torch's profiler on each, merged by the first one.
+"""One trace of some steps of all ranks for Perfetto: each rank runs torch's profiler, and rank 0 merges the traces.
 
-A rank is a process of the trace. Its threads and streams are as torch has named them, and the actions of its part of a
-pipeline, which par-pipeline names while a profiler runs, are one more track, so that bubbles are seen at once.
+A rank is a process of the trace, with torch's names of threads and streams. par-pipeline names its actions while a
+profiler runs. They get a track of their own, so that pipeline bubbles are visible at once.
 """
 
 import json
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from .files import RunFiles
 
 ACTION = "pipeline "
-"""How the names of a pipeline's actions begin in a trace; behind it stands the action."""
+"""The prefix of a pipeline action's name in a trace."""
 
 _STEPS = re.compile(r"steps=(\d+):(\d+)")
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """The first step and the one after the last, of a text such as "steps=10:15".
+    """Return the first step, and the step after the last one, of a text such as "steps=10:15".
 
     Raises:
-        UserError: It is no such text, or has no step.
+        UserError: The text has another form, or its range is empty.
     """
     match = _STEPS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise UserError(f"profile is {text!r}; give the first step and the one after the last, such as steps=10:15")
+        raise UserError(f"profile={text!r}: it must be the first step and the step after the last, such as steps=10:15")
     return int(match[1]), int(match[2])
 
 
@@ -39,11 +39,11 @@ class Profile:
     """The profiler of a run.
 
     Args:
-        steps: What is recorded, such as "steps=10:15".
-        files: Where the trace is written.
+        steps: Range of steps to record, such as "steps=10:15".
+        files: Files of the run, which include the trace.
 
     Raises:
-        UserError: That is no range of steps.
+        UserError: `steps` is not a range of steps.
     """
 
     def __init__(self, steps: str, files: "RunFiles") -> None:
@@ -52,7 +52,7 @@ class Profile:
         self._profiler: torch.profiler.profile | None = None
 
     def at(self, step: int) -> None:
-        """Begins or ends the recording, as that many steps are done. Collective where it ends."""
+        """Start or stop the recording after `step` steps. Collective if it stops."""
         if self._profiler is None and self._first <= step < self._last:
             from torch.profiler import profile  # noqa: PLC0415 - slow to import
 
@@ -62,13 +62,13 @@ class Profile:
             self.end()
 
     def drop(self) -> None:
-        """Ends the recording of a run that has failed, and writes nothing."""
+        """Stop the recording of a failed run, and write nothing."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
     def end(self) -> None:
-        """Ends the recording, if there is one, and writes the trace. Collective over the world."""
+        """Stop the recording, if it runs, and write the trace. Collective over the world."""
         if self._profiler is None:
             return
         import torch.distributed as dist  # noqa: PLC0415
@@ -89,11 +89,11 @@ class Profile:
 
 
 def merge(parts: Sequence[Path], target: Path) -> None:
-    """Writes one trace of those of all ranks. Pure but for the files.
+    """Merge the traces of all ranks into one file. Does not communicate.
 
     Args:
-        parts: What torch's profiler exported, in the order of the ranks.
-        target: The trace for Perfetto.
+        parts: Traces that torch's profiler exported, in the order of the ranks.
+        target: Path of the merged trace.
     """
     traces = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
@@ -105,16 +105,16 @@ def merge(parts: Sequence[Path], target: Path) -> None:
 
 
 _TRACKS = 1 << 20
-"""The number of a pipeline's track, beside those of the threads of a process."""
+"""The track number of a pipeline; no thread of a process has it."""
 
 
 def _events(rank: int, trace: Mapping[str, Any], shift: float) -> Iterator[dict[str, Any]]:
-    """The events of a rank, as one process of the trace.
+    """Yield the events of a rank as one process of the trace.
 
     Args:
-        rank: Its number, which becomes that of the process.
-        trace: What torch exported.
-        shift: Microseconds that its clock began after that of rank 0.
+        rank: The rank, which becomes the process id.
+        trace: The trace that torch exported.
+        shift: Microseconds from the start of rank 0's clock to the start of this rank's clock.
     """
     yield _named("process_name", rank, 0, f"rank {rank}")
     yield {**_named("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}}
@@ -148,7 +148,7 @@ def _events(rank: int, trace: Mapping[str, Any], shift: float) -> Iterator[dict[
 
 
 _COLORS = {"F": "thread_state_running", "B": "rail_response", "I": "rail_response", "W": "rail_animation"}
-"""Perfetto's names of colors, by an action's letter."""
+"""Perfetto's color names, by the first letter of an action."""
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the master shows while a run trains: a bar on a terminal, else a line now and then."""
+"""Progress on rank 0: a bar on a terminal, otherwise a line every ten seconds."""
 
 import resource
 import shutil
@@ -20,40 +20,40 @@ _RATE = "_per_second"
 
 
 class Progress(Protocol):
-    """Shows the lines of the metrics file as they come."""
+    """The display of lines of metrics."""
 
     def show(self, line: Line) -> None:
-        """Shows one more line."""
+        """Show a line."""
 
     def close(self) -> None:
-        """Ends the display; no line follows."""
+        """End the display."""
 
 
 def make_progress(steps: int, done: int) -> Progress:
-    """What suits the standard error: a terminal gets a bar, a file plain lines.
+    """Return a display for standard error: a bar if it is a terminal, otherwise plain lines.
 
     Args:
-        steps: The step at which the run ends.
-        done: The steps that are done already.
+        steps: Step at which the run ends.
+        done: Number of steps that earlier runs did.
     """
     return Bar(steps, done) if sys.stderr.isatty() else Lines(steps)
 
 
 class Bar:
-    """A bar of tqdm's.
+    """The progress bar, which tqdm draws.
 
     Args:
-        steps: The step at which the bar ends.
-        done: The step at which it starts.
+        steps: Step at which the bar ends.
+        done: Step at which the bar starts.
     """
 
     def __init__(self, steps: int, done: int) -> None:
-        size = shutil.get_terminal_size()  # tqdm alone shows nothing where the terminal does not know its size
+        size = shutil.get_terminal_size()  # tqdm shows nothing on a terminal without a size
         self._bar = tqdm(total=steps, initial=done, ncols=size.columns, nrows=size.lines, bar_format=_BAR)
         self._recent = _Recent()
 
     def show(self, line: Line) -> None:
-        """Moves the bar to the step of the line, and shows its numbers beside it."""
+        """Move the bar to the step of the line, and show the line's numbers next to it."""
         self._recent.add(line)
         self._bar.set_postfix_str(self._recent.words(line, self._recent.validation_loss), refresh=False)
         self._bar.update(line["step"] - self._bar.n)
@@ -61,15 +61,15 @@ class Bar:
             self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Close the bar; it stays on the screen."""
         self._bar.close()
 
 
 class Lines:
-    """Plain lines: the first one, then one every ten seconds, and each validation and sample.
+    """Progress as plain lines: the first line, then one every ten seconds, and each validation and sample.
 
     Args:
-        steps: The step at which the run ends.
+        steps: Step at which the run ends.
     """
 
     def __init__(self, steps: int) -> None:
@@ -78,7 +78,7 @@ class Lines:
         self._recent = _Recent()
 
     def show(self, line: Line) -> None:
-        """Prints the line, if it is time for one."""
+        """Print the line, if ten seconds have passed or it has a validation or samples."""
         self._recent.add(line)
         now, validation_loss, samples = time.monotonic(), line.get("validation_loss"), samples_of(line)
         if validation_loss is None and not samples and now - self._last < _SECONDS_BETWEEN_LINES:
@@ -91,15 +91,15 @@ class Lines:
             say(text, sys.stderr)
 
     def close(self) -> None:
-        """Does nothing: every line is out already."""
+        """Do nothing, because every line is printed at once."""
 
 
 class _Recent:
-    """What the lines up to now say together: smoothed rates, the last validation, the number of skipped steps."""
+    """Statistics of the lines so far: smoothed rates, the last validation loss, the number of skipped steps."""
 
     def __init__(self) -> None:
         self.validation_loss: float | None = None
-        self._step, self._seconds = 0, 0.0  # a run that goes on begins with the mean over its earlier steps
+        self._step, self._seconds = 0, 0.0  # so a resumed run starts with the mean over its earlier steps
         self._steps_per_second = 0.0
         self._rates: dict[str, float] = {}
         self._skipped = 0
@@ -117,7 +117,7 @@ class _Recent:
             self.validation_loss = line["validation_loss"]
 
     def words(self, line: Line, validation_loss: float | None) -> str:
-        """The numbers that a reader watches, in some 50 columns."""
+        """Return the numbers to display, in about 50 columns."""
         words = [] if line.get("loss") is None else [f"loss {line['loss']:.3f}"]
         words += [] if validation_loss is None else [f"val {validation_loss:.3f}"]
         words += [f"{short(rate)} {name.removesuffix(_RATE)}/s" for name, rate in self._rates.items()]
@@ -126,29 +126,29 @@ class _Recent:
         return " ".join(words)
 
     def seconds_left(self, step: int, steps: int) -> float:
-        """Seconds until the last step, at the speed of recent ones."""
+        """Return the seconds until the last step, at the speed of recent steps."""
         return (steps - step) / self._steps_per_second
 
 
 def samples_of(line: Line) -> list[str]:
-    """The texts that a model wrote at a step, a line each, in letters that the standard error has."""
+    """Return the texts that a model wrote at a step, one a line, in characters that standard error can encode."""
     letters = sys.stderr.encoding or "ascii"
     texts = [f"    {one['prompt']!r} -> {one['text']!r}" for one in texts_of(line)]
     return [text.encode(letters, "backslashreplace").decode(letters) for text in texts]
 
 
 def memory() -> str:
-    """The most memory that this process has had: of the GPU's where there is one, else of the machine's."""
+    """Return the peak memory of this process: of its GPU, or of the host if it has no GPU."""
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     return tqdm.format_sizeof(on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "iB", 1024)
 
 
 def short(number: float) -> str:
-    """A number in three digits: 9.86k."""
+    """Format a number with three digits, such as 9.86k."""
     return tqdm.format_sizeof(number)
 
 
 def interval(seconds: float) -> str:
-    """A time as 01:02:03."""
+    """Format seconds as 01:02:03."""
     return tqdm.format_interval(round(seconds))

@@ -1,5 +1,6 @@
-"""`Run`: what keeps a training loop of one's own alive. It knows no model; a loop without it loses nothing else."""
+"""`Run`: a training loop of your own that resumes, saves and leaves together on all ranks. It needs no model."""
 
+import signal
 import sys
 from os import PathLike, fspath
 from pathlib import Path
@@ -7,14 +8,14 @@ from pathlib import Path
 from ..strategy.strategy import Strategy
 from .files import RunFiles
 from .log import MetricsLog
-from .loop import TrainingLoop
+from .loop import TrainingLoop, Vote
+from .metrics import draw_load, draw_loss, read_metrics
 from .monitor import Monitor
 from .opening import FolderOpening
+from .output import say
 from .policies import CheckpointPolicy, LoggingPolicy, MonitoringPolicy
 from .saver import StrategySaver
 from .stop import Stop
-from .summary import CurveSummary
-from .vote import Vote
 
 
 class Run(TrainingLoop):
@@ -24,13 +25,13 @@ class Run(TrainingLoop):
     `steps` end after the current step (on a GPU after the next one), with a checkpoint written; so does the death of
     torchrun. The folder then has:
 
-        checkpoints/step-00000500   as `Strategy.checkpoint` writes them
-        metrics.jsonl               one object of JSON a line
-        trace.json                  what `MonitoringPolicy.profile` recorded, for Perfetto
-        diagnosis/                  what every rank was doing, if they hung or one failed; see `par_diagnosis`
-        loss.png                    the curve of `loss` and `validation_loss`
-        expert-load.png             each expert's tokens over the steps, if lines have an `expert_load`
-        .par-train.lock             keeps a second run out; it ends with the process, however that ends
+        checkpoints/step-00000500   a checkpoint, as `Strategy.checkpoint` writes it.
+        metrics.jsonl               one JSON object a line.
+        trace.json                  the trace of `MonitoringPolicy.profile`, for Perfetto.
+        diagnosis/                  the state of every rank at a hang or a failure; see `par_diagnosis`.
+        loss.png                    the curve of `loss` and `validation_loss`.
+        expert-load.png             each expert's tokens over the steps, if lines have an `expert_load`.
+        .par-train.lock             a lock that keeps a second run out, and that ends with its process.
 
     Args:
         folder: Folder of the run, on a file system that all ranks share; the run creates it if it does not exist.
@@ -39,9 +40,9 @@ class Run(TrainingLoop):
             another run's folder, of a folder of checkpoints, or of one checkpoint resumes from there. None starts at
             step 0, but ranks that torchrun restarts resume from what they had saved.
         overwrite: Whether to replace the run that the folder has, as soon as training begins.
-        checkpoint: When and where to save; default: only at the end, in the folder.
-        logging: What to write about steps; default: a line every ten steps, and progress.
-        monitoring: What to watch; default: the diagnosis of hangs.
+        checkpoint: Times and places of checkpoints; default: only at the end, in the folder.
+        logging: Lines of metrics; default: a line every ten steps, and progress.
+        monitoring: Watchers; default: the diagnosis of hangs.
 
     Attributes:
         step: Steps done, including those of earlier runs.
@@ -103,3 +104,39 @@ class Run(TrainingLoop):
             log_every=logging.every,
             async_=checkpoint.async_,
         )
+
+
+class CurveSummary:
+    """The summary of a `Run`: the loss curve, and why the run ended early.
+
+    Args:
+        files: Files of the run.
+        monitor: Source of the shares of time.
+    """
+
+    def __init__(self, files: RunFiles, monitor: Monitor) -> None:
+        self._files, self._monitor = files, monitor
+
+    def begin(self, step: int, until: int) -> None:
+        """Print that nothing is left to do, if so."""
+        if step >= until:
+            say(
+                f"par-train: {str(self._files.folder)!r} is at step {step} of {until} already, so no step is taken; "
+                "raise until to train on, or pass another folder or overwrite=True to start again",
+                sys.stderr,
+            )
+
+    def collect(self) -> None:
+        """Gather nothing: rank 0 has all lines."""
+
+    def finish(self, step: int, until: int, ended_by: int) -> None:
+        """Draw the curves, and print why the run ended early."""
+        lines = read_metrics(self._files.metrics)
+        if any(line.get("loss") is not None for line in lines):
+            draw_loss(self._files.curve, lines)
+        draw_load(self._files.load, lines)
+        if self._monitor.goodput is not None:
+            say(f"par-train: {self._monitor.goodput.summary()}", sys.stderr)
+        if step < until:
+            why = f"{signal.Signals(ended_by).name}: " if ended_by else ""
+            say(f"par-train: {why}saved after step {step} of {until}; resume='auto' goes on", sys.stderr)

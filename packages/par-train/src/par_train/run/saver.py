@@ -88,7 +88,7 @@ class StrategySaver(Saver):
     Args:
         strategy: Strategy of the run.
         files: Files of the run.
-        policy: Where to save, and how many checkpoints to keep.
+        policy: Folder or tiers, and the number of checkpoints to keep.
     """
 
     def __init__(self, strategy: Strategy, files: RunFiles, policy: CheckpointPolicy) -> None:

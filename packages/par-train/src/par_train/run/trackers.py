@@ -1,4 +1,4 @@
-"""Trackers by name: TensorBoard, Weights & Biases and MLflow, each imported only where it is asked for."""
+"""Trackers by name: TensorBoard, Weights & Biases and MLflow. Only the requested trackers are imported."""
 
 import importlib
 import importlib.util
@@ -7,24 +7,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .._errors import UserError
 from .files import RunFiles
 from .metrics import read_metrics
 
-if TYPE_CHECKING:
-    from .records import Tracker  # which imports torch: names are checked before
+
+class Tracker(Protocol):
+    """A receiver of numbers by name, such as a run of Weights & Biases."""
+
+    def log(self, values: dict[str, Any], step: int) -> object:
+        """Receive the values of a line of the metrics file.
+
+        Args:
+            values: Numbers by name.
+            step: Number of steps done.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Beginning:
-    """What a tracker begins with.
+    """The inputs of a tracker's constructor.
 
     Args:
-        files: The files of the run.
-        facts: The options of the run, by name.
-        replaces: Whether the run replaces the one whose records the folder has, instead of continuing it.
+        files: Files of the run.
+        facts: Options of the run, by name.
+        replaces: Whether the run replaces the run that the folder has, instead of continuing it.
     """
 
     files: RunFiles
@@ -32,13 +41,13 @@ class _Beginning:
     replaces: bool
 
     def known(self, tracker: str) -> str | None:
-        """The id under which that tracker's service continues the run; None for a new run."""
+        """Return the id under which the tracker's service continues the run; None for a new run."""
         note = self.files.identities[tracker]
         return note.read_text(encoding="utf-8").strip() if note.exists() and not self.replaces else None
 
 
 class _TensorBoard:
-    """Writes event files that TensorBoard shows; a run that goes on hides what came after its checkpoint."""
+    """A writer of event files for TensorBoard. A resumed run hides the events after its checkpoint."""
 
     def __init__(self, beginning: _Beginning) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and may be missing
@@ -46,26 +55,26 @@ class _TensorBoard:
         lines = [] if beginning.replaces else read_metrics(beginning.files.metrics)
         events = beginning.files.folder / "tensorboard"
         if not lines:
-            shutil.rmtree(events, ignore_errors=True)  # of a run that was replaced
+            shutil.rmtree(events, ignore_errors=True)  # they belong to the replaced run
         self._writer = SummaryWriter(events, purge_step=lines[-1]["step"] + 1 if lines else None)
 
     def log_texts(self, texts: Sequence[Mapping[str, str]], step: int) -> None:
-        """Shows the texts that a model wrote."""
+        """Show the texts that a model wrote."""
         for number, sample in enumerate(texts):
             self._writer.add_text(f"sample {number}", f"{sample['prompt']}**{sample['text']}**", step)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Takes a line."""
+        """Write a line."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """End the tracker's run."""
         self._writer.close()
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases; offline where WANDB_MODE says so. It goes on under the id that the folder keeps."""
+    """A run of Weights & Biases, offline if WANDB_MODE=offline. It continues under the id that the folder stores."""
 
     def __init__(self, beginning: _Beginning) -> None:
         wandb = importlib.import_module("wandb")
@@ -74,16 +83,16 @@ class _WeightsAndBiases:
         beginning.files.identities["wandb"].write_text(str(self._run.id), encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Takes a line."""
+        """Write a line."""
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """End the tracker's run."""
         self._run.finish()
 
 
 class _MLflow:
-    """A run of MLflow, kept where MLFLOW_TRACKING_URI says. It goes on under the id that the folder has noted."""
+    """A run of MLflow at MLFLOW_TRACKING_URI. It continues under the id that the folder stores."""
 
     def __init__(self, beginning: _Beginning) -> None:
         self._client: Any = importlib.import_module("mlflow")
@@ -94,11 +103,11 @@ class _MLflow:
             self._client.log_params({name: value[:250] for name, value in beginning.facts.items()})
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Takes a line."""
+        """Write a line."""
         self._client.log_metrics({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """End the tracker's run."""
         self._client.end_run()
 
 
@@ -107,11 +116,11 @@ _KNOWN: Mapping[str, tuple[tuple[str, ...], Callable[[_Beginning], Any]]] = {
     "wandb": (("wandb",), _WeightsAndBiases),
     "mlflow": (("mlflow",), _MLflow),
 }
-"""By name: the modules of which one must be installed, and what makes the tracker."""
+"""The modules of which one must be installed, and the tracker's class, by name."""
 
 
-def check_trackers(trackers: Iterable["Tracker | str"]) -> None:
-    """Raises UserError for a name that is unknown, or whose package is not installed; imports none of them."""
+def check_trackers(trackers: Iterable[Tracker | str]) -> None:
+    """Raise UserError for an unknown name, or a package that is not installed. Imports no tracker."""
     if isinstance(trackers, str) or not isinstance(trackers, Iterable):
         given = repr(trackers) if isinstance(trackers, str) else "tracker"
         raise UserError(f"trackers={trackers!r}: it must be a list of names and objects; pass trackers=[{given}]")
@@ -119,7 +128,7 @@ def check_trackers(trackers: Iterable["Tracker | str"]) -> None:
         if not isinstance(tracker, str):
             if not callable(getattr(tracker, "log", None)):
                 raise UserError(
-                    f"trackers has {tracker!r}, which has no log(values, step); give such an object, or a name: "
+                    f"trackers has {tracker!r}, which has no log(values, step); pass an object with it, or a name: "
                     f"{', '.join(_KNOWN)}"
                 )
             continue
@@ -127,22 +136,24 @@ def check_trackers(trackers: Iterable["Tracker | str"]) -> None:
             raise UserError(f"unknown tracker {tracker!r}; known ones: {', '.join(_KNOWN)}, or an object with log()")
         modules = _KNOWN[tracker][0]
         if not any(importlib.util.find_spec(module) for module in modules):
-            raise UserError(f"the tracker {tracker!r} needs the package {modules[0]}; install it, or leave it out")
+            raise UserError(
+                f"the tracker {tracker!r} needs the package {modules[0]}; install it, or remove the tracker"
+            )
 
 
 def make_trackers(
-    trackers: Sequence["Tracker | str"], folder: Path, facts: Mapping[str, str], *, replaces: bool = False
-) -> list["Tracker"]:
-    """Begins the trackers that are given by name, and returns all. On rank 0.
+    trackers: Sequence[Tracker | str], folder: Path, facts: Mapping[str, str], *, replaces: bool = False
+) -> list[Tracker]:
+    """Start the trackers that are passed by name; return all trackers. Called on rank 0 only.
 
     Args:
         trackers: Objects with `log(values, step)`, and names.
-        folder: The folder of the run.
-        facts: The options of the run, by name.
-        replaces: Whether the run replaces the one whose records the folder has, instead of continuing it.
+        folder: Folder of the run.
+        facts: Options of the run, by name.
+        replaces: Whether the run replaces the run that the folder has, instead of continuing it.
 
     Raises:
-        Exception: Whatever a tracker raises that cannot begin; those that have begun are closed.
+        Exception: The error of a tracker that cannot start. The trackers that started before are closed.
     """
     beginning = _Beginning(files=RunFiles(folder), facts=facts, replaces=replaces)
     made: dict[int, Tracker] = {}

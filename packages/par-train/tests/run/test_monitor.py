@@ -20,7 +20,7 @@ from par_plan import PretrainedShape, Shape, model_flops
 from par_train import Run, Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-from par_train.run.goodput import Clock, Exposed, Goodput
+from par_train.run.monitor import Clock, Exposed, Goodput
 
 from .policies_of import policies_of
 
@@ -223,7 +223,7 @@ def test_exposed_names_the_axis_that_a_package_declares():
 
 def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr("par_train.run.goodput.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("par_train.run.monitor.time.monotonic", lambda: now[0])
     clock = Clock(Activity())
     for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
         clock.enter(0, phase)
