@@ -21,52 +21,78 @@ RESULTS = ROOT / "runs/matrix.jsonl"
 Rows = Sequence[Mapping[str, Any]]
 
 INTRODUCTION = """\
-# The proof: one model under every configuration
+# Equivalence to one device
+
+This page shows that every parallel configuration trains to the same losses as one process. Read it to check how closely
+your configuration matches before you trust it with a long run.
+
+    pytest tests-integration/matrix --matrix full
 
 A GPT of four blocks, written once against `Strategy.layers`, trains for 20 steps with the same data and seed under
-every configuration. Losses and gradient norms must be those of one process. In fp32 they are compared with a plain
-torch training loop: losses within 1e-5 and norms within 3e-5, relative. In half precision activations are rounded at
-other places, such as before a sum over ranks. There a loss, which is a mean over many tokens, must be within one
-rounding of the dtype (bf16: 7.8e-3, fp16: 9.8e-4), and a norm within sixteen, or within four times as far from fp32
-as that of one process in the same precision; each is compared with one process in the same precision, and with one in
-fp32. Some steps of a curve make ten times as much of a rounding: in bf16 a norm of one process is up to 0.06 from
-fp32 here, and over sequence and tensor ranks 0.16. At equal weights, where nothing makes more of it, the gradients of
-these ranks are 1.2 times as far from the exact ones as those of one process, which a test of par-layers holds. The
-optimizer is AdamW with a warm-up of the learning rate; gradients are clipped by the norm of all of them, data are
-shuffled, and fp16 has a dynamic loss scale that grows once.
+every configuration. The optimizer is AdamW with a learning-rate warm-up. Gradients are clipped by their global norm,
+data are shuffled, and fp16 uses a dynamic loss scale that grows once.
 
-DP: data parallel. TP: 1D tensor parallel. SP: TP with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a pipeline,
-with its schedule and 4 microbatches. The number is that of ranks. Tied: the logits share the embedding's table. ZeRO 3
-is refused with schedules that take weight gradients after a backward, for it has freed the weights. Gather, Ring,
-Ulysses: a sequence that is cut over ranks, by its mode; two of these names are its mode 2d. Packed: rows of several
-documents, unevenly many targets in each, in the GPT of `par-train run`; its one process takes each document by itself.
-Llama: a model of transformers in the place of the GPT, as it is, of as many layers. Mixture: the GPT with a mixture of
-four experts after each block, in two or four parts (EP), on ranks of their own or folded into those of the tensor or
-sequence axis; in fp32 alone, since in half precision a rounding sends tokens to other experts. Muon: an optimizer that
-steps whole matrices, and all else with momentum; its one process is a strategy of one rank, where q, k and v, which lie
-in one weight, are matrices of their own.
+## Tolerances
+
+| precision | baseline | loss | gradient norm |
+|---|---|---|---|
+| fp32 | a plain torch training loop | 1e-5 | 3e-5 |
+| bf16 | one process in bf16, and one in fp32 | 7.8e-3, one rounding | 16 roundings |
+| fp16 | one process in fp16, and one in fp32 | 9.8e-4, one rounding | 16 roundings |
+
+All tolerances are relative. In half precision the ranks round activations at other places than one process, such as
+before a sum over ranks. A loss is a mean over many tokens, so one rounding of the dtype is enough. A norm also passes
+if its distance to fp32 is at most four times the distance of one process in the same precision.
+
+Some steps of a run amplify a rounding ten times. In bf16 the norm of one process differs by up to 0.06 from fp32, and
+over sequence and tensor ranks by up to 0.16. With equal weights nothing amplifies it: the gradients of these ranks are
+then 1.2 times as far from the exact gradients as the gradients of one process, which a test of par-layers checks.
+
+## Configurations
+
+The number behind a name is the number of ranks.
+
+- **DP**: data parallelism.
+- **TP**: 1D tensor parallelism. **SP**: TP with sequence parallelism. **2D, 2.5D, 3D**: tensor modes.
+- **PP**: a pipeline with its schedule and 4 microbatches. ZeRO 3 does not support schedules that compute weight
+  gradients after a backward, because it has freed the weights by then.
+- **Tied**: the logits share the embedding's table.
+- **Gather, Ring, Ulysses**: context parallelism, by mode; two of these names mean mode 2d.
+- **Packed**: packed documents with unequal numbers of targets, in the GPT of `par-train run`. The baseline processes
+  each document separately.
+- **Llama**: an unchanged Hugging Face Transformers model with the same number of layers.
+- **Mixture**: the GPT with a mixture of four experts after each block, in two or four parts (EP). The parts are on a
+  separate axis, or folded into the tensor or sequence axis. It runs only in fp32, because in half precision a rounding
+  sends tokens to other experts.
+- **Muon**: an optimizer that updates full matrices, with momentum for all other parameters. The baseline is a strategy
+  of one rank. It treats q, k and v as separate matrices, although one weight stores them.
+
+## Losses and times
 
 Each cell has two numbers: the largest relative difference of the loss to one process in the same precision, over 20
-steps, and how many seconds the run took. In the row "one rank" a strategy runs, but nothing is cut. Under autocast
-weights and gradients are fp32, so ZeRO does the same as in the fp32 column; these cells are empty.
+steps (lower is better), and the run's seconds. The row "one rank" runs a strategy without any sharding. Under autocast,
+weights and gradients are fp32, so the ZeRO cells would repeat the fp32 column and are empty.
 """
 FARTHEST = """\
 ## The worst of all configurations
 """
 RESUMED = """\
-## Saved under one, gone on under the next
+## Saved under one configuration, resumed under the next
 
-A run of one process is saved after 3 steps and goes on under another configuration, is saved after 3 more, and so on.
-Its losses stay those of one process that never stopped. Model, optimizer, learning rate and position in the data come
-along. A cell: the largest relative difference of the loss after the change.
+A run of one process is saved after 3 steps and resumes under another configuration. It is saved after 3 more steps, and
+so on. Its losses stay equal to an undisturbed run of one process. The checkpoint restores model, optimizer, learning
+rate and position in the data. Each cell is the largest relative difference of the loss after the change (lower is
+better).
 """
 END = """\
-In every precision, a run that goes on under its own configuration repeats each loss and each norm to the last bit. Two
-more tests count what is communicated: each gradient is summed over each axis that needs it exactly once a step, however
-many microbatches there are; and with any gradient handler left out the run is another one.
+In every precision, a run that resumes under its own configuration repeats each loss and each norm bit for bit. Two more
+tests count communication:
 
-The default of `pytest tests-integration` is a cover of these cells: each axis, ZeRO stage and precision, and each
-kind of tensor mode and schedule, with a GPT of three blocks, in curves of 6 steps and 2 steps between checkpoints.
+- Each gradient is summed exactly once a step over each axis that needs it, for any number of microbatches.
+- If you remove a gradient handler, the losses change.
+
+By default `pytest tests-integration` runs a subset of these cells. The subset covers each axis, ZeRO stage, precision,
+tensor mode and schedule. It uses a GPT of three blocks, 6 steps per run and 2 steps between checkpoints.
 """
 
 
@@ -97,7 +123,9 @@ def page(curves: Rows, resumed: Rows) -> str:
     """
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     seconds = sum(row["seconds"] for row in curves)
-    measured = f"{len(curves)} cells, {seconds / 60:.0f} minutes, {machine}. `python tools/matrix.py` runs them anew.\n"
+    measured = (
+        f"{len(curves)} cells, {seconds / 60:.0f} minutes, {machine}. `python tools/matrix.py` runs them again.\n"
+    )
     parts = [INTRODUCTION, *curve_table(curves), FARTHEST, *farthest_table(curves)]
     return "\n".join([*parts, RESUMED, *resumed_table(resumed), END, measured])
 
@@ -126,7 +154,7 @@ def resumed_table(resumed: Rows) -> list[str]:
     cells = {(row["saved"], row["case"], row["precision"]): f"{row['loss']:.0e}" for row in resumed}
     changes = dict.fromkeys((saved, case) for saved, case, _ in cells)
     rows = [[*change, *(cells.get((*change, each), "") for each in precisions)] for change in changes]
-    return table(["saved under", "gone on under", *precisions], rows)
+    return table(["saved under", "resumed under", *precisions], rows)
 
 
 def _in_order(rows: Rows, key: str) -> list[str]:
