@@ -1,8 +1,8 @@
-"""How the tokens of a tensor group reach its experts, and the sums of outputs come back to the residual layout.
+"""Conversion between the residual layout of a tensor group and the tokens that its ranks send to experts.
 
-Where experts are whole on a rank, each token enters on one rank of the tensor group: sequence parallelism has cut them
-already, otherwise they are cut here. Where an expert is cut over the tensor group, each token enters on all its ranks,
-and each of them gives a partial sum.
+If each expert is stored on one rank, each token enters on one rank of the tensor group. Sequence parallelism has split
+the tokens already; without it they are split here. If an expert is sharded over the tensor group, each token enters on
+all ranks of the group, and each rank returns a partial sum.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ from ..modes.product_1d import SEQUENCE
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """The way of tokens from the residual layout to experts and back.
+    """Conversion of activations from the residual layout to routed tokens, and back.
 
     Args:
-        group: The tensor group; None where it has one rank.
-        sequence: Whether activations are cut along the sequence over it.
-        whole: Whether each expert is whole on one rank, so that each token enters on one rank of the group alone.
+        group: The tensor group; None for a group of one rank.
+        sequence: Whether the group splits activations along the sequence.
+        whole: Whether each expert is stored on one rank, so that each token enters on only one rank of the group.
     """
 
     group: dist.ProcessGroup | None = None
@@ -42,21 +42,21 @@ class Entrance:
     whole: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: copies of a model work on the same ranks."""
+        """Return the object itself: copies of a model use the same ranks."""
         return self
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether each token reaches the router on one rank of the tensor group alone."""
+        """Whether each token reaches the router on only one rank of the tensor group."""
         return self.group is not None and self.whole
 
     @property
     def sums_parts(self) -> bool:
-        """Whether what leaves is the sum of the ranks' parts, so that other partial sums can join it before."""
+        """Whether outputs are partial sums, so that other partial sums can be added before the reduction."""
         return not self.cuts_tokens
 
     def check(self, x: Tensor, mask: Tensor | None) -> None:
-        """Raises ValueError unless an activation has tokens, and a mask is one of all tokens of the tensor group."""
+        """Raise ValueError unless an activation has a token dim, and a mask has all tokens of the tensor group."""
         if x.dim() not in (2, 3) or (x.dim() == 2 and self.sequence):
             allowed = "[B, S, h]" if self.sequence else "[B, S, h], or [M, h] where tokens are of no sequences"
             raise ValueError(f"a mixture of experts was given activations {list(x.shape)}; give {allowed}")
@@ -69,7 +69,7 @@ class Entrance:
             )
 
     def sequences(self, x: Tensor) -> Tensor | int | None:
-        """Which of this rank's tokens are of one sequence, as a router takes it; None for tokens [M, h]."""
+        """Return which tokens of this rank belong to one sequence, as a router expects it; None for tokens [M, h]."""
         if x.dim() == 2:
             return None
         rows, length = x.shape[:2]
@@ -81,22 +81,24 @@ class Entrance:
         return self.of_tokens(every.repeat_interleave(length).view(rows, length)) == every.unsqueeze(-1)
 
     def most_tokens(self, x: Tensor) -> int:
-        """The highest number of tokens that a rank of the tensor group sends."""
+        """Return the maximum number of tokens that a rank of the tensor group sends."""
         tokens = x.numel() // x.shape[-1]
         if self.group is None or self.whole == self.sequence:
             return tokens
         return -(-tokens // self.group.size()) if self.whole else tokens * self.group.size()
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Brings an activation to the router and to the experts.
+        """Convert an activation to the tokens of the router and the tokens of the experts.
 
         Args:
             x: The activation in the residual layout, [..., h].
 
         Returns:
-            This rank's tokens twice, [M, h]: for the router, whose gradient is alike on all ranks that have the token,
-            and for the experts, whose gradient is a partial sum on each of these.
+            This rank's tokens [M, h] twice. The gradient of the router's tokens is identical on all ranks that hold the
+            token. The gradient of the experts' tokens is a partial sum on each of these ranks.
         """
+        # The two gradients need different collectives in backward, so they need two tensors. If each token enters on
+        # one rank only, both gradients are complete there, and one tensor serves the router and the experts.
         width = x.shape[-1]
         if self.group is None or (self.whole and self.sequence):
             routed = x.reshape(-1, width)
@@ -111,26 +113,26 @@ class Entrance:
         return routed, copy_to(routed, self.group)
 
     def factors(self, x: Tensor) -> Tensor:
-        """What parts of a sum are multiplied by, [M, ...], such as gates: their gradient is a partial sum, too."""
+        """Return factors of partial sums, such as routing weights, [M, ...]. Their gradient is a partial sum, too."""
         return x if self.group is None or self.whole else copy_to(x, self.group)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The whole of an activation in the residual layout, for products with columns that are cut."""
+        """Return a full activation for column-parallel matmuls, from the residual layout."""
         if self.group is None:
             return x
         return all_gather_to(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
 
     def reduce(self, parts: Tensor) -> Tensor:
-        """Adds the ranks' parts of an activation, back to the residual layout."""
+        """Sum the partial sums of all ranks, and return the residual layout."""
         if self.group is None:
             return parts
         return reduce_scatter_to(parts, self.group, SEQUENCE) if self.sequence else reduce_from(parts, self.group)
 
     def leave(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Brings the sums of experts' outputs back to the residual layout.
+        """Convert the experts' outputs back to the residual layout.
 
         Args:
-            sums: What came back for this rank's tokens, [M, h].
+            sums: Sum of the experts' outputs for each token of this rank, [M, h].
             x: The activation that entered.
         """
         if self.sums_parts:
@@ -140,7 +142,7 @@ class Entrance:
         return join_rows(sums, x.numel() // x.shape[-1], self.group).view(x.shape)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """The values of this rank's tokens, [M], where the tensor group has those of all its tokens, [B, S]."""
+        """Return the values of this rank's tokens, [M], from the values of all tokens of the tensor group, [B, S]."""
         if self.group is None or not self.whole:
             return values.flatten()
         if self.sequence:
@@ -148,7 +150,7 @@ class Entrance:
         return values.flatten().tensor_split(self.group.size())[dist.get_rank(self.group)]
 
     def _tokens(self, x: Tensor) -> torch.Size:
-        """The shape of all tokens of the tensor group, [B, S] or [M]."""
+        """Return the shape of all tokens of the tensor group, [B, S] or [M]."""
         shape = list(x.shape[:-1])
         if self.sequence and self.group is not None:
             shape[SEQUENCE] *= self.group.size()
@@ -156,23 +158,23 @@ class Entrance:
 
 
 def cut_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of what all ranks have alike; their numbers differ by at most one. Backward: joins them.
+    """Return this rank's rows of a replicated tensor; backward: all-gather. The numbers of rows differ by at most one.
 
     Args:
-        x: Any tensor [M, h], alike on all ranks.
-        group: The ranks that take part.
+        x: Any tensor [M, h], identical on all ranks.
+        group: The tensor-parallel ranks.
     """
     rows: Tensor = _CutRows.apply(x, group)  # type: ignore[no-untyped-call]
     return rows
 
 
 def join_rows(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """All rows, of which each rank has what `cut_rows` gave it. Backward: this rank's rows of the gradient.
+    """All-gather the rows that `cut_rows` split; backward: return this rank's rows of the gradient.
 
     Args:
         x: This rank's rows, [m, h].
-        rows: Number of all rows, M.
-        group: The ranks that take part.
+        rows: Number of rows of all ranks, M.
+        group: The tensor-parallel ranks.
     """
     joined: Tensor = _JoinRows.apply(x, rows, group)  # type: ignore[no-untyped-call]
     return joined
@@ -207,9 +209,10 @@ class _JoinRows(torch.autograd.Function):
 
 
 class _GatherTwice(torch.autograd.Function):
-    """An all-gather along the sequence, for two readers.
+    """All-gather along the sequence, with one result for the router and one for the experts.
 
-    Backward: what all ranks have alike is cut, and what are partial sums is summed and cut, in one reduce-scatter.
+    Backward splits the router's gradient, which is identical on all ranks, and reduce-scatters the experts' gradient,
+    which is a partial sum. Two autograd functions would gather twice in forward.
     """
 
     @staticmethod
@@ -230,7 +233,7 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_rows(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather of parts whose lengths differ by at most one, padded to that of the first."""
+    """All-gather parts whose lengths differ by at most one. Shorter parts are padded to the first rank's length."""
     ranks = group.size()
     each, longer = divmod(rows, ranks)
     if not longer:

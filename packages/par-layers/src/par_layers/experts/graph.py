@@ -1,8 +1,9 @@
-"""A dispatch with a capacity as a graph of torch.compile holds it: tensors alone, no state, and no number for the host.
+"""Dispatch with a fixed capacity for graphs of torch.compile: it needs only tensors, no state and no host value.
 
-All splits are equal there, so that what travels has one shape on both sides: an unfinished exchange can be the result
-of one autograd function and the gradient of the next, and needs no object that both know. Once traced, forward takes
-two collectives and backward two; the compiler may move what is independent between their begins and waits.
+With a capacity every rank sends the same number of rows to each rank, so a message has the same shape on both sides. An
+unfinished exchange can then be the result of one autograd function and the gradient of the next one, without an object
+that both share. A traced graph has two collectives in forward and two in backward. The compiler may move independent
+operations between the start of a collective and its wait.
 """
 
 from typing import Any
@@ -17,47 +18,47 @@ from .rows import PADDING, extended
 
 
 def filled(x: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows and gates of all slots.
+    """Fill all slots with routed tokens and their routing weights.
 
     Args:
         x: Tokens, [M, h].
-        gates: Their weights, [M, k].
-        order: Which row, counted over [M, k], is in each slot, int64 [n]; M * k in an empty one.
-        places: In which slot each row is, int64 [M, k]; n where it is dropped.
+        gates: Routing weights, [M, k].
+        order: Row of each slot, an index into [M, k], int64 [n]; M * k for an empty slot.
+        places: Slot of each row, int64 [M, k]; n for a dropped row.
 
     Returns:
-        [n, h] and [n]; zeros in empty slots.
+        Rows [n, h] and routing weights [n]; zeros in empty slots.
     """
     rows, of_rows = _FillSlots.apply(x, gates, order, places)  # type: ignore[no-untyped-call]
     return rows, of_rows
 
 
 def summed(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """The sum of each token's rows, [M, h], of those of all slots, [n, h]; `order` and `places` as in `filled`."""
+    """Sum the rows of each token, [M, h], from the rows of all slots, [n, h]; `order` and `places` as in `filled`."""
     sums: Tensor = _SumSlots.apply(rows, order, places)  # type: ignore[no-untyped-call]
     return sums
 
 
 def begin(rows: Tensor, gates: Tensor, ranks: int, group: str) -> Tensor:
-    """Begins to send as many rows [n, h] with their gates [n] to each rank of a named group; for `arrive`."""
+    """Start an all-to-all of rows [n, h] with their routing weights [n], in equal parts; `arrive` waits for it."""
     started: Tensor = _BeginDispatch.apply(rows, gates, ranks, group)  # type: ignore[no-untyped-call]
     return started
 
 
 def arrive(started: Tensor, width: int, dtype: torch.dtype, ranks: int, group: str) -> tuple[Tensor, Tensor]:
-    """Waits for the rows [n, width] and gates [n], of this dtype, that arrive."""
+    """Wait for an exchange by `begin`, and return the received rows [n, width] and routing weights [n] of a dtype."""
     rows, gates = _FinishDispatch.apply(started, width, dtype, ranks, group)  # type: ignore[no-untyped-call]
     return rows, gates
 
 
 def back(rows: Tensor, ranks: int, group: str) -> Tensor:
-    """Sends outputs [n, h] back, as many to each rank, and waits for those that come."""
+    """Send outputs [n, h] back in equal parts by an all-to-all, and wait for the received outputs."""
     arrived: Tensor = _ReturnOutputs.apply(rows, ranks, group)  # type: ignore[no-untyped-call]
     return arrived
 
 
 class _FillSlots(torch.autograd.Function):
-    """The rows and gates of all slots; backward: the sums of each token's rows, and the gates' places."""
+    """Rows and routing weights of all slots; backward: the sum over each token's rows, and a gather of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class _FillSlots(torch.autograd.Function):
 
 
 class _SumSlots(torch.autograd.Function):
-    """The sum of each token's rows; backward: its gradient in all their slots."""
+    """Sum over each token's rows; backward: a copy of the token's gradient in each of its slots."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -86,12 +87,12 @@ class _SumSlots(torch.autograd.Function):
 
 
 def _taken(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """The rows of all slots, of tokens [M, h]."""
+    """Return the rows of all slots from tokens [M, h]."""
     return extended(x).index_select(0, order // places.shape[1])
 
 
 def _sums(rows: Tensor, places: Tensor) -> Tensor:
-    """The sums of each token's rows, of those of all slots."""
+    """Sum the rows of each token, from the rows of all slots."""
     if not places.numel():
         return rows.new_zeros(len(places), rows.shape[1])
     starts = torch.arange(0, places.numel(), places.shape[1], device=places.device)
@@ -99,7 +100,7 @@ def _sums(rows: Tensor, places: Tensor) -> Tensor:
 
 
 class _BeginDispatch(torch.autograd.Function):
-    """Begins to send rows with their gates; backward waits for their gradients."""
+    """Start of an exchange of rows and routing weights; backward: wait for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gates: Tensor, ranks: int, group: str) -> Tensor:
@@ -113,7 +114,7 @@ class _BeginDispatch(torch.autograd.Function):
 
 
 class _FinishDispatch(torch.autograd.Function):
-    """Waits for rows with their gates; backward begins the way back of their gradients."""
+    """Wait for rows and routing weights; backward: start of the exchange of their gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Cross entropy and accuracy where the vocabulary, the batch or the sequence is cut."""
+"""Cross entropy and accuracy for logits that are sharded over the vocabulary, the batch or the sequence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from .embedding import cut_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What a cross entropy counts.
+    """Options of a cross entropy.
 
     Args:
-        classes: Number of classes in the whole vocabulary; fewer logits than that mean that it is cut.
-        ignore_index: The target that does not count.
+        classes: Number of classes of the full vocabulary. Fewer logits than classes are sharded logits.
+        ignore_index: Target of tokens that do not count.
         label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
-        reduction: "mean" over the tokens that count, or their "sum".
+        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
-        ValueError: The smoothing is out of range, or the reduction unknown.
+        ValueError: The smoothing is out of range, or the reduction is unknown.
     """
 
     classes: int
@@ -46,20 +46,18 @@ class LossOptions:
 
 
 def cross_entropy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
-    """The mean, or sum, over the tensor group's tokens that are not ignored, on every rank alike; in fp32 at least.
-
-    Where the sequence was cut before the layers saw it, it is that over the tokens of all these ranks.
+    """Return the mean or sum of the losses over all tensor and sequence ranks, identical on each rank, fp32 or fp64.
 
     Args:
-        logits: [b, ..., classes or less], in the layout that the classifier gave them.
-        target: The whole targets [B, ...], int64.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        options: Number of classes, what is ignored, smoothing, and whether it is a mean.
+        logits: Logits [b, ..., classes or fewer], in the classifier's layout.
+        target: Full targets [B, ...], int64.
+        rules: Rules of the mode.
+        grid: This rank's coordinates.
+        options: Number of classes, ignored target, smoothing and reduction.
 
     Raises:
-        ValueError: A target is no class. On an accelerator, where a look would wait for the device, it is a device-side
-            assertion instead.
+        ValueError: A target is no class. On an accelerator this is a device-side assertion, because a check on the host
+            would wait for the device.
     """
     check_targets(target, options)
     return _reduced(_summed_losses(logits, target, rules, grid, options), target, rules, grid, options)
@@ -75,18 +73,18 @@ def linear_cross_entropy(
     options: LossOptions,
     chunks: int,
 ) -> Tensor:
-    """Classifier and cross entropy, a part of the sequence at a time: the whole logits are never in memory.
+    """Compute classifier and cross entropy for one part of the sequence at a time, to save memory for logits.
 
-    Each part's logits are computed again in backward, which costs the classifier's forward once more.
+    Backward recomputes the logits of each part, which costs one more forward of the classifier.
 
     Args:
-        hidden: [b, s, h] in the residual layout.
-        classifier: From hidden to logits.
-        target: The whole targets [B, S], int64.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        options: Number of classes, what is ignored, smoothing, and whether it is a mean.
-        chunks: Number of parts; they need not be equal.
+        hidden: Activations [b, s, h] in the residual layout.
+        classifier: Function from activations to logits.
+        target: Full targets [B, S], int64.
+        rules: Rules of the mode.
+        grid: This rank's coordinates.
+        options: Number of classes, ignored target, smoothing and reduction.
+        chunks: Number of parts, whose lengths may differ.
     """
     check_targets(target, options)
     by_rank = target.unflatten(1, (grid.size(rules.residual.sequence), hidden.shape[1]))  # [B, sequence ranks, s]
@@ -100,14 +98,14 @@ def linear_cross_entropy(
 
 
 def _reduced(total: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
-    """A sum over the tensor group's tokens, by the number of those that count; over all sequence ranks alike.
+    """Reduce a sum over the tensor group's tokens to a sum or mean over all sequence ranks.
 
     Args:
-        total: The sum over the tokens of the tensor group.
-        target: Its whole targets.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        options: What is ignored, and whether the result is a mean.
+        total: Sum over the tokens of the tensor group.
+        target: Full targets of the tensor group.
+        rules: Rules of the mode.
+        grid: This rank's coordinates.
+        options: Ignored target and reduction.
     """
     context: Axes = grid.larger(rules.residual.context)
     if options.reduction == "sum":
@@ -124,10 +122,8 @@ def _reduced(total: Tensor, target: Tensor, rules: ModeRules, grid: Grid, option
 
 
 def _summed_losses(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
-    """The sum over the tokens of the tensor group, in fp32 at least.
-
-    A bf16 sum would lose whole tokens, and an fp16 loss would overflow when it is scaled.
-    """
+    """Return the sum of the losses over the tokens of the tensor group, fp32 or fp64."""
+    # A bf16 sum would drop the losses of some tokens, and an fp16 loss would overflow when a loss scale multiplies it.
     cut = logits.shape[-1] < options.classes
     layout = logits_layout(rules, cut=cut)
     mine = cut_tokens(target, layout, grid).flatten()
@@ -146,14 +142,14 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid,
 
 
 def losses_of_cut_vocabulary(logits: Tensor, target: Tensor, grid: Grid, axes: Axes, options: LossOptions) -> Tensor:
-    """The loss of every token, 0 for an ignored one, in fp32 at least.
+    """Return the loss of each token from sharded logits, 0 for an ignored token, fp32 or fp64.
 
     Args:
-        logits: This rank's part [tokens, V/p]; padded logits are -inf.
-        target: The tokens' targets [tokens], int64.
-        grid: This rank's place.
-        axes: The axes over which the vocabulary is cut.
-        options: Number of classes, what is ignored, and smoothing.
+        logits: This rank's shard [tokens, V/p]; padded logits are -inf.
+        target: Targets [tokens], int64.
+        grid: This rank's coordinates.
+        axes: Axes that shard the vocabulary.
+        options: Number of classes, ignored target and smoothing.
     """
     first = grid.index(axes) * logits.shape[-1]
     losses: Tensor = _CutVocabulary.apply(logits, target, grid.group(axes), first, options)  # type: ignore[no-untyped-call]
@@ -161,19 +157,19 @@ def losses_of_cut_vocabulary(logits: Tensor, target: Tensor, grid: Grid, axes: A
 
 
 def accuracy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, options: LossOptions) -> Tensor:
-    """The share of tokens of the tensor group whose largest logit is the target's; ignored ones do not count.
+    """Return the fraction of tokens whose target has the largest logit. Ignored tokens do not count.
 
-    Of equal logits the first class wins.
+    If several logits are equal, the first class counts, on any number of ranks.
 
     Args:
-        logits: [b, ..., classes or less], in the layout that the classifier gave them.
-        target: The whole targets [B, ...], int64.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        options: Number of classes, and what is ignored.
+        logits: Logits [b, ..., classes or fewer], in the classifier's layout.
+        target: Full targets [B, ...], int64.
+        rules: Rules of the mode.
+        grid: This rank's coordinates.
+        options: Number of classes, ignored target, and reduction: "mean" for a fraction, "sum" for a count.
 
     Raises:
-        ValueError: A target is no class; on an accelerator it is a device-side assertion.
+        ValueError: A target is no class. On an accelerator this is a device-side assertion.
     """
     check_targets(target, options)
     classes, ignore_index = options.classes, options.ignore_index
@@ -192,21 +188,22 @@ def accuracy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, optio
 
 
 def logits_layout(rules: ModeRules, *, cut: bool) -> ActivationLayout:
-    """The layout of logits.
+    """Return the layout of logits.
 
-    Those of a cut vocabulary come from a column product; whole ones lie as the residual does, the sequence gathered.
+    Sharded logits have the layout of a column-parallel matmul. Full logits have the residual layout with the sequence
+    gathered.
     """
     return rules.inner if cut else ActivationLayout(batch=rules.residual.batch)
 
 
 def over_tokens(value: Tensor, layout: ActivationLayout, grid: Grid) -> Tensor:
-    """The sum of a number over the ranks that have different tokens; backward leaves the gradient alone."""
+    """Sum a number over the ranks that have different tokens; backward returns the gradient unchanged."""
     axes: Axes = grid.larger(layout.tokens)
     return reduce_from(value, grid.group(axes)) if axes else value
 
 
 def check_targets(target: Tensor, options: LossOptions) -> None:
-    """Raises ValueError for a target that is no class; on an accelerator asserts there, without waiting."""
+    """Raise ValueError for a target that is no class. On an accelerator, start a device-side assertion instead."""
     classes, ignore_index = options.classes, options.ignore_index
     fine = ((target >= 0) & (target < classes)) | (target == ignore_index)
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -218,10 +215,10 @@ def check_targets(target: Tensor, options: LossOptions) -> None:
 
 
 class _OverContext(torch.autograd.Function):
-    """Sums over the ranks that a sequence was cut over.
+    """All-reduce over the sequence's ranks; backward: multiplication by their number.
 
-    Backward multiplies by their number: the gradient of the mean over all tokens is then, on each rank, that of its own
-    tokens' part times the number of ranks, and the mean of the ranks' gradients is the gradient of one device.
+    Each rank computes the gradient of its own tokens' part of the loss. The caller averages gradients over data and
+    sequence ranks, so the factor makes that mean equal to one device's gradient.
     """
 
     @staticmethod
@@ -236,11 +233,11 @@ class _OverContext(torch.autograd.Function):
 
 
 class _CutVocabulary(torch.autograd.Function):
-    """Cross entropy, token by token, of logits whose last dim is cut over a group; padded logits are -inf.
+    """Cross entropy of each token, for logits whose last dim is sharded over a group; padded logits are -inf.
 
-    Two all-reduces: the largest logit, then the sum of exponentials, the target's logit and, for smoothing, the sum of
-    all logits. Saved are the logits and a few numbers for each token; backward makes one tensor of the logits' size,
-    the gradient.
+    Forward needs two all-reduces. The first returns the largest logit. The second returns the sum of exponentials, the
+    target's logit and, for smoothing, the sum of all logits. Forward saves the logits and a few numbers per token, and
+    backward needs no collective. It allocates one tensor of the logits' size, the gradient.
     """
 
     @staticmethod
@@ -274,10 +271,9 @@ class _CutVocabulary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """(Softmax - (1 - smoothing) * one_hot(target) - smoothing / classes) * the token's gradient.
-
-        Nothing is added to the largest logit: with 1e4, its fp32 would swallow the logarithm of the sum.
-        """
+        """Return (softmax - (1 - smoothing) * one_hot(target) - smoothing / classes) * the token's gradient."""
+        # The softmax divides by the sum of exponentials and does not subtract max + log(sum): at a maximum of 1e4, the
+        # fp32 sum of both would round the logarithm off.
         logits, highest, exponentials, local, elsewhere, ignored = ctx.saved_tensors
         upstream = gradient.to(highest.dtype).masked_fill(ignored, 0.0)
         result = (logits.to(highest.dtype) - highest.unsqueeze(-1)).exp_()

@@ -1,7 +1,7 @@
-"""What our layers have in common: their parameters keep their records, whatever torch puts in their place.
+"""Base class of this package's layers: it preserves sharding metadata when torch replaces a parameter.
 
-A record (how the parameter is cut, and how it is filled) is an attribute of one tensor object, and torch's own ways
-with modules make new ones: `to_empty`, conversions, `load_state_dict(assign=True)`, copies.
+The metadata (sharding and initialization) are attributes of one tensor object. torch creates a new tensor object in
+`to_empty`, conversions, `load_state_dict(assign=True)` and deep copies.
 """
 
 import copy
@@ -19,25 +19,31 @@ from .parameter import Init
 
 @runtime_checkable
 class HasInit(Protocol):
-    """A parameter that knows how it is cut and how it is filled."""
+    """A parameter with sharding metadata and an initialization rule."""
 
     par_sharding: Sharding
     par_init: Init
 
 
 class ParallelLayer(nn.Module):
-    """A layer whose parameters come from `make_parameter`, or were whole ones of another model and have been cut."""
+    """A layer whose parameters were created by `make_parameter`, or were sharded from an existing model."""
 
     records: tuple[str, ...] = (attributes.SHARDING.name, "par_init")
-    """The attributes that each of its parameters has."""
+    """Attributes of each of its parameters."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to_empty`, `to` and the like call; a parameter that leaves the meta device stays the same object."""
+        """Apply a conversion, as `to` and `to_empty` do. A parameter that leaves the meta device stays the same object.
+
+        Args:
+            fn: Function of each tensor.
+            recurse: Whether to convert child modules.
+        """
         before = dict(self._parameters)
         abstract = {name for name, parameter in before.items() if parameter is not None and parameter.is_meta}
         with _records_kept(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            for name in abstract:  # else a shared table would become two
+            # Without the swap, a tied embedding would become two parameters.
+            for name in abstract:
                 old, new = before[name], self._parameters[name]
                 if old is not new:
                     torch.utils.swap_tensors(old, new)
@@ -49,7 +55,7 @@ class ParallelLayer(nn.Module):
             super()._load_from_state_dict(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with tensors of its own; what says how they are cut, process groups among it, is shared."""
+        """Return a copy with its own tensors. Rules, grids and process groups, which cannot be copied, are shared."""
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         state = self.__getstate__()  # type: ignore[no-untyped-call]
@@ -61,11 +67,11 @@ class ParallelLayer(nn.Module):
 
 
 def check_records(model: nn.Module, record: str = attributes.SHARDING.name) -> None:
-    """Raises RuntimeError if a parameter of our layers has lost its record.
+    """Raise RuntimeError if a parameter of this package's layers has lost its metadata.
 
     Args:
-        model: A model with layers of ours, or one that was cut in place; other layers are left alone.
-        record: The name of the attribute that each parameter must have.
+        model: A model with layers of this package, or a model that was sharded in place. Other layers are ignored.
+        record: Name of the attribute that each parameter must have.
     """
     for path, module in model.named_modules():
         ours = record in module.records if isinstance(module, ParallelLayer) else RECORDS_OF_MODULE in module.__dict__
@@ -81,14 +87,14 @@ def check_records(model: nn.Module, record: str = attributes.SHARDING.name) -> N
 
 
 RECORDS_OF_MODULE = "par_records"
-"""The attribute of other modules whose parameters have records, as those of a model that was cut in place."""
+"""Attribute of other modules whose parameters have sharding metadata, in a model that was sharded in place."""
 
 _COPIED = (Tensor, nn.Module, dict, list, set)  # what deepcopy copies; rules, grids, groups and functions are shared
 
 
 @contextmanager
 def _records_kept(module: nn.Module) -> Iterator[None]:
-    """A context: the parameters that the module has at its end get the records of those that it had before."""
+    """Copy the metadata of parameters, at the end of a `with` block, to the parameters that replaced them."""
     before = [
         (name, parameter.shape, parameter.par_sharding, _init_of(parameter))
         for name, parameter in _with_records(module)
@@ -105,12 +111,12 @@ def _with_records(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _init_of(parameter: Tensor) -> Init | None:
-    """How a parameter is filled; None for one of a model that was not written against a layer set."""
+    """Return the initialization rule of a parameter; None if its model was not written against a layer set."""
     return parameter.par_init if isinstance(parameter, HasInit) else None
 
 
 def _put_back(parameter: Tensor | None, shape: torch.Size, sharding: Sharding, init: Init | None) -> None:
-    """Gives a parameter its record, unless it is no longer the part that the record is about, as FSDP2's DTensors."""
+    """Attach metadata to a parameter, unless it is no longer the same shard, for example an FSDP2 DTensor."""
     if parameter is not None and parameter.shape == shape and not hasattr(parameter, "placements"):
         set_sharding(parameter, sharding)
         if init is not None:

@@ -1,4 +1,4 @@
-"""Where this rank's tokens stand in their rows, for layers whose numbers depend on it."""
+"""Positions of this rank's tokens in their sequences and documents, for layers that depend on positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ..modes.layout import ActivationLayout, part
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The places of activations [b, s, ...] that lie in one layout.
+    """Token positions of activations [b, s, ...] in one layout.
 
     Args:
         layout: The layout.
-        grid: This rank's place.
-        static: From the number of a sequence rank's tokens to the cut of rows of one document; None where nothing cut
-            the sequence before the layers saw it.
+        grid: This rank's coordinates.
+        static: Function from the number of tokens of a sequence rank to the split of sequences of one document; None
+            without context parallelism.
     """
 
     layout: ActivationLayout
@@ -30,23 +30,23 @@ class Places:
     static: Callable[[int], Tokens] | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: copies of a model work on the same ranks."""
+        """Return the object itself: copies of a model use the same ranks."""
         return self
 
     def are_told(self, tokens: Tokens | None) -> bool:
-        """Whether tokens stand elsewhere than the layout alone says: they were given, or cut before."""
+        """Return whether positions depend on more than the layout: on `tokens`, or on context parallelism."""
         return tokens is not None or self.static is not None
 
     def tokens_of(self, x: Tensor, tokens: Tokens | None, who: str) -> Tokens | None:
-        """The cut of an activation, as it was given; else the static one, or None on ranks that have whole rows.
+        """Return how an activation's batch is split: `tokens`, or else the static split; None for full sequences.
 
         Args:
             x: The activation, [b, s, ...].
-            tokens: The cut of its batch, if the model was given one.
-            who: The layer, for the message.
+            tokens: Split of its batch, if the model received one.
+            who: Name of the layer, for the message.
 
         Raises:
-            ValueError: The activation is no part of such a batch.
+            ValueError: The activation's shape does not match the batch.
         """
         length = x.shape[1] * self.grid.size(self.layout.sequence)
         if tokens is None:
@@ -60,17 +60,18 @@ class Places:
             )
         return tokens
 
-    @disable_dynamo  # a graph would be made anew for every batch's documents
+    # torch.compile would otherwise compile a new graph for the documents of every batch.
+    @disable_dynamo
     def in_row(self, x: Tensor, tokens: Tokens | None, who: str) -> tuple[Tensor, int]:
-        """Where this rank's tokens of an activation stand in the whole row.
+        """Return the positions of this rank's tokens in the full sequence.
 
         Args:
             x: The activation, [b, s, ...].
-            tokens: The cut of its batch; None is that of rows of one document.
-            who: The layer, for messages.
+            tokens: Split of its batch; None is the split of sequences of one document.
+            who: Name of the layer, for messages.
 
         Returns:
-            The place of each token, int64 [s], that of padding behind the row; and the number of tokens of a row.
+            Position of each token, int64 [s], past the end of the sequence for padding; and the sequence length.
         """
         known = self._known(x, tokens, who)
         places = _in_row(known, self.grid.index(self.layout.context), self._here(known), x.device)
@@ -78,16 +79,16 @@ class Places:
 
     @disable_dynamo
     def in_document(self, x: Tensor, tokens: Tokens | None, who: str) -> tuple[Tensor, int]:
-        """Where this rank's tokens of an activation stand inside their documents.
+        """Return the positions of this rank's tokens in their documents.
 
         Args:
             x: The activation, [b, s, ...].
-            tokens: The cut of its batch; None is that of rows of one document.
-            who: The layer, for messages.
+            tokens: Split of its batch; None is the split of sequences of one document.
+            who: Name of the layer, for messages.
 
         Returns:
-            The place of each token, int64 [b, s], b being 1 if all rows are alike, 0 for padding; and the number of
-            tokens of the longest document.
+            Position of each token, int64 [b, s] (b is 1 if all sequences have the same documents), 0 for padding; and
+            the length of the longest document.
         """
         known = self._known(x, tokens, who)
         rows = len(known.documents)
@@ -97,7 +98,7 @@ class Places:
         return places, max(map(max, known.documents))
 
     def _known(self, x: Tensor, tokens: Tokens | None, who: str) -> Tokens:
-        """The cut of an activation; on ranks that have whole rows, and were told nothing, rows of one document."""
+        """Return how an activation's batch is split; without `tokens` or a static split, one document a sequence."""
         known = self.tokens_of(x, tokens, who)
         if known is not None:
             return known
@@ -105,13 +106,13 @@ class Places:
         return Tokens(length, length, ((length,),), (((0, length),),))
 
     def _here(self, tokens: Tokens) -> tuple[int, int]:
-        """This rank's tokens among those of its sequence rank."""
+        """Return the range of this rank's tokens among the tokens of its context-parallel rank."""
         here = part(tokens.local, self.layout.sequence, self.grid, "this rank's part of the sequence")
         return here.start, here.stop
 
 
 def check_tokens(tokens: Tokens, ranks: int, length: int, who: str) -> None:
-    """Raises ValueError unless rows that were cut so have `length` tokens on each of `ranks` sequence ranks."""
+    """Raise ValueError unless `tokens` assign `length` tokens to each of `ranks` sequence ranks."""
     if tokens.ranks != ranks:
         raise ValueError(
             f"{who} was given tokens that are cut over {tokens.ranks} ranks, but the layers are of {ranks} sequence "
@@ -123,7 +124,8 @@ def check_tokens(tokens: Tokens, ranks: int, length: int, who: str) -> None:
         )
 
 
-@tensor_cache(maxsize=64)  # a batch's first layer computes it, and copies it to the device; the others find it
+# The first layer computes the positions of a batch and copies them to the device; later layers read the cache.
+@tensor_cache(maxsize=64)
 def _in_row(tokens: Tokens, rank: int, here: tuple[int, int], device: torch.device) -> Tensor:
     return torch.from_numpy(tokens.index(rank)[slice(*here)]).to(device)
 

@@ -1,4 +1,4 @@
-"""A plan, proven: the whole model beside the one that is cut, on a batch."""
+"""Verification of a plan: the sharded model compared with the unsharded model on a batch."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ from .survey.survey import tensor_axes
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """How far a model that was cut is from the whole one: largest differences, relative to the largest number.
+    """Largest differences between a sharded and an unsharded model, relative to the largest absolute value.
 
     Args:
-        loss: Of the losses.
-        logits: Of the logits, or of the output.
-        gradients: Of the gradients, by the name of the parameter; those that are a thousand times smaller than the
-            largest one count as if they were not.
+        loss: Relative difference of the losses.
+        logits: Relative difference of the logits, or of the output.
+        gradients: Relative difference of each gradient, by the name of the parameter. The denominator is at least a
+            thousandth of the largest gradient of all parameters.
     """
 
     loss: float
@@ -37,7 +37,7 @@ class PlanComparison:
 
     @property
     def worst(self) -> float:
-        """The largest of all these numbers."""
+        """The largest of all differences."""
         return max(self.loss, self.logits, *self.gradients.values())
 
 
@@ -48,28 +48,29 @@ def verify_plan(
     plan: str | Plan = "auto",
     backwards: int = 2,
 ) -> PlanComparison:
-    """Runs a model whole and cut, forward and backward, and says how far apart they are; for a plan of your own.
+    """Compare a model with its sharded copy, forward and backward, to verify a plan of your own. Collective.
 
-    Every rank of the tensor group must call it, and each runs the whole model: make a small one, best of all in fp64.
-    It runs without dropout. A right plan gives differences of rounding, 1e-12 in fp64; a wrong one 0.01 and more.
+    Every rank of the tensor group must call it, and each rank runs the unsharded model. Use a small model, preferably
+    in fp64. Dropout is off. A correct plan gives rounding differences (about 1e-12 in fp64), a wrong plan 0.01 or more.
 
     Args:
-        make: Makes the model; the weights of the first rank of the group are used on all of them.
+        make: Function that creates the model. All ranks use the weights of the group's first rank.
         groups: The live groups, or a layer set of mode 1d.
-        batch: What the model's forward takes by name, such as `{"input_ids": ids, "labels": ids}`; or the one tensor
-            that it takes, the same on all ranks.
-        plan: As for `parallelize`.
-        backwards: Number of backward passes whose gradients are added up; labels are moved by one place for each.
+        batch: Keyword arguments of the model's forward, such as `{"input_ids": ids, "labels": ids}`, or its only
+            tensor; identical on all ranks.
+        plan: Rules by pattern, or "auto", as for `parallelize`.
+        backwards: Number of backward passes whose gradients accumulate. Each pass shifts the labels by one token.
 
     Returns:
-        The differences, alike on all ranks of the group.
+        The differences, identical on all ranks of the group.
 
     Raises:
-        TypeError: As `parallelize`; or the output is neither a tensor nor has a loss.
-        ValueError: As `parallelize`.
+        TypeError: `parallelize` raises it, or the output is neither a tensor nor has a loss and logits.
+        ValueError: `parallelize` raises it.
 
     Example:
-        compared = compare(lambda: MyModel(small_config).double(), groups, {"input_ids": ids, "labels": ids}, plan=mine)
+        batch = {"input_ids": ids, "labels": ids}
+        compared = verify_plan(lambda: MyModel(small_config).double(), groups, batch, plan=mine)
         assert compared.worst < 1e-10, compared
     """
     layers = groups if isinstance(groups, LayerSet) else layer_set("auto", groups)
@@ -112,7 +113,7 @@ def verify_plan(
 def _run(
     model: nn.Module, batch: Mapping[str, Any] | Tensor, whole: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """A loss and a whole output; without a loss of the model's own, the mean of the squared output."""
+    """Return a loss and the full output. Without a loss of the model, the loss is the mean of the squared output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     if isinstance(output, Tensor):
         output = whole(output)
@@ -127,7 +128,10 @@ def _run(
 
 
 def _gradient_distance(parameter: Tensor, whole: Tensor, least: float) -> float:
-    """Relative to the whole gradient or to `least`: one that is zero but for rounding is not far from itself."""
+    """Return the difference relative to the full gradient's maximum, or to `least` if the maximum is smaller.
+
+    A gradient that is zero except for rounding errors then has a small difference.
+    """
     if whole.grad is None or parameter.grad is None:
         return 0.0 if whole.grad is parameter.grad else float("inf")
     boxes = sharding_of(parameter).boxes

@@ -1,4 +1,4 @@
-"""Cutting parameters that exist: the record of one that is cut along any dim, and this rank's part of its numbers."""
+"""Sharding of existing parameters: the sharding metadata along any dim, and this rank's shard of the values."""
 
 import copy
 import math
@@ -17,11 +17,11 @@ from ..modes.grid import Axes, Grid, stand_ins
 
 
 class PlannedGrid(Grid):
-    """The place of any rank of a topology, without live groups.
+    """Coordinates of any rank of a topology, without live groups.
 
     Args:
         topology: The topology.
-        rank: The global rank.
+        rank: Global rank.
         view: "experts", or None for the topology's own axes.
     """
 
@@ -34,7 +34,7 @@ class PlannedGrid(Grid):
         return type(self), (self._topology, self._rank, self.view)
 
     def seen_as(self, view: str | None) -> "PlannedGrid":
-        """The place of the same rank on the axes of a view, or of the topology itself."""
+        """Return the coordinates of the same rank on the axes of a view; None is the topology itself."""
         return type(self)(self._topology, self._rank, view)
 
     @property
@@ -43,12 +43,12 @@ class PlannedGrid(Grid):
         return self._topology
 
     def size(self, axes: Axes) -> int:
-        """The number of ranks over these axes; 1 for none."""
+        """Return the number of ranks over these axes; 1 for no axis."""
         axes = self.known(axes)
         return self._topology.size(axes) if axes else 1
 
     def rank_on(self, axis: str) -> int:
-        """The rank's coordinate on one axis."""
+        """Return the rank's coordinate on one axis."""
         return self._topology.index(axis, self._rank)
 
     def _copies(self, cut_by: Axes) -> tuple[int, ...]:
@@ -57,11 +57,11 @@ class PlannedGrid(Grid):
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What a rank has of a parameter.
+    """One rank's shard of a parameter.
 
     Args:
-        sharding: The record.
-        shape: The shape of the local tensor, its padding included.
+        sharding: Sharding metadata.
+        shape: Shape of the local tensor, including padding.
     """
 
     sharding: Sharding
@@ -69,14 +69,14 @@ class ParameterShard:
 
 
 def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid, sum_over: Axes = ()) -> ParameterShard:
-    """The part of a parameter that is cut along one dim, in runs that are each cut by themselves.
+    """Return this rank's shard of a parameter along one dim, whose runs of rows are sharded separately.
 
     Args:
-        shape: The shape of the whole parameter.
-        dim: The dim that is cut.
-        rows: The runs of that dim, in order.
-        grid: This rank's place.
-        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
+        shape: Shape of the full parameter.
+        dim: Sharded dim.
+        rows: Consecutive runs of that dim.
+        grid: This rank's coordinates.
+        sum_over: Axes over which the gradient is partial after backward. Axes of size 1 are ignored.
     """
     dim %= len(shape)
     counts = [(run.padded or run.length) // grid.size(run.axes) for run in rows]
@@ -96,12 +96,12 @@ def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid,
 
 
 def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> ParameterShard:
-    """The part of a parameter that is whole on every rank.
+    """Return the shard of a replicated parameter, which is the full parameter.
 
     Args:
-        shape: The shape of the parameter.
-        grid: This rank's place.
-        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
+        shape: Shape of the parameter.
+        grid: This rank's coordinates.
+        sum_over: Axes over which the gradient is partial after backward. Axes of size 1 are ignored.
     """
     record = whole(shape, grid.copies(()))
     boxes = tuple(replace(box, sum_over=grid.larger(sum_over)) for box in record.boxes)
@@ -110,16 +110,15 @@ def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> Paramet
 
 @torch.no_grad()
 def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives every rank of a group the weights and saved buffers of the first one, before the model is cut.
-
-    Models that were drawn in each process, or in which one rank alone has read a file, would otherwise be put together
-    of parts of different models, and parameters that stay whole would be different copies. One broadcast a tensor.
+    """Broadcast the weights and saved buffers of a group's first rank, before the model is sharded.
 
     Args:
-        model: The whole model, of the same shapes on every rank; tensors on the meta device are left out.
-        group: The ranks.
-        device: Where the group's backend sends from.
+        model: The unsharded model, with the same shapes on every rank. Tensors on the meta device are skipped.
+        group: The tensor-parallel ranks. Each tensor is one broadcast.
+        device: Device that the group's backend sends from.
     """
+    # Ranks may hold different values, because each process initialized its own model or only one rank read a file.
+    # The shards would then belong to different models, and replicated parameters would differ between ranks.
     tensors: dict[int, Tensor] = {id(each): each for each in model.parameters()}
     for module in model.modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
@@ -136,11 +135,11 @@ def make_alike_(model: nn.Module, group: dist.ProcessGroup, device: torch.device
 
 @torch.no_grad()
 def keep_part_(parameter: nn.Parameter, part: ParameterShard) -> None:
-    """Leaves this rank's part in a parameter, which stays the same object, and attaches the record.
+    """Replace a parameter's data by this rank's shard, and attach the sharding metadata. The parameter object stays.
 
     Args:
-        parameter: The whole parameter; on the meta device it becomes one of the part's shape there.
-        part: What this rank has of it.
+        parameter: The full parameter. A parameter on the meta device stays there and gets the shard's shape.
+        part: This rank's shard.
     """
     if part.shape != tuple(parameter.shape):
         parameter.data = _taken(parameter.data, part)
@@ -148,7 +147,7 @@ def keep_part_(parameter: nn.Parameter, part: ParameterShard) -> None:
 
 
 def _taken(tensor: Tensor, part: ParameterShard) -> Tensor:
-    """This rank's part of a tensor, in memory of its own; padding is zero."""
+    """Return this rank's shard of a tensor in its own memory, so that the full tensor is freed; padding is zero."""
     if tensor.is_meta:
         return tensor.new_empty(part.shape)
     boxes = part.sharding.boxes
@@ -161,9 +160,10 @@ def _taken(tensor: Tensor, part: ParameterShard) -> Tensor:
 
 
 class ShardingRecords:
-    """The records of a module's parameters, which a deep copy of the module gives to the copies of its parameters.
+    """Sharding metadata of a module's parameters, for deep copies of the module.
 
-    torch copies a parameter without its attributes. Of an object in the module's `__dict__` it calls `__deepcopy__`.
+    torch copies a parameter without its attributes, but it calls `__deepcopy__` of each object in the module's
+    `__dict__`. This object is such an attribute: its copy attaches the metadata to the copied parameters.
 
     Args:
         parameters: The module's own dict of parameters.

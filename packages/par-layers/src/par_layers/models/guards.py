@@ -1,4 +1,4 @@
-"""What would be silently wrong is refused: models that cannot be cut, and calls on one that was."""
+"""Errors instead of silently wrong results: for models that cannot be sharded, and for calls on a sharded model."""
 
 from typing import Any, NoReturn
 
@@ -14,11 +14,11 @@ from .sequence import CutSequence
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raises unless a model is whole on every rank, and nobody has begun to train it.
+    """Raise unless a model is unsharded on every rank and has no gradients.
 
     Raises:
-        TypeError: It is wrapped, or cut by others, or it runs fused kernels.
-        ValueError: It has gradients.
+        TypeError: The model is wrapped, is already sharded, or runs fused kernels.
+        ValueError: A parameter has a gradient.
     """
     who = type(model).__name__
     if isinstance(model, DistributedDataParallel):
@@ -42,35 +42,35 @@ def check_whole(model: nn.Module) -> None:
 
 
 class Refusal:
-    """In the place of a method that would be silently wrong.
+    """Replacement of a method whose result would be silently wrong.
 
     Args:
-        name: The name of the method.
-        why: Why, and what to do.
+        name: Name of the method.
+        why: Reason and fix, the rest of the error message.
     """
 
     def __init__(self, name: str, why: str) -> None:
         self.name, self.why = name, why
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeError."""
+        """Raise RuntimeError."""
         del args, kwargs
         raise RuntimeError(f"{self.name} {self.why}")
 
 
 class NoShape:
-    """In the place of transformers' early shape of a static cache, which is then made with the first keys."""
+    """Replacement of Transformers' early shape of a static cache: the first keys, of local heads, determine it."""
 
     def __call__(self) -> None:
-        """Nothing."""
+        """Return None."""
 
 
 def guard_(model: nn.Module, *, cut_logits: bool) -> None:
-    """Refuses, on the instance, calls that would be silently wrong.
+    """Replace methods of a model, on the instance, that would be silently wrong after sharding.
 
     Args:
-        model: A model that was cut.
-        cut_logits: Whether its logits are always cut, so that it cannot generate.
+        model: A sharded model.
+        cut_logits: Whether its logits are always sharded, so that it cannot generate.
     """
     part = "would write this rank's part alone; use par_checkpoint.save(path, model=model)"
     whole = "would make whole weights in a model that is cut; do it before parallelize"
@@ -91,15 +91,15 @@ def guard_(model: nn.Module, *, cut_logits: bool) -> None:
 
 
 class ModelEntry(Hook):
-    """The beginning and the end of a forward of the whole model.
+    """Hooks before and after the forward of the complete model.
 
     Args:
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        logits: What the head is told; None where it always does the same.
-        labels: The position of `labels` among the arguments of the model; None if it has none.
-        sequence: Says whether activations between the layers are cut along the sequence; None where they never are.
-        heads: Whether attentions are cut by heads.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group.
+        logits: Switch of the head, which gathers logits or not; None if the head needs no switch.
+        labels: Position of `labels` among the model's arguments; None if the model has no such argument.
+        sequence: Switch for activations split along the sequence; None if they never are.
+        heads: Whether attentions are sharded by heads.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class ModelEntry(Hook):
         self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Says whether logits stay cut, where labels come in training, and whether activations are cut.
+        """Set both switches for this forward: logits stay sharded in training with labels.
 
         Raises:
-            ValueError: Hidden states of all layers are asked for, which are cut along the sequence, or the weights of
-                attentions, of which this rank has those of its own heads.
+            ValueError: The caller requests hidden states, which are split along the sequence, or attention weights, of
+                which this rank has only its own heads.
         """
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
@@ -141,7 +141,7 @@ class ModelEntry(Hook):
             )
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends what was said for this forward: called alone, the head gives whole logits."""
+        """Reset both switches, so that the head gathers logits when it is called without the model."""
         del args, output
         if self.logits is not None and self.labels is not None:
             self.logits.cut = False
@@ -150,6 +150,6 @@ class ModelEntry(Hook):
 
 
 def _is_asked(output: str, model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a model asks for an output, in its keywords, or else by its config."""
+    """Return whether a call requests an output, by a keyword argument or else by the model's config."""
     asked = kwargs.get(output)
     return bool(getattr(getattr(model, "config", None), output, False) if asked is None else asked)

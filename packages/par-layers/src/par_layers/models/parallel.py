@@ -1,4 +1,4 @@
-"""What a model that was cut in place knows about it."""
+"""Description of a model that `parallelize` sharded in place: plan, layouts, and functions for its logits."""
 
 import re
 from collections.abc import Iterator
@@ -18,24 +18,24 @@ from .plans.styles import Style
 LogitsLayout = Literal["auto", "whole", "cut"]
 
 KEPT_AS = "par_parallel"
-"""The attribute of a model that was cut in place."""
+"""Attribute of a model that was sharded in place."""
 
 
 @dataclass(frozen=True)
 class Parallelization:
-    """How a model was cut in place; `parallelization_of` gives it.
+    """How a model was sharded in place, as `parallelization_of` returns it.
 
     Args:
-        plan: The style of every module and parameter that has one, by its name.
-        unmatched: Patterns of the model's own plan that match nothing in it.
-        layers: The layer set over whose tensor group it is cut.
-        logits: Whether the model's logits are cut over the vocabulary: "cut" or "whole" always, "auto" where labels
-            come with them in training.
-        vocabulary: Number of classes of the logits; None for a model that has none.
-        table: Lines of what was cut: name, style, whole shape, and this rank's.
-        over: What computes losses; None for a model without logits.
-        digest: What all ranks agreed on.
-        head: What the output embedding is told; None for a model without one that is cut.
+        plan: Style of each module and parameter that has one, by name.
+        unmatched: Patterns of the model's own plan without a match.
+        layers: Layer set whose tensor group shards the model.
+        logits: Layout of the logits: "cut" is sharded over the vocabulary, "whole" is gathered, and "auto" is sharded
+            only in training with labels.
+        vocabulary: Number of classes of the logits; None for a model without logits.
+        table: Lines about the parameters: name, style, full shape, local shape, and axes of partial gradients.
+        over: Losses of sharded logits; None for a model without logits.
+        digest: Hash that all ranks agreed on.
+        head: Switch of the output embedding, which gathers logits or not; None without a sharded output embedding.
     """
 
     plan: dict[str, Style]
@@ -49,7 +49,7 @@ class Parallelization:
     head: GatheredLogits | None = None
 
     def describe(self) -> str:
-        """A table of what was cut, alike layers in one line."""
+        """Return a table of the parameters, with one line for identical layers."""
         header = ("parameter", "style", "whole", "on this rank", "summed over")
         rows = [header, *dict.fromkeys(self.table)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -59,10 +59,10 @@ class Parallelization:
         return "\n".join(lines)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Whole logits [..., V], of cut ones; backward: this rank's part of the gradient, which all ranks have alike.
+        """All-gather logits to [..., V]; backward: this rank's part of the gradient, which is identical on all ranks.
 
         Args:
-            logits: What the model gave, [..., V/p] or [..., V].
+            logits: Logits of the model, [..., V/p] or [..., V].
 
         Raises:
             TypeError: The model has no logits over a vocabulary.
@@ -70,22 +70,24 @@ class Parallelization:
         return self._losses.whole(logits)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, shift: bool = True) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all tokens that count, and their number, which other ranks' sums may be added to.
+        """Return the sum of the losses of all tokens and the number of these tokens.
+
+        Both are sums, so that you can add the sums of other data-parallel or sequence ranks before you divide.
 
         Args:
-            logits: What the model gave, [..., V/p] or [..., V].
+            logits: Logits of the model, [..., V/p] or [..., V].
             labels: Classes [...], int64; -100 does not count.
-            shift: Whether the logits of a token are for the label of the next one.
+            shift: Whether the logits of a token predict the label of the next token.
 
         Raises:
             TypeError: The model has no logits over a vocabulary.
-            ValueError: A label is no class; on an accelerator it is a device-side assertion.
+            ValueError: A label is no class. On an accelerator this is a device-side assertion.
         """
         return self._losses.summed(logits, labels, shift=shift)
 
     @contextmanager
     def cut_logits(self) -> Iterator[None]:
-        """A context in which logits stay cut over the vocabulary, for a loss that `cross_entropy` computes of them."""
+        """Leave logits sharded over the vocabulary inside a `with` block, for the loss by `cross_entropy`."""
         before = self.head is not None and self.head.held
         if self.head is not None:
             self.head.held = True
@@ -106,20 +108,20 @@ class Parallelization:
 
 
 def parallelization_of(model: nn.Module) -> Parallelization | None:
-    """How a model was cut in place; None if it was not.
+    """Return how a model was sharded in place; None if it was not.
 
     Args:
-        model: A model that was given to `parallelize`, or a module that holds one.
+        model: A model that you passed to `parallelize`, or a module that contains one.
     """
     return next((found for module in model.modules() if (found := module.__dict__.get(KEPT_AS)) is not None), None)
 
 
 def table_of(model: nn.Module, plan: dict[str, Style]) -> tuple[tuple[str, ...], ...]:
-    """Lines about the parameters of a model that was cut, numbers in their names written as `*`.
+    """Return lines about the parameters of a sharded model, with `*` for numbers in their names.
 
     Args:
         model: The model.
-        plan: The style of every name.
+        plan: Style of each module and parameter, by name.
     """
     lines = []
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What a model of transformers must be, for its attention to be a context's: looked for before anything is changed."""
+"""Checks, before any change, that a Hugging Face Transformers model supports context parallelism."""
 
 import ast
 import dis
@@ -9,7 +9,7 @@ from types import CodeType
 from torch import Tensor, nn
 
 OF_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-"""Parts of the names of models whose head reads one token of a row, which a rank may not have."""
+"""Parts of the names of models whose head reads one token of a sequence. Other ranks do not hold that token."""
 
 CARRY = (
     "Mamba",
@@ -22,20 +22,20 @@ CARRY = (
     "RecurrentBlock",
     "CrossAttention",
 )
-"""Parts of the names of layers that carry state along the sequence, or attend to another one."""
+"""Parts of the names of layers that carry state along the sequence, or attend to another sequence."""
 
 
 def check_decoder(model: nn.Module) -> None:
-    """Makes sure that the attention of a model can be computed by a context. Changes nothing.
+    """Raise unless a context can compute the attention of a model. Changes nothing.
 
     Args:
-        model: A decoder of transformers.
+        model: A decoder of Hugging Face Transformers.
 
     Raises:
-        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens are
-            or counts them from another number than 0, a layer carries state along the sequence, caps the scores of
-            its attention, computes with masks or hands it no keywords, its head reads several tokens, or its loss has a
-            part that is no sum over tokens.
+        ValueError: The model is no Transformers decoder, or its attention cannot be replaced. Or it takes no
+            position_ids, or counts positions from a number other than 0. Or a layer carries state along the sequence,
+            caps attention scores, computes with masks, or passes no keyword arguments to its attention. Or its head
+            reads one token of a sequence, or its loss has a term that is not a sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -95,7 +95,10 @@ def check_decoder(model: nn.Module) -> None:
 
 
 def _soft_caps(module: nn.Module) -> dict[str, float]:
-    """By attribute, the soft cap that a module hands to its attention; others, as Gemma 3, have one and ignore it."""
+    """Return the soft caps that a module passes to its attention, by attribute.
+
+    The attribute alone is not enough: some models (Gemma 3) have it and ignore it.
+    """
     code = _code(module)
     constants = () if code is None else code.co_consts  # names of keywords are constants, or tuples of them
     if not any(entry == "softcap" or (isinstance(entry, tuple) and "softcap" in entry) for entry in constants):
@@ -104,13 +107,13 @@ def _soft_caps(module: nn.Module) -> dict[str, float]:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether a module calls the attention that transformers dispatches by name."""
+    """Return whether a module calls the attention that Transformers dispatches by name."""
     code = _code(module)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _is_deaf(module: nn.Module) -> bool:
-    """Whether the code of a module never reads the keywords that it does not name."""
+    """Return whether the code of a module never reads its `**kwargs`."""
     code = _code(module)
     if code is None:
         return False
@@ -122,21 +125,21 @@ def _is_deaf(module: nn.Module) -> bool:
 
 
 def _code(module: nn.Module) -> CodeType | None:
-    """The code of a module's forward, without what wraps it; None where it is not Python's."""
+    """Return the code of a module's forward without decorators; None if it is not a Python function."""
     code: CodeType | None = getattr(unwrap(type(module).forward), "__code__", None)
     return code
 
 
 def fixed(model: nn.Module) -> ValueError:
-    """The error for a model whose attention is its own."""
+    """Return the error for a model that does not dispatch its attention by name."""
     return ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
 
 
 def _check_head(model: nn.Module) -> None:
-    """Makes sure that what comes after the layers treats each token by itself.
+    """Raise unless the modules after the layers process each token separately.
 
     Raises:
-        ValueError: It scores a row by one of its tokens, which is another one on each rank.
+        ValueError: The head scores a sequence by one of its tokens. Each rank would use a different token.
     """
     who = type(model).__name__
     takes = signature(type(model).forward).parameters
@@ -154,15 +157,15 @@ def _check_head(model: nn.Module) -> None:
 
 
 def check_outputs(model: nn.Module, args: object, output: object) -> None:
-    """Raises unless a model gave logits of tokens; a hook of its forward.
+    """Raise unless a model returned logits per token. It is a forward hook.
 
     Args:
         model: The model.
-        args: What it was called with.
-        output: What it gave.
+        args: Positional arguments of the call.
+        output: Output of the call.
 
     Raises:
-        ValueError: The logits are of whole rows.
+        ValueError: The model returned logits per sequence.
     """
     del args
     logits = getattr(output, "logits", None)
@@ -174,12 +177,12 @@ def check_outputs(model: nn.Module, args: object, output: object) -> None:
 
 
 def _is_in_layers(name: str) -> bool:
-    """Whether a name is that of a module in a list of layers."""
+    """Return whether a module's name is inside a list of layers."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def _computes_with_mask(kind: type[nn.Module]) -> bool:
-    """Whether a module's code does more with its attention_mask than to hand it on and to ask whether it is None."""
+    """Return whether a module's code computes with its attention_mask, beyond passing it on or comparing it to None."""
     try:
         tree = ast.parse(textwrap.dedent(getsource(unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):  # it was not read from a file

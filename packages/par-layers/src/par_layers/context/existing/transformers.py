@@ -155,15 +155,15 @@ def _with_last_position(
 
 
 def _without_last_position(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The cosines and sines [..., s, D] of this rank's tokens alone."""
+    """Remove the position that was added: return the cosines and sines [..., s, D] of this rank's tokens."""
     return tuple(each[..., :-1, :] for each in output)
 
 
 class NoGeneration:
-    """In the place of the method `generate` of a model whose attention is a context's."""
+    """Replacement of the method `generate` of a model that uses context parallelism."""
 
     def __call__(self, *args: Any, **keywords: Any) -> NoReturn:
-        """Raises ValueError."""
+        """Raise ValueError."""
         del args, keywords
         raise ValueError(
             "generate() goes on from tokens of earlier calls, which are not cut over the ranks of a sequence; save "
@@ -174,18 +174,18 @@ class NoGeneration:
 def whole_batch(
     batch: Mapping[str, Any], documents: Documents | None
 ) -> tuple[dict[str, Any], Documents | None, tuple[str, ...]]:
-    """A batch for a model of transformers, as it is cut: without a mask of padding, and with targets to be shifted.
+    """Prepare a Transformers batch for the split: without padding mask, with documents and targets.
 
     Args:
-        batch: The model's keywords, with input_ids, [B, length].
-        documents: Lengths of documents; None reads them from position_ids that begin anew, or from an attention_mask
-            with padding at the right.
+        batch: Keyword arguments of the model, with input_ids, [B, length].
+        documents: Lengths of documents; None reads them from position_ids that restart, or from an attention_mask with
+            padding on the right.
 
     Returns:
-        The batch, its documents, and the names of what becomes targets of the next token.
+        The batch, its documents, and the names of the tensors that become targets of the next token.
 
     Raises:
-        ValueError: Padding lies elsewhere, or positions do not count up in documents.
+        ValueError: The mask has padding that is not on the right, or positions do not count up in documents.
     """
     result = {name: x for name, x in batch.items() if name not in {"attention_mask", "position_ids"}}
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -206,20 +206,20 @@ def whole_batch(
 
 
 def local_batch(cut: Mapping[str, Any], positions: Tensor) -> dict[str, Any]:
-    """What a model is given besides its tokens: their positions, and a mask without padding.
+    """Add positions and a mask without padding to this rank's part of a batch.
 
-    A model that is called without them adds both itself, see `_with_places`.
+    If the caller does not pass them to the model, `_with_places` adds both.
 
     Args:
-        cut: The batch's tokens of this rank.
-        positions: Their places in their documents, int64 [B or 1, s].
+        cut: This rank's tokens of the batch.
+        positions: Positions of the tokens in their documents, int64 [B or 1, s].
     """
     ones = _ones(cut["input_ids"])
     return {**cut, "position_ids": positions.to(ones.device).expand_as(ones), "attention_mask": ones}
 
 
 def _documents_without_padding(mask: Tensor) -> list[list[int]]:
-    """The documents of rows that are padded at the right: what is padding is a document of its own."""
+    """Return the documents of right-padded sequences. The padding of a sequence is a separate document."""
     numbers, length = mask.bool().sum(1), mask.shape[-1]
     places = torch.arange(length, device=mask.device)
     if not torch.equal(mask.bool(), places < numbers[:, None]):
@@ -228,7 +228,7 @@ def _documents_without_padding(mask: Tensor) -> list[list[int]]:
 
 
 def _documents_by_position(positions: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The documents of rows whose positions begin anew with each; padding is none of them, and has its own."""
+    """Return the documents of sequences whose positions restart in each document. Padding is a separate document."""
     here = positions.cpu()
     if here.dim() != 2:
         raise ValueError(f"position_ids are {list(here.shape)}; they must be [B, length]")
@@ -258,7 +258,7 @@ def _attention(  # noqa: PLR0917 - the signature that models call
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as models of transformers call it, with heads first."""
+    """Compute attention in place of Transformers' attention functions, with heads before tokens."""
     context, tokens = getattr(module, NAME, None), keywords.pop("par_tokens", None)
     if context is None:
         raise ValueError(f"{type(module).__name__} has no context; call context.transformers_(model)")
@@ -294,12 +294,14 @@ def _attention(  # noqa: PLR0917 - the signature that models call
 
 
 def _scaled_by_place(module: Any, query: Tensor, places: Tensor) -> Tensor:
-    """Queries of Llama 4's layers without rotation, which it scales as if the first one here were the document's first.
+    """Correct the query scale of Llama 4's layers without rotary embeddings.
+
+    Llama 4 scales by the index on this rank, as if this rank's first token were the first of its document.
 
     Args:
         module: The layer.
-        query: What it gives, [B, H, s, D].
-        places: The places of the tokens in their documents, [B or 1, s].
+        query: Queries that the layer has scaled, [B, H, s, D].
+        places: Positions of the tokens in their documents, [B or 1, s].
     """
 
     def scale(place: Tensor) -> Tensor:
@@ -322,11 +324,9 @@ def _mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> "Mask | Unreadable":
-    """The mask of a kind of layer, in the place of the tensor that transformers would make.
-
-    Models make the masks of all kinds of layers, also of those that they have none of. So a mask that cannot be read
-    is an error only in a layer that attends with it.
-    """
+    """Return the mask of a kind of layer, instead of the tensor that Transformers would create."""
+    # Models create masks for all kinds of layers, even for kinds that they do not use. An unsupported mask is therefore
+    # returned as `Unreadable`, and raises only in a layer that uses it.
     if q_length != kv_length or kv_offset or (not isinstance(q_offset, Tensor) and q_offset):
         raise ValueError(
             "past_key_values have tokens of earlier calls, which are not cut; call model(..., use_cache=False)"
@@ -346,23 +346,23 @@ def _mask(
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In the place of a mask that is none of positions.
+    """Placeholder of a mask that depends on more than positions.
 
     Args:
-        why: What a layer that attends with it says.
+        why: Error message of a layer that uses the mask.
     """
 
     why: str
 
 
 def read(function: Callable[..., Tensor]) -> Mask:
-    """The mask that a mask function of transformers stands for.
+    """Return the `Mask` that a mask function of Transformers computes.
 
     Args:
-        function: Says of (row, head, query, key), tensors of numbers of tokens, whether the query sees the key.
+        function: Function of (row, head, query, key), integer tensors, that returns whether the query sees the key.
 
     Raises:
-        ValueError: It reads data, or is none of causal, window and chunk.
+        ValueError: The function depends on data, or is not a causal mask, a window or a chunk.
     """
 
     def sees(query: Tensor | int, key: Tensor | int) -> Tensor:
@@ -376,7 +376,7 @@ def read(function: Callable[..., Tensor]) -> Mask:
             ) from error
 
     def reach(query: int, sign: int, *, of_key: bool = False) -> int | None:
-        """How many tokens away the last one is that is seen (or sees, of a key), None if there is no end."""
+        """Return the distance of the farthest token that a query sees (of_key: that sees a key); None for no limit."""
 
         def seen(distance: Tensor) -> Tensor:
             other = query + sign * distance
@@ -408,7 +408,7 @@ def read(function: Callable[..., Tensor]) -> Mask:
 
 
 def _expected(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    """What a mask shows each query, pair by pair."""
+    """Return whether each query sees each key, according to a mask."""
     seen = keys <= queries if mask.causal else torch.ones_like(keys + queries, dtype=torch.bool)
     if mask.window is not None:
         seen = seen & ((queries - keys).abs() < mask.window)

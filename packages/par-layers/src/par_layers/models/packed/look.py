@@ -1,4 +1,4 @@
-"""What a module with the packed weights of all experts computes, and this rank's part of them."""
+"""Conversion of a module with packed expert weights to this package's experts, with this rank's shapes."""
 
 import sys
 from typing import Any
@@ -12,20 +12,20 @@ from ...experts.selection import ExpertConfig
 from ...modes.grid import Grid
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-"""What transformers says of a class of packed experts, on each of its instances."""
+"""Attributes by which Hugging Face Transformers describes a module of packed experts."""
 
 
 def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
-    """Experts of ours that compute what a module's do, with parameters of this rank's shapes on the meta device.
+    """Return `Experts` equivalent to a module's packed experts, with this rank's shapes on the meta device.
 
     Args:
-        module: Packed experts as transformers 5 has them, with all experts, or this rank's if they have been cut.
-        grid: This rank's place, in the view "experts".
-        name: The name of the module, for messages.
+        module: Packed experts of Transformers 5: all experts, or this rank's experts after sharding.
+        grid: This rank's coordinates, in the view "experts".
+        name: Name of the module, for messages.
 
     Raises:
-        TypeError: The module is none of the kind.
-        ValueError: Experts or features do not divide by the ranks.
+        TypeError: The module has no packed experts of Transformers 5.
+        ValueError: The experts or features do not divide by the ranks.
     """
     inside: Any = module
     who = type(module).__name__
@@ -72,7 +72,7 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module says how its weights of all experts lie, has no others, and no norm after each expert."""
+    """Return whether a module describes the layout of all its weights, and has no norm after each expert."""
     if _missing_flags(module) or module.has_post_expert_norm:
         return False
     _, known, own = _names(module)
@@ -80,12 +80,12 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def _missing_flags(module: nn.Module) -> list[str]:
-    """What packed experts of transformers say of themselves, and this module does not."""
+    """Return the attributes of `FLAGS` that a module lacks."""
     return [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
 
 
 def _names(module: Any) -> tuple[str, list[str], list[str]]:
-    """The name of the first weight of packed experts, all names by what the module says of itself, and those it has."""
+    """Return the first weight's name, the parameter names according to the module's flags, and the actual names."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = (first, "down_proj")
     known = sorted({*weights, *(f"{weight}_bias" for weight in weights if module.has_bias)})
@@ -93,7 +93,7 @@ def _names(module: Any) -> tuple[str, list[str], list[str]]:
 
 
 def activation_like(module: nn.Module) -> str | Activation:
-    """What a module's experts compute between their products.
+    """Return the activation between the two matmuls of a module's experts.
 
     Args:
         module: Packed experts.
@@ -109,7 +109,7 @@ def activation_like(module: nn.Module) -> str | Activation:
 
 
 def apply_gate(module: Any, gate_up: Tensor) -> Tensor:
-    """What packed experts compute of gate and up if they say nothing else: the activation [R, f] of [R, 2 f]."""
+    """Compute the default activation of packed experts, act(gate) * up: [R, f] from [R, 2 f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     activated: Tensor = module.act_fn(gate) * up
     return activated

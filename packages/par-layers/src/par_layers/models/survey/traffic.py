@@ -1,7 +1,7 @@
-"""What each module of an existing model communicates once it is cut: from the survey alone, pure, exact.
+"""Communication of each module of a sharded model, computed exactly from the survey. Pure.
 
-Counted are elements that a rank receives, as in `par_layers.layer_cost`: an all-reduce of n over p ranks 2(p-1)/p n, an
-all-gather or reduce-scatter (p-1)/p of the full size.
+The unit is elements that a rank receives, as in `par_layers.layer_cost`. Over p ranks, an all-reduce of n elements
+counts 2(p-1)/p n, and an all-gather or reduce-scatter counts (p-1)/p of the full size.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from .survey import RegionPlan, Survey, survey_planned, tensor_axes
 
 @dataclass(frozen=True)
 class CommunicationVolume:
-    """What one module receives from the other ranks of its tensor group in every forward and backward pass.
+    """Communication of one module with its tensor group in each forward and backward pass.
 
     Args:
         elements: Number of elements that a rank receives.
@@ -55,9 +55,9 @@ def communication_volumes(
     logits: Literal["cut", "whole"] = "cut",
     experts_per_token: int | None = None,
 ) -> dict[str, CommunicationVolume]:
-    """What each module of a model will communicate in mode 1d, as `parallelize` cuts it; pure, without live groups.
+    """Return the communication of each module after `parallelize` in mode 1d. Pure, without live groups.
 
-    Their sum is everything that a forward with its loss and its backward receive when every parameter is trained.
+    The sum over all modules is the communication of a forward, its loss and its backward if every parameter is trained.
     Two things are not included. The sums of partial gradients are reduced once a step; `plan_shardings` lists them. The
     routed tokens of expert parallelism travel over other ranks, and their number depends on the routers.
 
@@ -66,18 +66,17 @@ def communication_volumes(
         topology: The topology, whose tensor mode is 1d.
         tokens: Number of tokens, batch x sequence.
         plan: Rules by pattern, or "auto".
-        logits: "cut": the loss is computed over cut logits, as the model's own is in training; "whole": they are
-            gathered.
-        experts_per_token: Number of experts that a token goes to; None: `num_experts_per_tok` of the model's config.
+        logits: "cut" computes the loss from sharded logits, as models do in training; "whole" gathers the logits.
+        experts_per_token: Number of experts per token; None uses `num_experts_per_tok` of the model's config.
 
     Returns:
-        By name of the module. What both ends of the layers gather under sequence parallelism stands under the first and
-        the last layer; "" is the loss over cut logits, whose numbers are fp32.
+        Communication by name of the module. The gathers around all layers, under sequence parallelism, count for the
+        first and the last layer. "" is the loss over sharded logits, whose elements are fp32.
 
     Raises:
-        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
-        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, or the model
-            has experts and nobody says how many a token goes to.
+        TypeError: The model has no plan, a rule does not fit its module, or the sequence cannot be split.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d. Or the
+            model has experts, and the number of experts per token is unknown.
     """
     found, grid = survey_planned(model, topology, 0, plan), PlannedGrid(topology, 0)
     if not tensor_axes(grid):
@@ -88,15 +87,15 @@ def communication_volumes(
 
 
 class _TrafficCounter:
-    """The costs of a model, style by style.
+    """Counter of a model's communication, module by module.
 
     Args:
         model: The model.
-        found: What its plan means.
+        found: Survey of the model.
         ranks: Number of ranks of a tensor group.
         tokens: Number of tokens.
-        chosen: Number of experts that a token goes to; None: the config's.
-        are_whole: Whether experts that are dealt out are each whole on a rank.
+        chosen: Number of experts per token; None uses the config's number.
+        are_whole: Whether each distributed expert is stored on one rank, and not sharded over the tensor group.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class _TrafficCounter:
             self._add(name, 2 * activations * style.around)
 
     def _entry(self, name: str, region: RegionPlan) -> None:
-        """What a region takes at its entry, where not each of its Columns takes it."""
+        """Count the collectives at a region's entry, which serve all of its Columns."""
         sequence = self.found.is_cut_along_sequence(name)
         activations = self.one * self.tokens * self._entering(name, region)
         if not self.found.has_entry(name):
@@ -171,7 +170,7 @@ class _TrafficCounter:
             self._add(name, (3 if takes_it else 2) * activations, 3 if takes_it else 2)
 
     def _ends_of_layers(self, layers: str) -> None:
-        """The sequence is cut before the first layer, gathered after the last, and around blocks in between."""
+        """Count the collectives that split the sequence before the layers, and gather it after them and in blocks."""
         names = list(self.modules[layers]._modules)  # not all numbers, where a planner has left out layers alike
         width = self.one * self.tokens * self._width()
         self._add(f"{layers}.{names[0]}", width)  # backward gathers
@@ -180,12 +179,12 @@ class _TrafficCounter:
             self._add(block, 2 * self.one * self.tokens * self._width(), 2)
 
     def _is_entered(self, column: str) -> bool:
-        """Whether a Column takes what its region has entered for all of them."""
+        """Return whether a Column receives its input from its region's entry, without a collective of its own."""
         name = self.found.region_around(column)
         return name in self.found.regions and self.found.has_entry(name)
 
     def _entering(self, name: str, region: RegionPlan) -> int:
-        """The number of features that enter a region: where linears lie before its Columns, they take them."""
+        """Return the number of input features of a region: those of linears before its Columns, or of a Column."""
         before = [
             path
             for path, style in self.found.rules.items()
@@ -199,7 +198,7 @@ class _TrafficCounter:
         return features_of(self.modules[name if wrapper is None else wrapper.base])[1]
 
     def _width(self) -> int:
-        """The number of features where layers add up: what every Row gives; without one, the config's."""
+        """Return the width of the residual stream: the output features of a Row, or else the config's hidden_size."""
         rows = [
             name for name, style in self.found.rules.items() if isinstance(style, RowParallel) and name in self.modules
         ]
