@@ -1,7 +1,7 @@
 """Pipeline parallelism: schedules as data, a simulator with pictures, and a runtime for any valid schedule.
 
-Schedules and the simulator are imported at once and need no torch; what runs on tensors is imported when it is first
-used, so that planning for thousands of stages stays a small, quick process.
+Schedules and the simulator are imported at once and need no torch. The runtime is imported on first use. A plan for
+thousands of stages therefore takes a small, quick process.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What went wrong in a step, where, and for whom."""
+"""Errors of a step: the cause, the rank and action where it happened, and the exception that all ranks raise."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ _LONGEST = 300  # bytes of text: a failure fits into the header of any message
 
 
 class PipelineError(RuntimeError):
-    """A step that failed, on this rank or another one; all ranks of the pipeline raise. `reset()` makes it usable."""
+    """Error of a failed step, raised on all ranks of the pipeline. `reset()` makes the pipeline usable again."""
 
 
 class Failure(NamedTuple):
-    """The cause of a failed step, as every rank hears of it.
+    """Cause of a failed step, as sent to every rank.
 
     Args:
-        rank: The rank where it happened, within the pipeline.
-        where: What that rank was about; "" if it had not begun.
-        kind: The name of the exception's type.
-        text: The exception's message.
+        rank: Rank of the failure, within the pipeline.
+        where: Action of that rank at the failure, in words; "" before its first action.
+        kind: Name of the exception's type.
+        text: Message of the exception.
     """
 
     rank: int
@@ -28,12 +28,12 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, doing: Action | str | None) -> "Failure":
-        """What an exception on this rank becomes for the others; news of a peer's failure stays as it is.
+        """Return the failure that this rank sends to the other ranks. A failure received from a peer stays unchanged.
 
         Args:
-            error: The exception.
+            error: Exception on this rank.
             rank: This rank.
-            doing: The action under way, or in words what comes after all of them; None if none had begun.
+            doing: Current action, or words for the work after the last action; None before the first action.
         """
         from par_groups import error_text  # noqa: PLC0415 - it needs torch, and schedules do without
 
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
         return cls(rank, where, type(error).__name__, text)
 
     def error(self) -> Exception:
-        """What every rank raises. A mistake in the arguments of a step stays a ValueError or TypeError."""
+        """Return the exception that every rank raises. For an invalid argument, it stays a ValueError or TypeError."""
         mistakes = {"ValueError": ValueError, "TypeError": TypeError}
         if not self.where and self.kind in mistakes:
             return mistakes[self.kind](f"rank {self.rank}: {self.text}")
@@ -58,11 +58,11 @@ class Failure(NamedTuple):
 
 
 class DataEnded(Exception):  # noqa: N818 - an end, which is no error if it comes on all ranks
-    """The data iterator of this rank has ended. It is never seen outside."""
+    """End of this rank's data iterator; internal, never raised to callers."""
 
 
 class PeerFailed(Exception):  # noqa: N818 - it passes on the news, and is never seen outside
-    """Another rank says that the step failed."""
+    """Failure of the step, received from another rank; internal, never raised to callers."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)

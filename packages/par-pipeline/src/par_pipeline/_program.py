@@ -1,4 +1,4 @@
-"""From what a rank computes to what it sends and receives. Pure arithmetic, which wire and runtime share."""
+"""Derivation of a rank's sends and receives from its actions. Pure arithmetic, shared by the wire and the runtime."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ from .schedules.schedule import Schedule
 
 
 class Message(NamedTuple):
-    """What one stage gives to the next one, or gives back.
+    """Outputs that a stage sends to the next stage, or gradients that it sends back.
 
     Args:
-        gradient: Whether it is the gradient of a stage's outputs, or else a stage's inputs.
-        stage: The stage that takes it.
+        gradient: Whether the message contains gradients of a stage's outputs; False for a stage's inputs.
+        stage: Stage that receives the message.
         microbatch: Number of the microbatch, from 0.
     """
 
@@ -24,38 +24,38 @@ class Message(NamedTuple):
 
 
 STATUS = Message(gradient=False, stage=-1, microbatch=-1)
-"""What a rank sends to its peers when it is done with a step."""
+"""Message from a rank to its peers at the end of a step."""
 
 WELL = Message(gradient=False, stage=-2, microbatch=-1)
-"""What a rank sends to the one with the loss, once nothing but the loss is missing, where every rank gets the loss."""
+"""Message from a rank to the rank with the loss, after all work except the loss, if every rank receives the loss."""
 
 LOSS = Message(gradient=False, stage=-3, microbatch=-1)
-"""The loss of the batch, from the rank with the last stage to all others, once they have said that all is well."""
+"""Loss of the batch, from the rank with the last stage to all other ranks, after they have sent `WELL`."""
 
 
 def sum_message(number: int) -> Message:
-    """What the holders of shared parameters send to each other: a holder's gradients, to be summed.
+    """Return the message in which holders of shared parameters exchange gradients to sum.
 
     Args:
-        number: Which `Shared` of the pipeline it is, from 0.
+        number: Index of the `Shared` in the pipeline, from 0.
     """
     return Message(gradient=True, stage=-1, microbatch=number)
 
 
 def is_sum(message: Message) -> bool:
-    """Whether it is a `sum_message`: as large as parameters, and not needed before a step's end."""
+    """Return whether a message is a `sum_message`, which is as large as parameters and needed at a step's end."""
     return message.gradient and message.stage < 0
 
 
 class Instruction(NamedTuple):
-    """One action of this rank.
+    """Action of this rank with its messages.
 
     Args:
-        action: What is computed.
-        takes: What it needs from a neighbouring stage.
-        source: The rank of that stage; it may be this one.
-        gives: What a neighbouring stage needs from it.
-        target: The rank of that stage; it may be this one.
+        action: Action.
+        takes: Message that the action needs from a neighbouring stage; None if it needs no message.
+        source: Rank of that stage; may be this rank.
+        gives: Message that a neighbouring stage needs from the action; None if no stage needs one.
+        target: Rank of that stage; may be this rank.
     """
 
     action: Action
@@ -66,12 +66,13 @@ class Instruction(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A message that another rank sends.
+    """Message that another rank sends.
 
     Args:
-        message: Which message it is.
-        position: The place, in that rank's actions, of the action that sends it.
-        after: How many messages from that rank this one has taken when it is time to post the receive of its tensors.
+        message: Message.
+        position: Index, in that rank's actions, of the action that sends it.
+        after: Number of messages from that rank that this rank has taken when it posts the receive of the tensors.
+            Default: 0.
     """
 
     message: Message
@@ -81,19 +82,20 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one rank does in a step.
+    """Actions and messages of one rank in a step.
+
+    A peer is a rank with which this rank exchanges messages.
 
     Args:
-        instructions: The rank's actions, in order.
-        arrivals: For each peer, which is a rank that this one exchanges messages with, what it sends to this one, in
-            its order; its status is the last.
-        departures: For each peer, what this rank sends to it, in this one's order; the status is the last.
-        consumed: For each message that this rank sends, the place, in the receiver's actions, of the action that takes
-            it. Whatever the receiver sends from there on says that the message has arrived.
-        final: For each stage, two places in this rank's actions after which its gradients are complete: the one if its
-            backward is split, and the one if it is not.
-        forwards: The number of forwards.
-        neighbours: The number of peers with a neighbouring stage.
+        instructions: Actions of the rank, in order.
+        arrivals: Messages from each peer, in the peer's order; its status is the last.
+        departures: Messages to each peer, in this rank's order; the status is the last.
+        consumed: Index of the receiver's action that takes a message, for each message that this rank sends. Any later
+            message from the receiver proves that the message has arrived.
+        final: Two indices of this rank's actions for each stage, after which its gradients are complete: the first if
+            the stage's backward is split, the second if it is not.
+        forwards: Number of forwards.
+        neighbours: Number of peers with a neighbouring stage.
     """
 
     instructions: tuple[Instruction, ...]
@@ -113,14 +115,14 @@ def compile_program(
     holders: Sequence[Sequence[int]] = (),
     broadcasts_loss: bool = False,
 ) -> Program:
-    """Compiles one rank's part of a schedule.
+    """Compile one rank's part of a schedule.
 
     Args:
-        schedule: A valid schedule.
-        rank: The rank, within the pipeline.
-        forward_only: Whether the backward is left out.
-        holders: For each `Shared`, the ranks whose gradients are summed after the last action.
-        broadcasts_loss: Whether every rank gets the loss.
+        schedule: Valid schedule.
+        rank: Rank within the pipeline.
+        forward_only: Whether to skip the backward. Default: False.
+        holders: Ranks whose gradients are summed after the last action, for each `Shared`. Default: none.
+        broadcasts_loss: Whether every rank receives the loss. Default: False.
     """
     instructions = tuple(_instructions(schedule, rank, forward_only))
     neighbours = {peer for instruction in instructions for peer in (instruction.source, instruction.target)} - {rank}
@@ -157,10 +159,11 @@ def compile_program(
 
 
 def _due(coming: Sequence[Message], taken: Sequence[Message]) -> list[int]:
-    """For each message that comes from a peer, how many of them are taken when its receive is due.
+    """Return, for each message from a peer, the number of messages taken when its receive must be posted.
 
-    What is taken next is due, and with it what comes before that: receives have the order in which the peer sends. Most
-    schedules take in that order, too, so that one receive is ahead; some take a message before an earlier one.
+    The receive of the next message that this rank takes must be posted, and before it all receives of earlier messages,
+    because receives follow the order in which the peer sends. Most schedules take messages in that order, too; then one
+    receive is posted ahead. Some schedules take a message before an earlier message.
     """
     places = {message: place for place, message in enumerate(coming)}
     due: list[int] = []
@@ -173,18 +176,18 @@ _AT_THE_END = sys.maxsize  # the place of what takes a message after all actions
 
 
 class _Ends(NamedTuple):
-    """What ranks exchange after all actions.
+    """Messages that ranks exchange after all actions.
 
     Args:
-        holders: For each `Shared`, the ranks whose gradients are summed.
-        root: The rank whose loss every rank gets; None: nobody gets it.
+        holders: Ranks whose gradients are summed, for each `Shared`.
+        root: Rank that sends its loss to every rank; None: the loss is not sent.
     """
 
     holders: Sequence[Sequence[int]]
     root: int | None
 
     def sent(self, source: int, target: int) -> list[Message]:
-        """What one rank sends to another one, in order."""
+        """Return the messages from one rank to another rank, in order."""
         sums = [sum_message(number) for number, ranks in enumerate(self.holders) if source in ranks and target in ranks]
         if self.root is None:
             return sums
@@ -215,7 +218,7 @@ def _instructions(schedule: Schedule, rank: int, forward_only: bool) -> Iterable
 
 
 def _final(instructions: Iterable[Instruction]) -> dict[int, tuple[int, int]]:
-    """`Program.final`. A weight gradient is the last one only of a stage whose backward is split."""
+    """Return `Program.final`. A weight gradient can be the last action only of a stage with a split backward."""
     final: dict[int, tuple[int, int]] = {}
     for position, instruction in enumerate(instructions):
         op, stage, _ = instruction.action

@@ -14,15 +14,15 @@ ALIGNMENT = 64  # bytes, so that a part of a message can be viewed as any dtype
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor looks like.
+    """Metadata of a tensor.
 
     Args:
-        dtype: The tensor's dtype.
-        shape: The tensor's shape.
-        device: The type of its device, such as "cpu".
-        requires_grad: Whether a gradient is wanted for it.
-        sent: The dtype in which it is sent.
-        bytes: The size of its elements in the dtype in which it is sent.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        device: Type of its device, such as "cpu".
+        requires_grad: Whether the tensor requires a gradient.
+        sent: Dtype in which the tensor is sent.
+        bytes: Size of its elements in the dtype `sent`, in bytes.
     """
 
     dtype: torch.dtype
@@ -34,20 +34,20 @@ class TensorSpec(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A leaf that is no tensor, pickled."""
+    """Pickled leaf that is not a tensor."""
 
     data: bytes
 
 
 class Signature(NamedTuple):
-    """All of a value but its tensors' elements.
+    """Complete description of a nested value, without its tensors' elements.
 
     Args:
-        structure: None: the value is the only leaf. A number: a plain tuple of so many leaves. Bytes: the value with
-            numbers in place of its leaves, pickled.
-        leaves: What each leaf looks like, in order.
-        specs: What each tensor looks like, in order.
-        size: Bytes of all tensors, each aligned.
+        structure: None if the value is its only leaf; a number for a plain tuple of so many leaves; bytes for the
+            pickled value with numbers in place of its leaves.
+        leaves: Metadata of each leaf, in order.
+        specs: Metadata of each tensor, in order.
+        size: Size of all tensors, each aligned, in bytes.
     """
 
     structure: bytes | int | None
@@ -56,7 +56,7 @@ class Signature(NamedTuple):
     size: int
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Makes the value that has these tensors."""
+        """Build the value with these tensors."""
         if self.structure is None and tensors:
             return tensors[0]
         remaining = iter(tensors)
@@ -74,15 +74,15 @@ class Signature(NamedTuple):
 def flatten(
     value: Any, like: Signature | None = None, border: torch.dtype | None = None
 ) -> tuple[list[Tensor], Signature]:
-    """Takes a value apart into its tensors, in order, and its signature.
+    """Return a value's tensors, in order, and its signature.
 
     Args:
         value: Tensors, plain values and any nesting of them.
-        like: A signature that the value may well have: that is quick to see, and saves making a new one.
-        border: The widest dtype in which real floating-point tensors are sent. None: they are sent as they are.
+        like: Signature that the value probably has; the function compares it first, to save building a new one.
+        border: Widest dtype in which real floating-point tensors are sent. None: they are sent in their own dtype.
 
     Raises:
-        TypeError: An object in the value holds tensors where nobody can see them.
+        TypeError: An object in the value hides tensors in its attributes.
     """
     if like is not None:
         if like.structure is None and _looks_like(value, like.leaves[0]):
@@ -129,20 +129,20 @@ def _looks_like(value: Any, leaf: TensorSpec | Plain) -> bool:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a nested value, in order."""
+    """Return the tensors of a nested value, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def aligned(size: int) -> int:
-    """The next multiple of the alignment, in bytes."""
+    """Return a size rounded up to a multiple of the alignment, in bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses tensors: they would lose their gradients."""
+    """Pickler that raises an error for tensors, because they would lose their gradients."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Called for every object that is pickled."""
+        """Raise TypeError if an object is a tensor; pickle calls this method for every object."""
         if isinstance(value, Tensor):
             raise TypeError(
                 "an object with a tensor in it is passed between stages, which loses its gradient; pass tuples, lists "

@@ -1,7 +1,8 @@
-"""What this package uses of torch's underscore APIs: the first file to open when torch moves.
+"""All underscore APIs of torch that this package uses: the first file to open after a new torch release.
 
-Each entry says since which version torch has the API, as far back as this package goes (2.11), and why no public one
-does. What runs for every action of a step is the object itself, or a C-level getter, so that it costs no call more.
+Each entry lists since which version torch has the API, as far back as this package supports (2.11), and why no public
+API replaces it. The entries that run for every action of a step are torch's own objects or C-level getters, so that
+they add no function call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,11 +44,11 @@ _record_functions = torch._C._autograd._enable_record_function
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """A context in which a profiler that records does not hear of what this thread does.
+    """Hide this thread's operations from an active profiler inside the context.
 
-    A gloo work that is begun while a profiler records writes into the profiler's memory when it ends (torch 2.11 to
-    2.13, ProcessGroupGloo's end callback), although the profiler may be gone by then: receives that are posted ahead
-    end in a later step, and what they overwrote was somebody else's.
+    If a gloo work begins while a profiler records, its end callback writes into the profiler's memory (torch 2.11 to
+    2.13, ProcessGroupGloo). Receives that are posted ahead end in a later step, when the profiler may be gone. They
+    would then overwrite memory of other objects.
     """
     _record_functions(False)
     try:
@@ -57,12 +58,12 @@ def unheard() -> Iterator[None]:
 
 
 def run_backward(edges: tuple[GradientEdge, ...], gradients: Sequence[Tensor | None]) -> None:
-    """What torch.autograd.backward comes to, in 2.11 already; its own checks take longer than a tiny stage does."""
+    """Run the engine call of torch.autograd.backward, in 2.11 already. Its checks take longer than a tiny stage."""
     _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def are_saved_tensors_hooked() -> bool:
-    """Whether somebody, such as activation checkpointing, decides where saved tensors are kept.
+    """Return whether saved-tensor hooks are active, such as those of activation checkpointing.
 
     In 2.11 already. The public hooks are a context manager that cannot be asked whether it is active.
     """
@@ -70,17 +71,17 @@ def are_saved_tensors_hooked() -> bool:
 
 
 def is_heard(parameter: nn.Parameter) -> bool:
-    """Whether hooks wait for a parameter's gradient. In 2.11 already; hooks can be registered, but not asked for."""
+    """Return whether a parameter has gradient hooks. In 2.11 already; no public API lists registered hooks."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_tensor_hooks(parameter: nn.Parameter) -> bool:
-    """Whether hooks see a parameter's gradient, and may change it, before it is added. In 2.11 already, as above."""
+    """Return whether a parameter has hooks that may change its gradient before accumulation. In 2.11 already."""
     return bool(parameter._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is under torch.compile, called as a function or as its method.
+    """Return whether a module is under torch.compile, called as a function or as its method.
 
     In 2.11 already; `torch.compiler` only says whether code is being compiled right now.
     """
@@ -88,18 +89,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def default_store() -> Any:
-    """The store of the running world, in 2.11 already. torch.distributed gives it to nobody."""
+    """Return the store of the running world, in 2.11 already. torch.distributed has no public function for it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def gloo_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
-    """Options of gloo communicators that share one thread, which reads and writes for all of them.
+    """Return options for gloo communicators that share one I/O thread.
 
-    In 2.11 already; `new_group` makes a thread for each group, and takes no device.
+    In 2.11 already; `new_group` makes a thread for each group, and accepts no gloo device.
 
     Args:
-        timeout: The timeout of every operation.
-        interfaces: Names of the network interfaces; none: the default one.
+        timeout: Timeout of every operation.
+        interfaces: Names of the network interfaces; empty for the default interface.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -109,10 +110,10 @@ def gloo_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL communicator. In 2.11 already; the class is public, its timeout is not.
+    """Return options for an NCCL communicator. In 2.11 already; the class is public, its timeout is not.
 
     Args:
-        timeout: The timeout of every operation.
+        timeout: Timeout of every operation.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -20,14 +20,14 @@ _Chunk = tuple[int, int]  # which of a rank's stages, of how many
 
 
 def draw_step(path: str | Path, events: Sequence[Event], *, makespan: float, peaks: Sequence[int], title: str) -> None:
-    """Draws the events of a step.
+    """Draw the events of a step.
 
     Args:
-        path: The file to write; its ending decides the format.
-        events: What ran when; the first action starts at 0.
-        makespan: When the last action ends.
-        peaks: For each rank, the most activations that it keeps.
-        title: What stands above the picture.
+        path: File to write; its suffix selects the format.
+        events: Actions with their times; the first action starts at 0.
+        makespan: End of the last action, in the unit of the events.
+        peaks: Peak number of saved activations, for each rank.
+        title: Title of the picture.
 
     Raises:
         ImportError: matplotlib is not installed.

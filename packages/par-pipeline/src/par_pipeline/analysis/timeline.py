@@ -12,12 +12,12 @@ _MICROSECONDS = 1e6  # the unit of traces; a simulated unit counts as a second
 
 
 class Timeline:
-    """A step of all ranks.
+    """Step of all ranks.
 
     Args:
-        events: What ran when, in any order.
-        tracks: The sum of every rank's events, where it is known already; the events are then looked at only when a
-            picture or a trace needs them. Default: summed up from the events.
+        events: Actions with their times, in any order.
+        tracks: Sum of every rank's events, if already known; the events are then read only for a picture or a trace.
+            Default: computed from the events.
 
     Raises:
         ValueError: A rank has no events.
@@ -71,11 +71,11 @@ class Timeline:
         return self._tracks[rank].peak
 
     def draw(self, path: str | Path, title: str = "") -> None:
-        """Draws the step, one row per rank.
+        """Draw the step, one row per rank.
 
         Args:
-            path: The file to write; its ending decides the format (.png, .svg, .pdf).
-            title: What stands before the figures in the title, such as the schedule's name.
+            path: File to write; its suffix selects the format (.png, .svg, .pdf).
+            title: Prefix of the title, such as the schedule's name.
 
         Raises:
             ImportError: matplotlib is not installed.

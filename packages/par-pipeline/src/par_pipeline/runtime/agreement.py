@@ -1,4 +1,4 @@
-"""What a pipeline is made of, looked at on each rank, and compared between them before anything is connected."""
+"""Checks of a pipeline's arguments on each rank, and comparison between the ranks before any rank connects."""
 
 import hashlib
 import warnings
@@ -17,7 +17,7 @@ from .weight_gradients import unsplittable
 
 
 def check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
-    """Checks what a pipeline is made of. Returns the numbers of this rank's stages."""
+    """Check the arguments of a pipeline, and return the numbers of this rank's stages."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
     ranks = dist.get_world_size(group)
@@ -41,7 +41,7 @@ def check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessG
 def split_stages(
     stages: Mapping[int, nn.Module], schedule: Schedule, rank: int, where: SplitWhere
 ) -> dict[int, nn.Module]:
-    """The stages of this rank whose backward is split.
+    """Return the stages of this rank whose backward is split.
 
     Raises:
         ValueError: The schedule splits the backward of a stage for which that is impossible.
@@ -62,19 +62,19 @@ def split_stages(
 
 
 def digest(schedule: Schedule) -> str:
-    """A schedule in a few characters, to compare it between ranks."""
+    """Return a hash of a schedule, to compare it between ranks."""
     text = repr([[str(action) for action in actions] for actions in schedule.ranks])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Terms(NamedTuple):
-    """What a rank tells the others of a pipeline when it is made, for them to agree on.
+    """Arguments of a pipeline on one rank, for comparison with the other ranks.
 
     Args:
-        digest: The schedule, in a few characters.
+        digest: Hash of the schedule.
         has_loss: Whether the rank has a loss function.
-        broadcasts_loss: Whether every rank is to get the loss.
-        holders: For each `Shared`, the ranks whose gradients are summed.
+        broadcasts_loss: Whether every rank receives the loss.
+        holders: Ranks whose gradients are summed, for each `Shared`.
     """
 
     digest: str
@@ -84,15 +84,15 @@ class Terms(NamedTuple):
 
 
 def agree_on(terms: Terms, problem: Exception | None, group: dist.ProcessGroup) -> list[bool]:
-    """Raises on every rank if any has a problem, or if they differ. All-gather of small objects.
+    """Raise an error on every rank if a rank has a problem or the ranks differ. All-gather of small objects.
 
     Args:
-        terms: What this rank brings.
-        problem: What is wrong with it, if anything is.
-        group: The ranks of the pipeline.
+        terms: Arguments of this rank.
+        problem: Error on this rank, or None.
+        group: Ranks of the pipeline.
 
     Returns:
-        For each rank, whether it has a loss function.
+        Whether the rank has a loss function, for each rank.
     """
     by_rank = agree(problem, terms, group)
     first = next(iter(by_rank))

@@ -1,4 +1,4 @@
-"""When actions begin and end: on the host's clock, or on that of a GPU, which runs them after the host has gone on."""
+"""Clocks for the start and end of actions: the host's clock, or a GPU's, which runs actions later than the host."""
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter
@@ -9,36 +9,36 @@ from torch import nn
 
 
 class Clock(Protocol):
-    """Notes moments of a step, and says afterwards when they were."""
+    """Clock that records moments of a step and returns their times afterwards."""
 
     def now(self) -> Any:
-        """Notes this moment, without waiting for anything."""
+        """Record this moment, without a wait."""
 
     def seconds(self, moments: Sequence[Any]) -> list[float]:
-        """When the moments were, as the host's `perf_counter` has it. Waits until they are over."""
+        """Return the times of moments on the host's `perf_counter`, in seconds. Wait until the moments have passed."""
 
 
 class HostClock:
-    """The clock of stages on a CPU: a moment is a number of seconds."""
+    """Clock of stages on a CPU: a moment is a number of seconds."""
 
     now = staticmethod(perf_counter)
 
     def seconds(self, moments: Sequence[float]) -> list[float]:
-        """The moments themselves."""
+        """Return the moments themselves."""
         return list(moments)
 
 
 class StreamClock:
-    """The clock of stages on a GPU: a moment is when the current stream comes to it."""
+    """Clock of stages on a GPU: a moment is an event in the current stream."""
 
     def now(self) -> torch.cuda.Event:
-        """Puts an event into the stream."""
+        """Record an event in the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
-        """When the moments were, counted back from now, when the stream has run dry."""
+        """Return the times of moments in seconds, measured back from the end of the stream's work."""
         last = self.now()
         last.synchronize()
         here = perf_counter()
@@ -46,6 +46,6 @@ class StreamClock:
 
 
 def clock_of(modules: Iterable[nn.Module]) -> Clock:
-    """The clock of the device that the modules' parameters are on."""
+    """Return the clock for the device of the modules' parameters."""
     on_gpu = any(parameter.is_cuda for module in modules for parameter in module.parameters())
     return StreamClock() if on_gpu else HostClock()

@@ -1,4 +1,4 @@
-"""What the caller of a step brings on this rank, microbatch by microbatch."""
+"""Arguments of a step on this rank, split into microbatches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from .local_stage import as_arguments
 from .microbatches import Microbatches, Split, first_rows, rows_of, split, split_rows
 
 Weight = Callable[[Any], float | Tensor]
-"""What a microbatch's loss weighs, from its target: such as its number of tokens that count."""
+"""Function from a microbatch's target to the weight of its loss, such as the number of tokens in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """A batch, split into microbatches.
+    """Batch, split into microbatches.
 
     Args:
-        inputs: The positional arguments of the first stage, by microbatch; empty on ranks that are not given any.
-        kwargs: Keywords for every stage of this rank, by microbatch.
-        targets: What the loss is called with, by microbatch; empty if there are none.
-        rows: The number of rows of each microbatch, as far as this rank can tell.
+        inputs: Positional arguments of the first stage, by microbatch; empty on ranks without inputs.
+        kwargs: Keyword arguments for every stage of this rank, by microbatch.
+        targets: Targets of the loss, by microbatch; empty without targets.
+        rows: Number of rows of each microbatch; None if this rank cannot infer it.
     """
 
     inputs: list[tuple[Any, ...]] = field(default_factory=list)
@@ -35,17 +35,17 @@ class Feed:
 
 
 def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, how: Split) -> Feed:
-    """Splits what was given to a step.
+    """Split the arguments of a step into microbatches.
 
     Args:
-        inputs: The positional arguments of the step; none on ranks that are not given any.
-        kwargs: The keyword arguments of the step.
-        target: What the loss is called with; None: nothing.
+        inputs: Positional arguments of the step; empty on ranks without inputs.
+        kwargs: Keyword arguments of the step.
+        target: Target of the loss; None for a loss without a target.
         microbatches: Number of microbatches of the schedule.
-        how: The function that splits.
+        how: Function that splits.
 
     Raises:
-        ValueError: Something cannot be split into that many microbatches, or splits into other numbers of rows.
+        ValueError: An argument cannot be split into that many microbatches, or splits into other numbers of rows.
     """
     if how is split_rows:
         how = partial(split_rows, rows=first_rows((inputs, kwargs, target)))
@@ -78,13 +78,13 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
 
 
 def check_keywords(kwargs: dict[str, Any], rows: Sequence[int | None]) -> None:
-    """Checks that the tensors of keywords have the rows of the batch, for each is split along dim 0.
+    """Check that the tensors in keyword arguments have the rows of the batch, because they are split along dim 0.
 
-    Coefficients, for example, have no rows: a part of them in each microbatch would compute something else.
+    A tensor of coefficients, for example, has no rows: a part of it in each microbatch would change the result.
 
     Args:
-        kwargs: The keyword arguments of a step. `Microbatches` in them say themselves what each microbatch gets.
-        rows: The rows of the inputs, or else of the target, by microbatch.
+        kwargs: Keyword arguments of a step. `Microbatches` in them are already split.
+        rows: Number of rows of the inputs, or else of the target, by microbatch.
 
     Raises:
         ValueError: A tensor has another number of rows.
@@ -108,17 +108,17 @@ def check_keywords(kwargs: dict[str, Any], rows: Sequence[int | None]) -> None:
 def shares(
     feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """What each microbatch's loss counts, so that their sum is the mean loss of the batch.
+    """Return a factor for each microbatch's loss, such that the sum of the losses is the mean loss of the batch.
 
-    By default a microbatch counts by its rows, so that means over rows become the mean over the batch; where this rank
-    knows of no rows, all count the same.
+    By default, a microbatch is weighted by its number of rows, so that means over rows become the mean over the batch.
+    If this rank cannot infer the rows, all microbatches have equal weights.
 
     Args:
-        feed: What was given to the rank with the last stage.
-        weight: What a microbatch counts instead of its rows.
-        group: The ranks over which gradients are averaged. The weights are then summed over them (all-reduce of one
-            number), so that the averaged gradient is that of one device with all batches.
-        device: Where the group's collectives run.
+        feed: Batch on the rank with the last stage.
+        weight: Weight of a microbatch, from its target. Default: its number of rows.
+        group: Ranks over which gradients are averaged. The weights are summed over these ranks (all-reduce of one
+            number), so that the averaged gradient equals one device's gradient of all batches. None: no sum.
+        device: Device of the group's collectives. Default: "cpu".
     """
     if weight is not None:
         weights = [float(weight(target)) for target in feed.targets]

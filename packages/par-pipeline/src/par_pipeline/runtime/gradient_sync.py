@@ -1,4 +1,4 @@
-"""Data-parallel stages: gradients are reduced once per step, in each stage's last backward."""
+"""Gradient reduction of data-parallel stages: once per step, in each stage's last backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,26 +10,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 @runtime_checkable
 class FullyShardedModule(Protocol):
-    """What FSDP2's `fully_shard` makes of a module. Importing its class would take most of a second."""
+    """Module under FSDP2's `fully_shard`. A protocol, because an import of its class takes most of a second."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says whether the next backward is the last of a step."""
+        """Set whether the next backward is the last of a step."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Says whether the next backward reduces gradients."""
+        """Set whether the next backward reduces gradients."""
 
 
 def is_synchronised(module: nn.Module) -> bool:
-    """Whether a stage reduces gradients over other ranks by itself."""
+    """Return whether a stage reduces its gradients over other ranks."""
     return isinstance(module, FullyShardedModule) or callable(getattr(module, "no_sync", None))
 
 
 class GradientSync:
-    """Holds the reduction of a stage back until its last backward.
+    """Delay of a stage's gradient reduction until its last backward.
 
     Args:
-        module: A stage; under DDP, under FSDP2, or with a `no_sync` of its own such as par-zero's. Any other is left
-            alone.
+        module: Stage under DDP, under FSDP2, or with a `no_sync` of its own such as par-zero's. Other modules stay
+            unchanged.
 
     Raises:
         ValueError: The stage is under DDP with a static graph.
@@ -55,7 +55,7 @@ class GradientSync:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Inside, nothing is reduced before `release`."""
+        """Delay the reduction until `release`, inside the context."""
         module = self._module
         if isinstance(module, FullyShardedModule):
             _set_last(module, last=False)
@@ -69,10 +69,10 @@ class GradientSync:
             self._undo.close()
 
     def release(self, ends: Sequence[Tensor]) -> None:
-        """Says that the next backward is the stage's last.
+        """Let the next backward reduce gradients: it is the stage's last.
 
         Args:
-            ends: The tensors where that backward begins; looked at if `follows_graph`.
+            ends: Tensors at which that backward begins; used if `follows_graph`.
         """
         self._undo.close()
         if isinstance(self._module, DistributedDataParallel):

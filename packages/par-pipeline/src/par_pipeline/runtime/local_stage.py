@@ -15,14 +15,14 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Saved(NamedTuple):
-    """What a microbatch leaves for its backward.
+    """State of a microbatch between its forward and its backward.
 
-    Outputs are kept as edges of the graph alone, so their memory is free once they are sent, unless autograd needs it.
+    Outputs are stored only as edges of the graph, so that their memory is free after the send unless autograd needs it.
 
     Args:
-        inputs: The inputs that want a gradient.
-        edges: Where the graph ends: an edge for each output that has a gradient, or for the loss.
-        outputs: Those outputs themselves, where they are needed.
+        inputs: Inputs that require a gradient.
+        edges: Ends of the graph: an edge for each output that requires a gradient, or for the loss.
+        outputs: The same outputs as tensors, if the stage keeps them.
     """
 
     inputs: list[Tensor]
@@ -53,29 +53,29 @@ class LocalStage:
         self._saved: dict[int, Saved] = {}
 
     def keep(self, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Notes what the backward of a microbatch will need."""
+        """Store the state that the backward of a microbatch needs."""
         wanted = [tensor for tensor in outputs if tensor.requires_grad]
         edges = [get_gradient_edge(tensor) for tensor in wanted]
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self._saved[microbatch] = Saved(leaves, edges, wanted if self._keeps_outputs else [])
 
     def outputs(self, microbatch: int) -> list[Tensor]:
-        """The outputs of a microbatch that are kept."""
+        """Return the stored outputs of a microbatch."""
         return self._saved[microbatch].outputs
 
     def has_outputs(self, microbatch: int) -> bool:
-        """Whether any output of a microbatch, or its loss, has a gradient."""
+        """Return whether an output of a microbatch, or its loss, requires a gradient."""
         return bool(self._saved[microbatch].edges)
 
     def backward(
         self, microbatch: int, gradients: Gradients, ready: Callable[[Gradients], None] | None = None
     ) -> Gradients:
-        """Goes from gradients of the outputs to those of the inputs; parameters' gradients are added up.
+        """Run the backward: accumulate the parameters' gradients and return the inputs' gradients.
 
         Args:
-            microbatch: A microbatch that ran forward.
-            gradients: One for each output that wants a gradient; None where the next stage does not use the output.
-            ready: Called with the inputs' gradients as soon as they are there, while the pass still goes on.
+            microbatch: Microbatch whose forward has run.
+            gradients: Gradient of each output that requires one; None if the next stage does not use the output.
+            ready: Function that is called with the inputs' gradients as soon as they are computed, during the pass.
         """
         inputs, edges, _ = self._saved.pop(microbatch)
         used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
@@ -85,17 +85,17 @@ class LocalStage:
         return tuple(tensor.grad for tensor in inputs)
 
     def reset(self) -> None:
-        """Forgets all microbatches."""
+        """Discard all microbatches."""
         self._saved.clear()
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """The arguments that a stage is called with, from what the one before gave: a plain tuple is several of them."""
+    """Return a stage's arguments from the output of the stage before: a plain tuple is several arguments."""
     return value if type(value) is tuple else (value,)
 
 
 def across_border(signature: Signature, tensors: Sequence[Tensor], *, copied: bool = False) -> tuple[Any, list[Tensor]]:
-    """Puts a value together on the other side of a border between stages; its tensors become leaves there.
+    """Build a received value on the other side of a border between stages; its tensors become leaves.
 
     Args:
         signature: The signature of the value.
@@ -114,10 +114,10 @@ def across_border(signature: Signature, tensors: Sequence[Tensor], *, copied: bo
 
 @contextmanager
 def _when_ready(inputs: Sequence[Tensor], ready: Callable[[Gradients], None]) -> Iterator[None]:
-    """A context that calls `ready` when the last of the inputs has its gradient.
+    """Call `ready` when the last of the inputs has its gradient, inside the context.
 
-    At its end the inputs' hooks go: the garbage collector does not see through them, and they know the inputs and, by
-    `ready`, the whole step.
+    The end of the context removes the inputs' hooks: the garbage collector cannot traverse them, and they reference the
+    inputs and, through `ready`, the complete step.
     """
     waiting = len(inputs)
 

@@ -33,20 +33,20 @@ class Microbatches(tuple[Any, ...]):
 
 
 def split_rows(batch: Any, microbatches: int, *, rows: int | None = None) -> list[Any]:
-    """Splits every tensor of a batch along dim 0, into sizes that differ by one at most, larger first.
+    """Split every tensor of a batch along dim 0, into sizes that differ by one at most, larger first.
 
-    A value with a method `rows(start, stop)`, such as `par_layers.Tokens`, gives each microbatch what belongs to its
-    rows. `Microbatches` are split already. Tensors without dims and other values go to every microbatch as they are.
+    A value with a method `rows(start, stop)`, such as `par_layers.Tokens`, is split by this method. `Microbatches` are
+    split already. Every microbatch receives tensors without dims and other values unchanged.
 
     Args:
         batch: Nested tensors, [rows, ...], and other values.
-        microbatches: Number of microbatches to split it into.
-        rows: Number of rows where no tensor of `batch` has any, as those of its other parts have; default: not known.
+        microbatches: Number of microbatches.
+        rows: Number of rows, used if no tensor of `batch` has rows. Default: unknown.
 
     Raises:
-        ValueError: There are fewer rows than microbatches, or tensors have different numbers of rows, or a value is
-            split by its rows and their number is not known.
-        TypeError: An object holds tensors where nobody sees them, so that they would not be split.
+        ValueError: There are fewer rows than microbatches, tensors have different numbers of rows, or a value must be
+            split by rows whose number is unknown.
+        TypeError: An object hides tensors in its attributes, so that they cannot be split.
     """
     leaves, structure = tree_flatten(batch)
     numbers = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
@@ -85,12 +85,12 @@ def _split_leaf(leaf: Any, microbatches: int, rows: int | None) -> Sequence[Any]
 
 
 def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
-    """The microbatches of a batch, whether it is split already or not.
+    """Return the microbatches of a batch, whether it is split already or not.
 
     Args:
-        batch: `Microbatches`, or what `how` takes.
+        batch: `Microbatches`, or a batch for `how`.
         microbatches: Number of microbatches of the schedule.
-        how: The function that splits.
+        how: Function that splits.
 
     Raises:
         ValueError: There are not as many microbatches as the schedule has.
@@ -103,10 +103,10 @@ def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Joins the values of all microbatches: tensors along dim 0, those without dims are stacked.
+    """Join the values of all microbatches: concatenate tensors along dim 0, and stack tensors without dims.
 
-    Of other values, the first microbatch's is taken. Where structures or shapes do not fit, the list of parts is
-    returned as it is.
+    For other values, the result has the first microbatch's value. If structures or shapes differ, the function returns
+    the list of parts unchanged.
     """
     flattened = [tree_flatten(part) for part in parts]
     structure = flattened[0][1]
@@ -125,7 +125,7 @@ def merge(parts: Sequence[Any]) -> Any:
 
 
 def check_visible(outputs: Any) -> None:
-    """Refuses outputs with an object whose tensors could not be joined with those of other microbatches.
+    """Raise an error if the outputs contain an object whose tensors `merge` cannot join.
 
     Raises:
         TypeError: There is such an object.
@@ -139,7 +139,7 @@ def check_visible(outputs: Any) -> None:
 
 
 def first_rows(batch: Any) -> int | None:
-    """The number of rows of a batch that is not split yet: those of its first tensor with dims; None without one."""
+    """Return the number of rows of an unsplit batch, from its first tensor with dims; None without such a tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
@@ -152,7 +152,7 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 def rows_of(value: Any) -> int | None:
-    """The number of rows of a microbatch: the length of its first tensor with dims; None if it has none."""
+    """Return the number of rows of a microbatch, from its first tensor with dims; None without such a tensor."""
     first = value[0] if type(value) is tuple and value else value
     if isinstance(first, Tensor) and first.dim():  # as is usual, and asks for no walk through what is nested
         return first.shape[0]

@@ -1,4 +1,4 @@
-"""Activations of waiting microbatches elsewhere than on the device, such as in host memory."""
+"""Offloading of the activations of waiting microbatches, such as to host memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,17 +13,18 @@ from .._structure import tensors_of
 Key = tuple[int, int]  # stage and microbatch
 
 AHEAD = 2
-"""How many microbatches before their backward what was put away begins to come back."""
+"""Prefetch depth: number of microbatches before its backward at which an offloaded activation is fetched."""
 
 
 class HostCopies:
-    """Tensors in pinned host memory, copied there and back beside the computation of their device.
+    """Copies of tensors into pinned host memory and back, concurrent with the computation of their device.
 
-    Copies out and copies back have a stream each, so that neither holds back the computation or the other. The
-    computation waits for a tensor that comes back, and for nothing else. Tensors of the CPU stay what they are.
+    Copies out and copies back each have a stream, so that they delay neither the computation nor each other. The
+    computation waits only for a tensor that is copied back. CPU tensors stay unchanged.
 
     Args:
-        device_module: What makes streams and events, as torch.cuda does; None: the module of each tensor's device.
+        device_module: Module that makes streams and events, such as torch.cuda. Default: the module of each tensor's
+            device.
     """
 
     def __init__(self, device_module: Any = None) -> None:
@@ -31,7 +32,7 @@ class HostCopies:
         self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out and back
 
     def store(self, tensor: Tensor) -> "Tensor | OnHost":
-        """Begins to copy a tensor out."""
+        """Begin to copy a tensor out."""
         module = self._module_of(tensor.device)
         if module is None:
             return tensor
@@ -48,13 +49,13 @@ class HostCopies:
 
     @staticmethod
     def fetch(stored: "Tensor | OnHost") -> None:
-        """Begins to copy a tensor back, unless that has begun."""
+        """Begin to copy a tensor back, unless the copy has begun."""
         if isinstance(stored, OnHost):
             stored.come_back()
 
     @staticmethod
     def load(stored: "Tensor | OnHost") -> Tensor:
-        """The tensor on its device again: what is computed from now on waits for it."""
+        """Return the tensor on its device; the current stream waits for the copy back."""
         return stored.take() if isinstance(stored, OnHost) else stored
 
     def _module_of(self, device: torch.device) -> Any:
@@ -65,17 +66,17 @@ class HostCopies:
 
 @dataclass
 class OnHost:
-    """A tensor that `HostCopies` keeps.
+    """Tensor that `HostCopies` has copied out.
 
     Args:
-        host: Its copy in host memory, valid once `is_out` has come.
-        device: Where it was and will be.
-        is_out: The event at the end of the copy out.
-        back: The stream that it comes back on.
-        module: What makes streams and events for its device.
+        host: Copy in host memory, valid after the event `is_out`.
+        device: Device of the tensor, before and after.
+        is_out: Event at the end of the copy out.
+        back: Stream of the copy back.
+        module: Module that makes streams and events for the device.
 
     Attributes:
-        returning: The tensor that comes back and the event at the copy's end, between `come_back` and `take`.
+        returning: Tensor of the copy back and the event at the copy's end, between `come_back` and `take`.
     """
 
     host: Tensor
@@ -86,7 +87,7 @@ class OnHost:
     returning: tuple[Tensor, Any] | None = None
 
     def come_back(self) -> tuple[Tensor, Any]:
-        """Begins to copy it back, unless that has begun: the tensor, and the event at the copy's end."""
+        """Begin the copy back, unless it has begun; return the tensor and the event at the copy's end."""
         if self.returning is None:
             self.back.wait_event(self.is_out)
             with self.module.stream(self.back):
@@ -96,7 +97,7 @@ class OnHost:
         return self.returning
 
     def take(self) -> Tensor:
-        """The tensor on its device, which it keeps no longer; the computation waits for the copy."""
+        """Return the tensor on its device and drop the reference to it; the current stream waits for the copy."""
         tensor, is_back = self.come_back()
         self.returning = None
         current = self.module.current_stream(self.device)
@@ -108,21 +109,21 @@ class OnHost:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where the activations of microbatches wait for their backward.
+    """Options for offloading the activations of microbatches until their backward.
 
-    By default tensors of an accelerator go into pinned host memory, copied beside the computation, and begin to come
-    back two microbatches before their backward; so on the device there are `resident` bytes and what those two saved.
-    Tensors on the CPU stay.
+    By default, tensors of an accelerator are copied into pinned host memory while the device computes. The copies back
+    begin two microbatches before their backward. The device then holds `resident` bytes, and the activations of these
+    two microbatches. Tensors on the CPU stay.
 
     Args:
-        resident: Bytes of saved activations that may stay where they are, on each rank; what does not fit is stored.
-        store: Puts a tensor away and returns what `load` takes; with `load`, in place of the copies into host memory.
-        load: Brings a tensor back, from what `store` returned.
-        fetch: Begins to bring back what `load` will be asked for, from what `store` returned; called two microbatches
-            ahead. None: nothing is done ahead.
+        resident: Limit for the saved activations that stay on the device, in bytes per rank. Default: 0.
+        store: Function that stores a tensor and returns a handle for `load`; replaces the copies into host memory.
+        load: Function that returns the tensor of a handle from `store`.
+        fetch: Function that begins to load the tensor of a handle from `store`, two microbatches ahead. None: no
+            prefetch.
 
     Raises:
-        ValueError: The number of bytes is negative, or of `store` and `load` one alone is given.
+        ValueError: The number of bytes is negative, or only one of `store` and `load` is set.
     """
 
     resident: int = 0
@@ -139,17 +140,17 @@ class Offload:
 
 
 class _Stored(NamedTuple):
-    """A saved tensor that is put away."""
+    """Saved tensor that is offloaded."""
 
     value: Any
 
 
 class Activations:
-    """Keeps to the limit of an `Offload`.
+    """Saved activations of this rank's microbatches, within the limit of an `Offload`.
 
     Args:
-        offload: The limit; None: everything stays.
-        modules: This rank's stages; their parameters and buffers stay.
+        offload: Options; None: all activations stay.
+        modules: Stages of this rank; their parameters and buffers stay.
     """
 
     def __init__(self, offload: Offload | None, modules: Iterable[nn.Module]) -> None:
@@ -167,12 +168,12 @@ class Activations:
             self._store, self._load, self._fetch = offload.store, offload.load, offload.fetch
 
     def begin(self, order: Iterable[Key]) -> None:
-        """Says at a step's begin in which order the backwards of stages and microbatches will come."""
+        """Set the order of the backwards of stages and microbatches, at the start of a step."""
         if self._offload is not None:
             self._order = list(order)
 
     def saving(self, key: Key) -> AbstractContextManager[object]:
-        """A context for the forward of one stage and microbatch, in which saved activations are stored."""
+        """Return a context for the forward of one stage and microbatch, which offloads saved activations."""
         if self._offload is None:
             return nullcontext()
         limit, resident = self._offload.resident, self._resident
@@ -202,7 +203,7 @@ class Activations:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def approach(self, key: Key) -> None:
-        """Begins to bring back what the next backward, of that stage and microbatch, and the two after it need."""
+        """Fetch the activations of the next backward, of that stage and microbatch, and of the two after it."""
         fetch = self._fetch
         if fetch is None or not self._order:
             return
@@ -212,7 +213,7 @@ class Activations:
                 fetch(value)
 
     def free_(self, received: Sequence[Tensor], output: Any) -> None:
-        """Frees the memory of what a stage received, unless it is resident or part of the stage's output."""
+        """Free the memory of a stage's received tensors, unless it is resident or part of the stage's output."""
         if self._offload is None:
             return
         if self._offload.store is None and all(tensor.is_cpu for tensor in received):
@@ -223,12 +224,12 @@ class Activations:
                 tensor.untyped_storage().resize_(0)
 
     def done(self, key: Key) -> None:
-        """Says that the backward of one stage and microbatch is over."""
+        """Discard the activations of one stage and microbatch after its backward."""
         self._resident.pop(key, None)
         self._stored.pop(key, None)
 
     def reset(self) -> None:
-        """Forgets all microbatches."""
+        """Discard all microbatches."""
         self._resident.clear()
         self._stored.clear()
 

@@ -36,12 +36,12 @@ from .weight_gradients import SplitBackward
 
 
 class Batch(NamedTuple):
-    """A batch that `forward_backward_step` is given with keyword arguments.
+    """Batch with keyword arguments, for `forward_backward_step`.
 
     Attributes:
-        inputs: The positional arguments of a step.
-        kwargs: Its keyword arguments, for every stage.
-        target: What the loss is computed from.
+        inputs: Positional arguments of a step.
+        kwargs: Keyword arguments for every stage.
+        target: Target of the loss.
     """
 
     inputs: tuple[Any, ...]
@@ -50,12 +50,12 @@ class Batch(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step gives.
+    """Result of a step.
 
     Attributes:
-        loss: The loss of the batch, a scalar, on the rank with the last stage; on all ranks with `broadcast_loss`;
-            else None.
-        outputs: The last stage's outputs for the whole batch, on the rank that has it and if asked for; else None.
+        loss: Loss of the batch, a scalar, on the rank with the last stage, or on all ranks with `broadcast_loss`; else
+            None.
+        outputs: Outputs of the last stage for the complete batch, on its rank and with `return_outputs`; else None.
     """
 
     loss: Tensor | None
@@ -63,29 +63,32 @@ class Result(NamedTuple):
 
 
 class Pipeline:
-    """Runs a model whose stages are on different ranks. Collective over the group, as are its methods.
+    """Model whose stages are on different ranks. The constructor and the methods are collective over the group.
 
     Args:
-        stages: This rank's part of the model, or its parts, ascending. What a stage gives is what the next one is
-            called with: any nesting of tensors and plain values; a tuple is several arguments.
-        schedule: A schedule for as many ranks as the group has; equal on all of them.
-        group: The ranks of the pipeline, first to last.
-        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the rows of a
-            microbatch. The ranks without the last stage need none.
-        split: Splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at most.
-        weight: How much the loss of a microbatch counts. Default: its number of rows.
+        stages: Stage of this rank, or its stages, ascending. Each stage is called with the output of the stage before:
+            any nesting of tensors and plain values; a tuple is several arguments.
+        schedule: Schedule for as many ranks as the group has; equal on all ranks.
+        group: Ranks of the pipeline, first to last.
+        loss_fn: Function `loss_fn(output, target)`, or `loss_fn(output)` without a target, which returns the mean over
+            the rows of a microbatch. Only the rank with the last stage needs it.
+        split: Function that splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at
+            most.
+        weight: Weight of a microbatch's loss. Default: its number of rows.
         shared: Parameters used by several stages; their gradients are summed at the end of each step.
-        offload: Where activations wait for their backward. Default: where they are made.
-        broadcast_loss: Whether every rank gets the loss, once all of them have come to the end of the step, so that it
-            ends well on all or on none. Without it, an error of a higher rank may end the next step of a lower one.
-        complete: Called with a stage's number when its gradients are complete, to begin their reduction.
-        split_backward: What happens to a stage whose weight gradients cannot be put off, under FSDP2, torch.compile or
-            in torch's RNNs, if the schedule splits its backward: "required" refuses it; with "where possible" it runs
-            whole backwards where the schedule has the first halves, and a warning says so.
-        transport: How tensors travel between the ranks.
+        offload: Options for offloading activations. Default: activations stay on the device.
+        broadcast_loss: Whether every rank receives the loss after all ranks have reached the end of the step. A step
+            then succeeds on all ranks or on none. Without it, an error of a higher rank may end the next step of a
+            lower rank. Default: False.
+        complete: Function that is called with a stage's number when its gradients are complete, to begin their
+            reduction.
+        split_backward: Policy for a stage whose backward the schedule splits, but whose weight gradients cannot be
+            deferred: stages under FSDP2 or torch.compile, and torch's RNNs. "required" raises ValueError. "where
+            possible" computes the complete backward in the first half and warns. Default: "required".
+        transport: Options for the transfer of tensors between the ranks.
 
     Raises:
-        ValueError, TypeError: Something does not fit together; on every rank.
+        ValueError, TypeError: The arguments are invalid or do not match; raised on every rank.
 
     Example:
         pipeline = Pipeline(my_stage, one_f_one_b(4, 16), groups["pipeline"], loss_fn=nn.functional.cross_entropy)
@@ -173,30 +176,30 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank runs the first stage, and so takes the inputs."""
+        """Whether this rank runs the first stage, which takes the inputs."""
         return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank runs the last stage, and so takes the target and computes the loss."""
+        """Whether this rank runs the last stage, which takes the target and computes the loss."""
         return self.schedule.stages - 1 in self.stages
 
     def step(self, *inputs: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
-        """Forward and backward of one batch; gradients are added to the parameters'.
+        """Run the forward and backward of one batch, and accumulate the parameters' gradients.
 
-        Every rank may be given the whole batch. `inputs` are used by the first stage, `target` by the last one, and
-        `kwargs` by every stage of the rank that was given them.
+        You may pass the complete batch on every rank. The first stage uses `inputs`, the last stage uses `target`, and
+        every stage of a rank uses the `kwargs` of this rank.
 
         Args:
             *inputs: Nested tensors, [rows, ...], or `Microbatches`.
-            target: What the loss is computed from; nested tensors, [rows, ...], or `Microbatches`.
-            return_outputs: Whether the last stage's outputs are kept and joined.
-            **kwargs: The stages' keyword arguments: nested tensors, [rows, ...], and values for all microbatches.
+            target: Target of the loss: nested tensors, [rows, ...], or `Microbatches`.
+            return_outputs: Whether to join and return the last stage's outputs. Default: False.
+            **kwargs: Keyword arguments of the stages: nested tensors, [rows, ...], and values for all microbatches.
 
         Raises:
-            ValueError, TypeError: The batch cannot be split; on every rank.
+            ValueError, TypeError: The batch cannot be split; raised on every rank.
             RuntimeError: The step is called under torch.inference_mode().
-            PipelineError: A stage has raised, or a rank is gone; on every rank.
+            PipelineError: A stage has raised an error, or a rank is gone; raised on every rank.
         """
         self._check_training()
         return self._run(lambda: Batch(inputs, kwargs, target), training=True, keep_outputs=return_outputs)
@@ -213,17 +216,17 @@ class Pipeline:
             )
 
     def evaluate(self, *inputs: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Result:
-        """Forward of one batch alone, without gradients. The modules' mode is left as it is.
+        """Run only the forward of one batch, without gradients. The modules' training mode stays unchanged.
 
         Args:
             *inputs: Nested tensors, [rows, ...], or `Microbatches`, for the first stage.
-            target: What the loss is computed from; None: no loss is computed.
-            return_outputs: Whether the last stage's outputs are kept and joined.
-            **kwargs: The stages' keyword arguments: nested tensors, [rows, ...], and values for all microbatches.
+            target: Target of the loss; None: no loss is computed.
+            return_outputs: Whether to join and return the last stage's outputs. Default: True.
+            **kwargs: Keyword arguments of the stages: nested tensors, [rows, ...], and values for all microbatches.
 
         Raises:
-            ValueError, TypeError: The batch cannot be split; on every rank.
-            PipelineError: A stage has raised, or a rank is gone; on every rank.
+            ValueError, TypeError: The batch cannot be split; raised on every rank.
+            PipelineError: A stage has raised an error, or a rank is gone; raised on every rank.
         """
         return self._run(lambda: Batch(inputs, kwargs, target), training=False, keep_outputs=return_outputs)
 
@@ -234,18 +237,17 @@ class Pipeline:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> tuple[Any, Any, Tensor | None]:
-        """Takes the next batch and runs it, for a loop of ColossalAI's shape.
+        """Run the next batch of an iterator, with the signature of ColossalAI's method.
 
         Args:
-            data_iter: Gives pairs of inputs and target; inputs that are a tuple are several arguments. Or `Batch`es,
-                with keyword arguments. Anything else that it gives, such as a dict, is inputs and target both; the
-                first stage is called with it.
-            forward_only: Whether to leave out the backward.
-            return_loss: Whether to return the loss.
-            return_outputs: Whether to return the last stage's outputs.
+            data_iter: Iterator over pairs of inputs and target, or over `Batch`es with keyword arguments. Inputs in a
+                tuple are several arguments. Any other item, such as a dict, is used as the inputs and as the target.
+            forward_only: Whether to skip the backward. Default: False.
+            return_loss: Whether to return the loss. Default: True.
+            return_outputs: Whether to return the last stage's outputs. Default: False.
 
         Returns:
-            Outputs, target and loss, where the last stage is; None where it is not, and for what was not asked for.
+            Outputs, target and loss on the rank with the last stage; None on other ranks and for values not requested.
 
         Raises:
             StopIteration: The iterators of all ranks have ended.
@@ -272,7 +274,7 @@ class Pipeline:
         return outputs, target if self.is_last else None, loss if return_loss else None
 
     def timeline(self) -> Timeline:
-        """When each rank did what in the last step; on every rank. Seconds from the first action's start."""
+        """Return all ranks' actions in the last step with their times, in seconds from the first action's start."""
         meetings = []
         for _ in range(5):  # moments that are the same on all ranks, on clocks of their own
             dist.barrier(group=self.group)
@@ -291,16 +293,16 @@ class Pipeline:
         return Timeline([event._replace(start=event.start - first, end=event.end - first) for event in events])
 
     def reset(self, *, timeout: float = 600.0) -> None:
-        """Makes the pipeline usable after an error, with new connections.
+        """Make the pipeline usable after an error, with new connections.
 
-        Gradients of the step that failed are the caller's to drop. The old connections end first: a rank that still
-        waits for this one in a step raises there.
+        The caller must drop the gradients of the failed step. This method first ends the old connections: a rank that
+        still waits for this rank in a step raises an error.
 
         Args:
-            timeout: Seconds after which a rank that waits for the others to come gives up, and may call again.
+            timeout: Timeout for the other ranks to call `reset`, in seconds. After it, you may call `reset` again.
 
         Raises:
-            PipelineError: Other ranks do not come within the timeout, or the pipeline is closed.
+            PipelineError: Other ranks do not call `reset` within the timeout, or the pipeline is closed.
         """
         self._check_open()
         self._failed = True
@@ -312,10 +314,10 @@ class Pipeline:
         self._failed = self._is_spent = False
 
     def close(self) -> None:
-        """Releases the connections, as does the end of a `with` block. It waits for no other rank.
+        """Release the connections, as at the end of a `with` block, without a wait for other ranks.
 
-        Every rank may call it when its own step is over; a rank that begins another one then hears of it. Once closed,
-        a pipeline stays so, and a second call does nothing.
+        A rank may call this method when its own step is over. If another rank then begins a step, it raises an error. A
+        closed pipeline stays closed, and a second call does nothing.
         """
         if self._closed:
             return
@@ -328,7 +330,7 @@ class Pipeline:
             raise PipelineError("the pipeline is closed; make a new Pipeline(...)")
 
     def _forget(self) -> None:
-        """Drops all microbatches that wait for a backward."""
+        """Drop all microbatches that wait for a backward."""
         for stage in self._equipment.stages.values():
             stage.reset()
         self._equipment.activations.reset()
@@ -349,7 +351,7 @@ class Pipeline:
             raise
 
     def _program(self, *, training: bool) -> Program:
-        """What this rank does in a step, or in an evaluation."""
+        """Return this rank's program for a step or an evaluation; compile it on first use."""
         if training not in self._programs:
             self._programs[training] = compile_program(
                 self.schedule,
@@ -361,7 +363,7 @@ class Pipeline:
         return self._programs[training]
 
     def _execute(self, run: Run, fetch: Callable[[], Batch]) -> Result:
-        """Runs a step to its end: whatever fails here, the other ranks hear of it."""
+        """Run a step to its end; `_fail` reports any error here to the other ranks."""
         microbatches = self.schedule.microbatches
         inputs, kwargs, target = fetch()
         if run.training:
@@ -395,7 +397,7 @@ class Pipeline:
         return Result(loss, outputs)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        """Lets all ranks know, and raises what all of them raise."""
+        """Report an error to all ranks, and raise the exception that all ranks raise."""
         self._failed = True
         if isinstance(error, (PeerFailed, ConnectionError)):
             clear_frames(error.__traceback__)  # which would keep the connections
@@ -410,17 +412,18 @@ class Pipeline:
             raise failure.error() from error
 
     def _compare_ends(self, failure: Failure, *, has_ended: bool) -> None:
-        """Where the data of a rank has ended, finds out whether that of all has, which is no failure.
+        """Compare the ends of data over the ranks: it is not a failure if the data of all ranks has ended.
 
-        A rank that fails otherwise says so too, without waiting, as others may wait for its word.
+        After any other failure, this rank also reports that its data has not ended, because other ranks may wait for
+        the report. It does not wait for their reports.
 
         Args:
-            failure: What this rank knows of.
+            failure: Failure that this rank has seen.
             has_ended: Whether this rank's own data has ended.
 
         Raises:
             StopIteration: The data of all ranks has ended; the next step makes new connections.
-            PipelineError: That of some has.
+            PipelineError: The data of only some ranks has ended.
         """
         ranks = range(dist.get_world_size(self.group))
         asks = failure.kind == DataEnded.__name__
@@ -438,7 +441,7 @@ class Pipeline:
     def _exchange(
         self, number: int, cuts: Cuts | None, mine: list[Tensor]
     ) -> list[tuple[Cuts | None, Sequence[Tensor]]]:
-        """Gives the gradients of shared parameters to their other holders, and takes theirs."""
+        """Exchange the gradients of shared parameters with their other holders."""
         wire, message = self._equipment.wire, sum_message(number)
         tensors, signature = flatten(tuple(mine) if cuts is None else (cuts, *mine))
         others = [holder for holder in self._holders[number] if holder != self.rank]
@@ -452,10 +455,10 @@ class Pipeline:
         return [given[holder] for holder in self._holders[number]]
 
     def _broadcast(self, loss: Tensor | None) -> Tensor | None:
-        """The loss on every rank, once all of them are known to have come so far; None if none was computed.
+        """Return the loss on every rank after all ranks have reached this point; None if no loss was computed.
 
-        A message on the CPU has the loss in it. On GPUs it says that all is well, for which hosts wait, and the loss
-        follows by a broadcast over the group, for which they do not.
+        On a CPU, the message contains the loss. On GPUs, the message only confirms that all ranks succeeded, and hosts
+        wait for it. The loss follows in a broadcast over the group, for which no host waits.
         """
         wire, root = self._equipment.wire, self.schedule.rank_of(self.schedule.stages - 1)
         others = [rank for rank in range(dist.get_world_size(self.group)) if rank != root]
@@ -487,7 +490,7 @@ def _check_shared(shared: object) -> None:
 
 
 def _connect(*groups: dist.ProcessGroup | None) -> None:
-    """Uses communicators that a step needs on a device once, as NCCL connects one when it is first used."""
+    """Use each device communicator of a step once, because NCCL connects a communicator on first use."""
     for group in groups:
         device = torch.device("cpu") if group is None else _device_of(group)
         if group is not None and backend_of(group, device.type) != "gloo":
@@ -495,7 +498,7 @@ def _connect(*groups: dist.ProcessGroup | None) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the group sends from: this rank's GPU if the group has NCCL, else the CPU, even where gloo takes both."""
+    """Return the device of the group's sends: this rank's GPU if the group has NCCL, else the CPU."""
     if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -26,11 +26,11 @@ from .weight_gradients import SplitBackward
 Loss = Callable[..., Tensor]
 
 _UNNAMED: AbstractContextManager[object] = nullcontext()
-"""What an action runs in while no profiler records, one for all: a tiny action takes microseconds."""
+"""Context of an action without a profiler; one object for all actions, because a tiny action takes microseconds."""
 
 
 class Recorded(NamedTuple):
-    """An action that this rank has run, and moments of its clock."""
+    """Action that this rank has run, with moments of its clock."""
 
     action: Action
     start: Any
@@ -39,20 +39,20 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Equipment:
-    """What a rank runs its actions with, step after step.
+    """Objects that a rank uses in all steps.
 
     Args:
-        stages: The stages of this rank, by number.
-        split: The stages whose backward is split.
-        syncs: The data-parallel reduction of each stage.
-        wire: The connection with the other ranks.
+        stages: Stages of this rank, by number.
+        split: Stages whose backward is split.
+        syncs: Data-parallel reduction of each stage.
+        wire: Connection with the other ranks.
         rank: This rank, within the pipeline.
-        last: The number of the pipeline's last stage.
-        loss_fn: The loss, on the rank that runs the last stage.
-        complete: Called with a stage's number when its gradients are complete.
-        activations: Where activations wait for their backward.
-        border: The widest dtype of what other ranks are sent.
-        clock: The clock that actions are timed by.
+        last: Number of the pipeline's last stage.
+        loss_fn: Loss function, on the rank with the last stage.
+        complete: Function that is called with a stage's number when its gradients are complete.
+        activations: Offloading of activations.
+        border: Widest dtype of tensors that are sent to other ranks.
+        clock: Clock for the times of actions.
     """
 
     stages: Mapping[int, LocalStage]
@@ -70,22 +70,22 @@ class Equipment:
 
 @dataclass(kw_only=True)
 class Run:
-    """A step under way.
+    """Running step.
 
     Args:
-        equipment: What it runs with.
-        program: What it does.
-        training: Whether there is a backward.
-        keep_outputs: Whether the last stage's outputs are kept.
-        feed: The batch.
-        shares: What each microbatch's loss counts in the batch's; empty where the last stage is elsewhere.
-        has_blind_shares: Whether the shares are equal only because nothing is known of the microbatches' rows.
+        equipment: Objects that the rank uses in all steps.
+        program: Actions and messages of the rank.
+        training: Whether the step has a backward.
+        keep_outputs: Whether to keep the last stage's outputs.
+        feed: Batch.
+        shares: Factor of each microbatch's loss; empty on ranks without the last stage.
+        has_blind_shares: Whether the factors are equal only because the microbatches' rows are unknown.
 
     Attributes:
-        doing: The action under way, or in words what comes after all of them; None before the first.
-        outputs: The outputs of the last stage, by microbatch.
-        losses: The losses, by microbatch.
-        recorded: What has run.
+        doing: Current action, or words for the work after the last action; None before the first action.
+        outputs: Outputs of the last stage, by microbatch.
+        losses: Losses, by microbatch.
+        recorded: Finished actions with their times.
     """
 
     equipment: Equipment
@@ -106,7 +106,7 @@ class Run:
     _loss_has_gradient: bool = False
 
     def execute(self) -> None:
-        """Runs all actions."""
+        """Run all actions."""
         equipment, self._without_autocast = self.equipment, _autocast_off()
         with ExitStack() as during:
             during.enter_context(torch.enable_grad() if self.training else torch.no_grad())
@@ -177,7 +177,7 @@ class Run:
             activations.free_(leaves, output)
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
-        """Computes the loss of a microbatch, where its backward begins; nothing if there is none to compute."""
+        """Compute the loss of a microbatch, and return the tensors from which its backward starts."""
         loss_fn, targets = self.equipment.loss_fn, self.feed.targets
         if self.keep_outputs:
             check_visible(output)
@@ -204,7 +204,7 @@ class Run:
         return [loss]
 
     def _check_rows(self, microbatch: int, output: Any) -> None:
-        """Raises ValueError unless a microbatch has as many rows as the first one."""
+        """Raise ValueError unless a microbatch has as many rows as the first microbatch."""
         rows = rows_of(output)
         if self._first_rows is None:
             self._first_rows = rows
@@ -216,14 +216,14 @@ class Run:
             )
 
     def loss(self) -> Tensor | None:
-        """The loss of the batch, where the last stage is."""
+        """Return the loss of the batch; None on ranks without the last stage."""
         if not self.losses:
             return None
         losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
         return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses, non_blocking=True)).sum()
 
     def forget(self) -> None:
-        """Drops the batch and what has come of it."""
+        """Drop the batch and its results."""
         self.feed = Feed()
         self.outputs.clear()
         self.losses.clear()
@@ -252,7 +252,7 @@ class Run:
             split.finish(number, microbatch, last=final, every=final and sync.waits_for_all)
 
     def _whole_backward(self, instruction: Instruction, gradients: Gradients, final: bool) -> None:
-        """Where gradients are reduced in this pass, the stage before gets its part before the pass is over."""
+        """Run a complete backward. If it reduces gradients, send the inputs' gradients before the reduction ends."""
         _, number, microbatch = instruction.action
         sync, stage = self.equipment.syncs[number], self.equipment.stages[number]
         if not (final and sync.active):
@@ -271,7 +271,7 @@ class Run:
             self._give_back(instruction, of_inputs)
 
     def _gradients(self, instruction: Instruction, taken: Contents | None) -> Gradients:
-        """The gradients of a stage's outputs, or of the loss."""
+        """Return the gradients of a stage's outputs, or of the loss."""
         _, number, microbatch = instruction.action
         if taken is not None:
             gradients: Gradients = across_border(*taken)[0]
@@ -302,7 +302,7 @@ class Run:
 
 
 def _autocast_off() -> AbstractContextManager[object]:
-    """A context for a backward, which runs in the dtypes of its forward whatever the caller casts."""
+    """Return a context that disables autocast: a backward runs in the dtypes of its forward."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     active = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)

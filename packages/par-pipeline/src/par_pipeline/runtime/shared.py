@@ -65,10 +65,10 @@ class Shared:
             self._start_alike_(parameter)
 
     def begin_step(self) -> None:
-        """Before gradients are added to a sum of earlier steps: only the first holder keeps it, so that it counts once.
+        """Zero the accumulated gradients on all holders but the first, so that the next sum counts them once.
 
-        `Pipeline` calls this at the start of each step. Whoever calls `handle_gradient` once for several steps does not
-        need it. No communication.
+        `Pipeline` calls this method at the start of each step. It is not needed if you call `handle_gradient` once for
+        several steps. No communication.
         """
         if dist.get_rank(self._group) in self._holders[1:]:
             for views in self._views():
@@ -76,7 +76,7 @@ class Shared:
                     view.zero_()
 
     def handle_gradient(self) -> None:
-        """Makes every holder's gradient the sum over the holders, added in the same order everywhere."""
+        """Set every holder's gradient to the sum over the holders, added in the same order on every rank."""
 
         def exchange(cuts: Cuts | None, mine: list[Tensor]) -> Sequence[tuple[Cuts | None, Sequence[Tensor]]]:
             cuts_of_all = [None] * len(self._holders)
@@ -90,10 +90,10 @@ class Shared:
             self.sum_gradients(exchange)
 
     def sum_gradients(self, exchange: Exchange) -> None:
-        """What `handle_gradient` does, over a connection of the caller's. It need not be called on other ranks.
+        """Do the same as `handle_gradient` over a connection of the caller. Only the holders need to call it.
 
         Args:
-            exchange: Gives to the other holders what this one has, and takes what they have.
+            exchange: Function that sends this holder's values to the other holders, and returns the values of all.
         """
         absent = self._fill_() if self._optimizer is None else set()
         views_of_all = self._views()

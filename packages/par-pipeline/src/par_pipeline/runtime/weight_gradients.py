@@ -1,14 +1,15 @@
-"""The split of a backward: the input gradient now, weight gradients when the schedule says so.
+"""Split of a backward into two halves: input gradients first, weight gradients when the schedule runs them.
 
-For the time of a step every parameter is replaced by a stand-in, a leaf that shares its memory, so that the first half
-of a backward leaves the parameters alone. Linear and convolution layers put off the product that gives their weight's
-gradient, as does any layer that calls its `weight_grad_hook`, such as tensor-parallel and float8 ones. Whatever else
-has parameters computes their gradients, small ones of norms and biases, in the first half.
+During a step, every parameter is replaced by a stand-in, a leaf that shares its memory. The first half of a backward
+therefore does not touch the parameters. Linear and convolution layers defer the matmul of their weight's gradient, like
+layers that call their `weight_grad_hook`, such as tensor-parallel and float8 layers. All other layers, such as norms,
+compute their parameters' small gradients in the first half.
 
-Gradients of both halves are added up in the stand-in's. Where nobody listens, that is the parameter's own tensor. Where
-a data-parallel reducer or a post-accumulate hook waits for it, it is a tensor of the step's, and the stage's last
-second half brings it to the parameters in one pass, so that they hear of it once in a step. Tensor hooks may change a
-gradient, so they are given each microbatch's, as in a whole backward, for a temporary in each second half.
+Both halves accumulate gradients in the stand-in's gradient. Without hooks, this is the parameter's own gradient tensor.
+If a data-parallel reducer or a post-accumulate hook waits for the gradient, it is a tensor of the step. The last second
+half of the stage then passes it to the parameters in one backward, so that the hooks fire once per step. Tensor hooks
+may change a gradient. They therefore receive each microbatch's gradient, as in a complete backward, at the price of a
+temporary tensor in each second half.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +28,10 @@ from .gradient_sync import FullyShardedModule, is_synchronised
 
 
 class SplitBackward:
-    """Splits the backwards of some stages.
+    """Split backwards of some stages.
 
     Args:
-        modules: The stages of this rank whose backward is split, by number. See `unsplittable`.
+        modules: Stages of this rank whose backward is split, by number. See `unsplittable`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -45,7 +46,7 @@ class SplitBackward:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A context for a step, in which parameters are replaced by stand-ins."""
+        """Replace parameters by stand-ins inside the context, for one step."""
         undo: list[Callable[[], object]] = []
         try:
             self._replace(undo)
@@ -104,11 +105,11 @@ class SplitBackward:
         self._products.append(product)
 
     def begin(self) -> None:
-        """Begins the first half of a backward."""
+        """Begin the first half of a backward."""
         self._products = []
 
     def keep(self, stage: int, microbatch: int) -> None:
-        """Ends the first half of a backward: what it has put off waits for `finish`."""
+        """End the first half of a backward, and store its deferred weight gradients for `finish`."""
         self._later[stage, microbatch] = self._products or []
         self._products = None
         kept = [(stand_in, stand_in.grad) for stand_in, _ in self._apart[stage] if stand_in.grad is not None]
@@ -117,18 +118,19 @@ class SplitBackward:
         self._kept[stage, microbatch] = kept
 
     def ends(self, stage: int) -> list[Tensor]:
-        """Tensors that every parameter of a stage leads to."""
+        """Return tensors whose graph contains every parameter of a stage."""
         with torch.enable_grad():
             return [parameter.flatten()[:1] for _, parameter in self._pairs[stage]]
 
     def finish(self, stage: int, microbatch: int, *, last: bool = False, every: bool = False) -> None:
-        """Runs the second half of a backward.
+        """Run the second half of a backward.
 
         Args:
             stage: Number of a stage on this rank.
-            microbatch: A microbatch whose first half is done.
-            last: Whether the stage's gradients are then complete.
-            every: Whether parameters without a gradient get zeros, because a reduction waits for all.
+            microbatch: Microbatch whose first half has finished.
+            last: Whether the stage's gradients are then complete. Default: False.
+            every: Whether parameters without a gradient receive zeros, because a reduction waits for all parameters.
+                Default: False.
         """
         with torch.no_grad():
             for stand_in, gradient in self._kept.pop((stage, microbatch)):
@@ -141,7 +143,7 @@ class SplitBackward:
                 self._hand_over(stage)
 
     def _hand_over(self, stage: int) -> None:
-        """Gives the stand-ins' gradients to the parameters, where nobody listens."""
+        """Set the parameters' gradients to the stand-ins' gradients, if no hooks wait for them."""
         for stand_in, parameter in self._pairs[stage]:
             if parameter.grad is None:
                 parameter.grad = stand_in.grad
@@ -149,7 +151,7 @@ class SplitBackward:
                 stand_in.grad = parameter.grad.add_(stand_in.grad)
 
     def _deliver(self, pairs: Sequence[tuple[Tensor, nn.Parameter]], every: bool) -> None:
-        """Brings the stand-ins' gradients to the parameters in one backward pass, in which hooks fire."""
+        """Pass the stand-ins' gradients to the parameters in one backward, in which hooks fire."""
         for stand_in, _ in pairs if every else ():
             if stand_in.grad is None:
                 stand_in.grad = torch.zeros_like(stand_in)
@@ -162,7 +164,7 @@ class SplitBackward:
 
 
 def unsplittable(module: nn.Module) -> str | None:
-    """What prevents the split of a stage's backward, in words; None if nothing does."""
+    """Return the obstacle to a split of a stage's backward, in words; None if the backward can be split."""
     for name, layer in module.named_modules():
         what = f"its layer {name!r}" if name else "it"
         if isinstance(layer, FullyShardedModule):
@@ -175,17 +177,17 @@ def unsplittable(module: nn.Module) -> str | None:
 
 
 class _Delivery(torch.autograd.Function):
-    """Gives the gradients of some leaves to parameters, which take the tensors themselves and copy nothing."""
+    """Autograd function that passes the gradients of leaves to parameters, without copies."""
 
     @staticmethod
     def forward(ctx: Any, leaves: Sequence[Tensor], *_: nn.Parameter) -> Tensor:
-        """A number, whose backward delivers."""
+        """Return a scalar whose backward passes the gradients on."""
         ctx.leaves = leaves
         return torch.zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, which nobody else holds any more."""
+        """Return the gradients and drop all other references to them, so that autograd need not copy them."""
         gradients: list[Tensor | None] = [None]
         for leaf in ctx.leaves:
             gradients.append(leaf.grad)
@@ -194,7 +196,7 @@ class _Delivery(torch.autograd.Function):
 
 
 def _add(product: Product | WeightGradient) -> None:
-    """Adds a product to the stand-in's gradient, in place and without a temporary where that is possible."""
+    """Add a matmul to the stand-in's gradient, in place and without a temporary tensor if possible."""
     weight = product.weight
     if weight.grad is None:
         weight.grad = product.compute().to(gradient_dtype_of(weight))
@@ -205,13 +207,13 @@ def _add(product: Product | WeightGradient) -> None:
 
 
 def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Parameter) -> None:
-    """Puts a parameter back, unless the module has replaced it meanwhile."""
+    """Restore a parameter, unless the module has replaced it in the meantime."""
     if own.get(name) is stand_in:
         own[name] = parameter
 
 
 def _own(layer: nn.Module, name: str) -> dict[str, Any]:
-    """What a layer itself has under a name, and not its class: None may be all that it has."""
+    """Return a dict with a layer's instance attribute of a name; empty if only its class has the attribute."""
     return {name: layer.__dict__[name]} if name in layer.__dict__ else {}
 
 

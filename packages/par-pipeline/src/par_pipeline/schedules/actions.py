@@ -1,4 +1,4 @@
-"""One action of a pipeline: what a rank does next, with which stage, for which microbatch."""
+"""Action of a pipeline: an operation of one rank on one stage and one microbatch."""
 
 import re
 from typing import Final, NamedTuple

@@ -53,7 +53,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
 
 
 def _cool_down(down: int, up: int, rank: int, below: int) -> Iterator[tuple[str, int]]:
-    """The last backwards of one rank, its stages in turn: whole ones first, then cut in two, weight gradients last."""
+    """Yield the last backwards of one rank, alternating its stages: complete ones, split ones, weight gradients."""
     turns = [up, down] * (rank + 1)
     later = deque(turns[rank + 1 :])
     yield from (("B", stage) for stage in turns[: rank + 1])

@@ -1,4 +1,4 @@
-"""What the built-in schedules are made with: actions that are generated one by one."""
+"""Lazy action lists of the built-in schedules, generated one action at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -6,7 +6,7 @@ from .actions import BACKWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 
 
 class Generated:
-    """The actions of one rank, made anew by a generator at each iteration.
+    """Actions of one rank, generated again at each iteration.
 
     Args:
         generator: A function that yields the actions. A module's own function, so that the schedule can be pickled.

@@ -15,12 +15,12 @@ _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
 class Schedule:
-    """What every rank does, in order. Only computation is listed; the sends and receives follow from it.
+    """Actions of every rank, in order. A schedule lists only computation; sends and receives follow from it.
 
     Args:
-        ranks: For each rank, its actions: a list, or anything that can be iterated over again. The built-in schedules
-            make their actions one by one, as a list of 10,000,000 of them would take a gigabyte.
-        placement: For each rank, the stages that it holds. Default: the stages that its actions name.
+        ranks: Actions of each rank: a list, or any iterable that can be iterated repeatedly. The built-in schedules
+            generate their actions one at a time, because a list of 10,000,000 actions would take a gigabyte.
+        placement: Stages of each rank. Default: the stages that its actions name.
         microbatches: Number of microbatches per step. Default: as many as the actions name.
 
     Raises:

@@ -69,20 +69,20 @@ def walk(
     costs: StageCosts,
     record: Callable[[Event], None] | None = None,
 ) -> list[Track]:
-    """Runs every rank until it waits for a message that is not sent yet, and goes on with it when the message is.
+    """Run every rank until it waits for a message that is not sent yet, and resume it when the message is sent.
 
     Args:
-        ranks: For each rank, its actions in order.
-        placement: Which rank holds which stage.
+        ranks: Actions of each rank, in order.
+        placement: Map of stages to ranks.
         microbatches: Number of microbatches in the step.
-        costs: How long each action takes.
-        record: Called with every action that has run; the ranks' events come interleaved.
+        costs: Time of each action.
+        record: Function that is called with the event of every action; the ranks' events are interleaved.
 
     Returns:
         The sum of every rank's events.
 
     Raises:
-        ValueError: Ranks that wait for ever; the message says who waits for whom.
+        ValueError: Ranks wait for ever; the message lists the ranks and the messages that they wait for.
     """
     links = _links(placement, microbatches, costs)
     messages = _Messages(ready=list(range(len(ranks))))
@@ -100,17 +100,17 @@ def walk(
 
 
 class _Link(NamedTuple):
-    """What an operation of one stage takes and gives, whatever the microbatch.
+    """Messages and time of an operation of one stage, for all microbatches.
 
-    A message is a number: stage * microbatches + microbatch into a forward, the complement of it into a backward. The
-    message for microbatch k is `sign` * k away from that for microbatch 0.
+    A message is a number: stage * microbatches + microbatch into a forward, its complement into a backward. The number
+    for microbatch k is the number for microbatch 0 plus `sign` * k.
 
     Args:
-        seconds: The time that the operation takes.
+        seconds: Time of the operation.
         sign: 1 or -1, see above.
-        needs: The message that it waits for, for microbatch 0; None where the input is on this stage.
-        gives: The message that it sends, for microbatch 0; None where the output stays on this stage.
-        delay: The time from the end of the operation to the arrival of what it gives.
+        needs: Message that the operation waits for, for microbatch 0; None if its input is on this stage.
+        gives: Message that the operation sends, for microbatch 0; None if its output stays on this stage.
+        delay: Time from the end of the operation to the arrival of its message.
     """
 
     seconds: float

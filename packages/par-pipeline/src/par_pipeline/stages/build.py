@@ -1,4 +1,4 @@
-"""This rank's stages, out of a list of layers, a config, or a model that says how it may be cut."""
+"""Construction of this rank's stages from a list of layers, a config, or a model with a pipeline plan."""
 
 import hashlib
 from collections import OrderedDict
@@ -31,27 +31,28 @@ def build_stage(
     seed: int | None = None,
     types: Mapping[str, type[nn.Module]] | None = None,
 ) -> list[nn.Module]:
-    """Makes the stages that a schedule gives a rank, ascending. Parameters keep the names they have in the whole model.
+    """Make the stages of a rank in a schedule, ascending. Parameters keep their names of the full model.
 
-    What is written down as `Lazy` or as a config is built here alone. A layer after the other is called with what the
-    one before gave, as in nn.Sequential. Of a transformers model each stage takes and gives the hidden states between
-    two of its layers; the first takes `input_ids`, the last gives logits. A parameter that stages of several ranks use
-    becomes one on each; `Shared` keeps them alike.
+    This rank builds only its own `Lazy` layers and configs. Each layer is called with the output of the layer before,
+    as in nn.Sequential. A stage of a Hugging Face Transformers model takes and returns the hidden states between two
+    layers; the first stage takes `input_ids`, the last returns logits. If stages of several ranks use a parameter, each
+    rank has a replica; `Shared` keeps the replicas identical.
 
     Args:
-        layers: The layers, in order; or an nn.Sequential; or a transformers model with a `_pp_plan`, which may be on
-            the meta device.
-        schedule: Says how many stages there are, and which this rank has.
+        layers: Layers in order, an nn.Sequential, or a Hugging Face Transformers model with a `_pp_plan`, which may be
+            on the meta device.
+        schedule: Schedule with the stages of each rank.
         rank: This rank, within the pipeline.
-        method: How layers are shared out: "uniform", "parameter", "time", or a weight for each; see `partition`.
-        sample: For "time", an input of the first layer.
-        seed: Makes random weights depend on the place of their layer alone, not on who builds it. None: torch's
-            generator as it is.
-        types: Further names for the "type" in a config, beside those of torch.nn.
+        method: Method to partition layers: "uniform", "parameter", "time", or a weight for each; see `partition`.
+            Default: "uniform".
+        sample: Input of the first layer, for "time".
+        seed: Seed for random weights, which then depend only on the index of their layer and not on the rank. None:
+            torch's generator in its present state.
+        types: Names for the "type" in a config, in addition to the names in torch.nn.
 
     Raises:
-        ValueError: There are more stages than layers, or a config names no known type.
-        TypeError: Something is no layer, or cannot be built.
+        ValueError: There are more stages than layers, or the type in a config is unknown.
+        TypeError: An item is not a layer, or cannot be built.
     """
     own = schedule.stage_of(rank)
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
@@ -67,7 +68,7 @@ def build_stage(
 
 
 def _described(layer: Any, name: str, types: Mapping[str, type[nn.Module]]) -> nn.Module | Lazy:
-    """A layer as a module or as something that builds one, whatever way it is written down."""
+    """Return a layer, in any of its accepted forms, as a module or as a `Lazy`."""
     if isinstance(layer, nn.Module | Lazy):
         return layer
     if not isinstance(layer, Mapping):

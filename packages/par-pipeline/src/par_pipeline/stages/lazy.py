@@ -29,10 +29,10 @@ class Lazy:
         self._make, self._args, self._keywords = make, args, keywords
 
     def build(self) -> nn.Module:
-        """Makes the layer.
+        """Build the layer.
 
         Raises:
-            TypeError: What comes out is no module.
+            TypeError: The result is not a module.
         """
         layer = self._make(*self._args, **self._keywords)
         if not isinstance(layer, nn.Module):
@@ -40,7 +40,7 @@ class Lazy:
         return layer
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The layer's parameters without memory, on the meta device: enough to count them."""
+        """Return the layer's parameters on the meta device, without memory, to count them."""
         with torch.device("meta"):
             layer = self.build()
         return layer.parameters()

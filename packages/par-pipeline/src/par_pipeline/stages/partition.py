@@ -1,4 +1,4 @@
-"""Which layers make up which stage: contiguous parts, the largest of them as small as can be."""
+"""Partition of layers into stages: contiguous parts with the smallest possible largest part."""
 
 import math
 from bisect import bisect_right
@@ -12,25 +12,27 @@ METHODS = ("uniform", "parameter", "time")
 def partition(
     layers: int | Sequence[Any], parts: int, method: str | Sequence[float] = "uniform", *, sample: Any = None
 ) -> list[range]:
-    """Cuts layers into contiguous parts, none of them empty.
+    """Partition layers into contiguous, non-empty parts.
 
-    The largest part is as small as any cut can make it. Among such cuts the parts are as equal as can be, by the sum
-    of their squares. For stages of one rank each, `parts` is the number of ranks; else that of all stages.
+    The largest part is as small as possible. Among all partitions with this property, the function takes the partition
+    with the smallest sum of squared sizes. `parts` is the number of stages over all ranks.
 
     Args:
-        layers: The layers, or how many there are.
+        layers: Layers, or their number.
         parts: Number of parts.
-        method: What is balanced: "uniform" the number of layers, the larger parts last, where fewer activations are
-            kept; "parameter" their parameters; "time" the seconds of forward and backward, measured once on this
-            rank, so share the result; or a list with a weight for each layer.
-        sample: For "time", an input of the first layer.
+        method: Quantity to balance. "uniform": the number of layers; larger parts are last, because later stages save
+            fewer activations. "parameter": the number of parameters. "time": the seconds of forward and backward,
+            measured once on this rank; send the result to the other ranks. Or a list with a weight for each layer.
+            Default: "uniform".
+        sample: Input of the first layer, for "time".
 
     Returns:
-        For each part, the positions of its layers.
+        Positions of the layers of each part.
 
     Raises:
-        ValueError: There are more parts than layers, the method is unknown, or weights are no weights.
-        TypeError: A size is no whole number, or layers cannot be measured.
+        ValueError: There are more parts than layers, the method is unknown, or a weight is not a finite number of at
+            least 0.
+        TypeError: A size is not an integer, or layers cannot be measured.
     """
     count = layers if isinstance(layers, int) else len(layers)
     if not isinstance(parts, int) or isinstance(parts, bool) or isinstance(layers, bool):
@@ -65,10 +67,10 @@ def _weights(layers: int | Sequence[Any], method: str | Sequence[float], sample:
 
 
 def _balanced(sums: Sequence[float], parts: int) -> list[int]:
-    """The ends of the parts, among all cuts with the smallest largest part those with the least sum of squares.
+    """Return the ends of the parts with the smallest largest part, and among these the smallest sum of squares.
 
     Args:
-        sums: The sums of the first 0, 1, ... weights.
+        sums: Sums of the first 0, 1, ... weights.
         parts: Number of parts.
     """
     limit = _smallest_limit(sums, parts)
@@ -85,15 +87,15 @@ def _balanced(sums: Sequence[float], parts: int) -> list[int]:
 
 
 def _add_part(sums: Sequence[float], limit: float, cost: list[float]) -> tuple[list[float], list[int]]:
-    """Adds one part to the cheapest cuts so far.
+    """Add one part to the cheapest partitions so far.
 
     Args:
-        sums: The sums of the first 0, 1, ... weights.
-        limit: The largest size that a part may have.
-        cost: By the number of layers that the parts so far take, the least sum of squared sizes.
+        sums: Sums of the first 0, 1, ... weights.
+        limit: Largest allowed size of a part.
+        cost: Smallest sum of squared sizes, by the number of layers in the parts so far.
 
     Returns:
-        The same costs with one part more, and where that part then starts.
+        The same costs with one more part, and the start of that part.
     """
     best, starts = [math.inf] * len(sums), [0] * len(sums)
     for end in range(1, len(sums)):
@@ -107,10 +109,10 @@ def _add_part(sums: Sequence[float], limit: float, cost: list[float]) -> tuple[l
 
 
 def _smallest_limit(sums: Sequence[float], parts: int) -> float:
-    """The least size of the largest part.
+    """Return the smallest possible size of the largest part.
 
-    Parts are filled from the left up to a limit. Where that takes too many, the next limit to try is the smallest that
-    lets one of them take one more layer: with any below it they would be the same.
+    Parts are filled from the left up to a limit. If this needs too many parts, the next limit is the smallest at which
+    one part can take one more layer: any lower limit would give the same parts again.
     """
     below_mean = sums[-1] / parts * (1 - 1e-9)  # rounding must not lift it over the answer
     limit = max(below_mean, *(second - first for first, second in pairwise(sums)))
@@ -122,7 +124,7 @@ def _smallest_limit(sums: Sequence[float], parts: int) -> float:
 
 
 def _fill(sums: Sequence[float], limit: float) -> tuple[int, float]:
-    """The number of parts that a limit takes, and the smallest size above it that one of them could have had."""
+    """Return the number of parts for a limit, and the smallest size above the limit that one part could have."""
     start, filled, larger = 0, 0, math.inf
     while start < len(sums) - 1:
         beyond = _beyond(sums, start, limit)
@@ -133,5 +135,5 @@ def _fill(sums: Sequence[float], limit: float) -> tuple[int, float]:
 
 
 def _beyond(sums: Sequence[float], start: int, limit: float) -> int:
-    """The first end at which a part that starts here is larger than the limit."""
+    """Return the first end at which a part from `start` is larger than the limit."""
     return bisect_right(sums, limit, lo=start + 1, key=lambda total: total - sums[start])

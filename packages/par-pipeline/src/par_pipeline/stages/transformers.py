@@ -1,9 +1,9 @@
-"""Stages of a Hugging Face model, cut where its own `_pp_plan` says. transformers itself is not imported.
+"""Stages of a Hugging Face Transformers model, partitioned by its own `_pp_plan`. transformers itself is not imported.
 
-A stage is a copy of the model that shares all its modules, but for the layers of other stages, which are replaced by
-`Absent` ones. So the model's own forward runs, with whatever it does around its layers, and parameters keep their
-names. What comes in and goes out does so between two layers: a model may scale its embeddings before the first one and
-its logits after the last. Four hooks see to that (`_Borders`).
+A stage is a copy of the model that shares all its modules, except for the layers of other stages, which are replaced by
+`Absent` modules. The stage runs the model's own forward, including all code around the layers, and parameters keep
+their names. Four hooks (`_Borders`) let hidden states enter and leave between two layers, because a model may scale its
+embeddings before the first layer and its logits after the last.
 """
 
 import copy
@@ -18,7 +18,7 @@ _EMBEDS = "inputs_embeds"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that may be shared out between stages.
+    """Return the layers that can be partitioned into stages.
 
     Raises:
         TypeError: The model has no plan for pipelines.
@@ -28,14 +28,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
-    """Makes stages that share their modules with the model, which is left as it is.
+    """Make stages that share their modules with the model, which stays unchanged.
 
-    A stage takes token ids [rows, time] if it is the first one, else hidden states [rows, time, width], and gives
-    hidden states, or logits [rows, time, words] if it is the last one.
+    The first stage takes token ids [rows, time], any other stage hidden states [rows, time, width]. A stage returns
+    hidden states; the last stage returns logits [rows, time, words].
 
     Args:
-        model: The model, with all its layers.
-        runs: For each stage, the positions of its layers.
+        model: Model with all its layers.
+        runs: Positions of the layers of each stage.
 
     Raises:
         TypeError: The model has no plan for pipelines, or a module with parameters that the plan does not name.
@@ -58,20 +58,20 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
 
 
 class Absent(nn.Module):
-    """In the place of a layer that another stage has: gives what it is given."""
+    """Identity in place of a layer of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Hidden states [rows, time, width], unchanged."""
+        """Return hidden states [rows, time, width] unchanged."""
         return hidden_states
 
 
 class _Borders:
-    """Where the forward of a stage begins and ends: the hooks, and what passes between them during a forward.
+    """Hooks at the start and end of a stage's layers, and the hidden states that they hold during a forward.
 
     Args:
-        stage: The model with this stage's layers. It is called with one positional tensor.
-        before: In the place of the layer before this stage's; None: this is the first stage.
-        after: In the place of the layer after this stage's; None: this is the last stage.
+        stage: Model with this stage's layers. It is called with one positional tensor.
+        before: Identity in place of the layer before this stage's layers; None for the first stage.
+        after: Identity in place of the layer after this stage's layers; None for the last stage.
     """
 
     def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None) -> None:
@@ -86,20 +86,20 @@ class _Borders:
         stage.register_forward_hook(self._leave, always_call=True)  # also if the forward raises: nothing is kept
 
     def _enter(self, _: nn.Module, args: tuple[Tensor], keywords: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Calls the model as it is used to be called."""
+        """Return the stage's input as keyword arguments of the model's forward."""
         (self._entered,) = args
         return (), {("input_ids" if self._is_first else _EMBEDS): self._entered, "use_cache": False, **keywords}
 
     def _go_on(self, *_: Any) -> Tensor | None:
-        """Goes on with what the stage before gave, in place of what the model has made of it by now."""
+        """Return the hidden states from the stage before, in place of the model's own changes to them."""
         return self._entered
 
     def _note(self, _: nn.Module, __: Any, hidden_states: Tensor) -> None:
-        """Notes what the next stage goes on with."""
+        """Store the hidden states for the next stage."""
         self._left = hidden_states
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
-        """Gives the logits, or what the next stage goes on with."""
+        """Return the logits, or the hidden states for the next stage."""
         left, self._entered, self._left = self._left, None, None
         if output is None:  # the forward has raised
             return None
@@ -108,7 +108,7 @@ class _Borders:
 
 
 def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Makes a model in which named modules can be replaced: what is above them is made anew, all else is shared."""
+    """Copy a model such that named modules can be replaced: their parents are copied, all other modules are shared."""
     twin = _shallow(model)
     made = {"": twin}
     for name in names:
@@ -122,16 +122,16 @@ def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares its children and parameters, but has its own tables of them and of its hooks."""
+    """Copy a module: it shares children and parameters, but has its own tables of them and of its hooks."""
     twin = copy.copy(module)
     twin.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
     return twin
 
 
 def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str]:
-    """The model's plan, and the name of the list of layers in it.
+    """Return the model's plan, and the name of the list of layers in it.
 
-    In releases of transformers up to 5.4 or so the model's own lacks what its class says, such as of the head.
+    In transformers up to about 5.4, the plan of the instance lacks entries of the plan of its class, such as the head.
     """
     of_class = getattr(type(model), "_pp_plan", None) or {}
     plan: dict[str, tuple[list[str], list[str]]] = {**of_class, **(getattr(model, "_pp_plan", None) or {})}
@@ -145,10 +145,10 @@ def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str
 
 
 def _check_named(model: nn.Module, plan: Iterable[str]) -> None:
-    """Makes sure that the plan says for each parameter which stage has it.
+    """Raise an error unless the plan assigns each parameter to a stage.
 
-    A head of a classifier, whose plan names the layers alone, would otherwise be trained on every stage, and a tower
-    for images would run on each of them. Both read what a stage alone does not have, such as ids or all tokens.
+    Otherwise every stage would train a classifier's head, if the plan names only the layers, and every stage would run
+    an image tower. Both need values that a single stage does not have, such as ids or all tokens.
 
     Raises:
         TypeError: A module with parameters is not in the plan.

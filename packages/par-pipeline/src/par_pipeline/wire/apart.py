@@ -1,13 +1,13 @@
-"""Tensors from one neighbour that come apart from their headers, over NCCL.
+"""Tensors from one neighbour that are received separately from their headers, over NCCL.
 
-A receive that is posted when a stage needs it begins then, though the peer has long sent, and the stage waits for the
-whole transfer. So each is posted before: what this rank takes next, when it has taken the message before. It is then
-the only one, and a rank has one buffer for each neighbour beyond what it has taken; two, where a schedule takes a
-message before an earlier one, as those in a V do at times.
+If a receive is posted only when a stage needs it, the stage waits for the complete transfer although the peer sent
+early. A rank therefore posts the receive of its next message when it has taken the message before. Only this receive is
+then in flight, and a rank needs one extra buffer for each neighbour. It needs two if a schedule takes a message before
+an earlier message, as V schedules sometimes do.
 
-More would not help as long as a transfer is shorter than an action, and might do harm. On a GPU a receive is a kernel,
-which begins when the one before it in its stream has ended; and a stream may share a queue of the device with others,
-where what cannot begin holds up all that comes behind it. A receive that is alone can begin.
+More receives ahead do not help while a transfer is shorter than an action, and might do harm. On a GPU, a receive is a
+kernel that starts after the kernel before it in its stream. A stream may share a device queue with other streams, and a
+blocked kernel in the queue blocks all kernels behind it. A single receive is never behind another receive.
 """
 
 from collections import deque
@@ -21,12 +21,12 @@ from .lanes import APART, Lane
 
 
 class Apart:
-    """Receives tensors that come apart.
+    """Receives of tensors that are sent separately from their headers.
 
     Args:
-        lane: The lane from the peer.
-        device: Where the tensors arrive.
-        budget: Bytes of receives beyond which only one is posted ahead.
+        lane: Lane from the peer.
+        device: Device on which the tensors arrive.
+        budget: Limit for posted receives, in bytes; above it, only one receive is posted ahead.
     """
 
     def __init__(self, lane: Lane, device: torch.device, budget: int) -> None:
@@ -36,17 +36,17 @@ class Apart:
         self._taken = 0
 
     def begin(self, plan: Iterable[tuple[int, int | None]]) -> None:
-        """Begins a step.
+        """Begin a step.
 
         Args:
-            plan: For each message with tensors, how many messages are taken when its receive is due, and the bytes that
-                come whatever its header will say; None: it says it.
+            plan: Pair for each message with tensors: the number of messages taken when its receive is posted, and its
+                size in bytes; None if only the header contains the size.
         """
         self._planned = deque(plan)
         self._taken = 0
 
     def post(self) -> None:
-        """Posts the receives that are due, in the order in which the peer sends, as far as their sizes are known."""
+        """Post the receives that are due, in the order in which the peer sends, as far as their sizes are known."""
         while self._planned:
             after, size = self._planned[0]
             if size is None or after > self._taken or (self._posted and self._budget <= 0):
@@ -54,15 +54,15 @@ class Apart:
             self._post(size)
 
     def taken(self) -> None:
-        """This rank has taken a message, and goes on to the next one."""
+        """Count a message that this rank has taken, and post the receives that are then due."""
         self._taken += 1
         self.post()
 
     def receive(self, size: int) -> Tensor:
-        """The tensors of the next message, [bytes] of uint8, once they are there.
+        """Return the tensors of the next message, [bytes] of uint8, after they have arrived.
 
         Args:
-            size: Their bytes, as its header says, or as many as were posted.
+            size: Size of the tensors in bytes, from the header or from the posted receive.
         """
         if not self._posted:
             self._post(size)
@@ -73,7 +73,7 @@ class Apart:
         return buffer
 
     def _post(self, size: int) -> None:
-        """Posts the next receive; nothing is sent for a message of no bytes."""
+        """Post the next receive; a message of no bytes has no transfer."""
         self._planned.popleft()
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._posted.append((buffer, self._lane.receive(buffer, APART) if size else None))

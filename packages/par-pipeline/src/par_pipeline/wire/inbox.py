@@ -1,17 +1,17 @@
-"""What a rank receives from one neighbour.
+"""Messages that a rank receives from one neighbour.
 
-All receives of a step are posted, in the order in which the peer sends, as far as a budget of bytes allows; each
-further one when an earlier one has arrived.
+All receives of a step are posted in the order in which the peer sends, within a budget of bytes. Each further receive
+is posted when an earlier message has arrived.
 
-They are posted at the end of a step, for one like it: nobody sends then. Gloo's thread spins for a connection that a
-rank is sending or posting on, and for milliseconds if it has come to the rank's core meanwhile; that happened in every
-step while receives were posted beside the first sends. Whatever a rank sends next takes the buffers in their order, so
-both ranks reckon how large each is: what an evaluation sends may find those of a training step.
+The receives are posted at the end of a step, for a next step like it, because no rank sends at that time. Gloo's thread
+spins for a connection while a rank sends or posts on it, and for milliseconds if the thread has moved to the rank's
+core. This happened in every step when receives were posted during the first sends. The next messages fill the buffers
+in their order, even if an evaluation follows a training step. Both ranks therefore compute the size of each buffer.
 
-A rank that waits looks for a while before it sleeps, and lets others run meanwhile. Waking it up takes longer than a
-tiny action, and as often as not it wakes up on another core, whose caches are cold.
+A rank that waits polls for a while before it sleeps, and yields its core to other threads. A wake-up takes longer than
+a tiny action, and the rank often wakes up on another core with cold caches.
 
-Tensors that come apart are received by `Apart`.
+`Apart` receives tensors that are sent separately.
 """
 
 import os
@@ -36,12 +36,12 @@ _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows 
 
 
 class Posted(NamedTuple):
-    """A receive that waits for its message.
+    """Posted receive.
 
     Args:
-        buffer: Where the message will be.
-        first: The buffer's first byte, which tells that something has come.
-        work: What the lane waits for.
+        buffer: Buffer for the message.
+        first: First byte of the buffer; it changes when the message arrives.
+        work: Work object for `Lane.wait`.
     """
 
     buffer: Tensor
@@ -50,15 +50,15 @@ class Posted(NamedTuple):
 
 
 class Inbox:
-    """What a rank receives from one neighbour.
+    """Receiving end of the messages from one neighbour.
 
     Args:
-        lane: The lane from the peer.
-        device: Where tensors arrive.
-        budget: Bytes of receives that may be posted ahead.
-        settle: Called with each place of the peer's actions that it has come to.
-        are_apart: Whether tensors come apart.
-        peer: The neighbour's global rank, for diagnosis.
+        lane: Lane from the peer.
+        device: Device on which tensors arrive.
+        budget: Limit for receives posted ahead, in bytes.
+        settle: Function that is called with the index of each action that the peer has reached.
+        are_apart: Whether tensors are sent separately from headers.
+        peer: Global rank of the neighbour, for diagnosis.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Inbox:
         return (self._peer,)
 
     def plan(self, arrivals: tuple[Arrival, ...]) -> None:
-        """Sees to it that there are buffers for a step. The peer's `Outbox` reckons the same at the same point."""
+        """Plan the buffers for a step. The peer's `Outbox` computes the same sizes at the same point."""
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
         without_buffer = coming[have_buffers:]
@@ -94,7 +94,7 @@ class Inbox:
         self._planned.extend(self._expected.room_for(message, are_apart=are_apart) for message in without_buffer)
 
     def begin(self, arrivals: tuple[Arrival, ...]) -> None:
-        """Begins a step, in which the peer sends these messages, in this order."""
+        """Begin a step, in which the peer sends these messages in this order."""
         self.plan(arrivals)
         self._late = len(self._coming)  # a higher rank's status of the last step, which comes before all else
         self._coming.extend(arrivals)
@@ -104,21 +104,21 @@ class Inbox:
             self._apart.begin((after, ahead) for after, ahead in plan if ahead != 0)  # nothing comes apart of 0 bytes
 
     def prepare(self, arrivals: tuple[Arrival, ...]) -> None:
-        """Posts the receives of a step that may come."""
+        """Post the receives of a possible next step."""
         self.plan(arrivals)
         with suppress(ConnectionError):  # a rank that is done may have left
             self._post_ahead()
 
     def expect(self) -> None:
-        """Posts the first receive, if none is posted yet."""
+        """Post the first receive, if none is posted yet."""
         if not self._posted:
             self._post()
 
     def hear(self) -> None:
-        """Takes the word of the last step, if it has come meanwhile, and posts the first receive of tensors apart.
+        """Read the peer's status of the last step, if it has arrived, and post the first receive of separate tensors.
 
         Raises:
-            PeerFailed: The peer says that the last step failed.
+            PeerFailed: The peer reports that the last step failed.
         """
         while self._late and self._posted and self._posted[0].first.item() != Kind.UNWRITTEN:
             self._receive()
@@ -127,10 +127,10 @@ class Inbox:
             self._apart.post()
 
     def take(self, message: Message) -> Contents:
-        """Waits for a message, and so for all that were sent before it.
+        """Wait for a message, and for all messages that were sent before it.
 
         Raises:
-            PeerFailed: The peer says that the step failed.
+            PeerFailed: The peer reports that the step failed.
             ConnectionError: The peer is gone, or does not answer.
         """
         self._post_ahead()  # it would wait anyway
@@ -147,11 +147,11 @@ class Inbox:
         return self._arrived.pop(message)
 
     def drain(self) -> bool:
-        """Receives and drops until the peer knows of the failure: until it says so, or is done.
+        """Receive and drop messages until the peer has received the failure: it confirms this, or ends its step.
 
         Returns:
-            Whether it got so far. The failure may be that memory has run out, and a rank that has none for what still
-            comes stops here, and raises what it has to.
+            Whether this point was reached. After an out-of-memory failure, a rank may have no memory for the remaining
+            messages. It then stops and raises the original error.
         """
         try:
             while self._coming and self._posted and not self._knows_failure:
@@ -167,18 +167,18 @@ class Inbox:
         return True
 
     def close(self) -> None:
-        """Lets go of the lane, and of the receives that are posted."""
+        """Release the lane and the posted receives."""
         self._posted.clear()
         self._apart = None
         self._lane.close()
 
     def _post_ahead(self) -> None:
-        """Posts receives while there is room in the budget, and one always."""
+        """Post receives within the budget, and always at least one."""
         while self._planned and (not self._posted or self._budget > 0):
             self._post()
 
     def _post(self) -> None:
-        """Posts the next receive."""
+        """Post the next receive."""
         size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         first = buffer[0].fill_(Kind.UNWRITTEN)
@@ -187,10 +187,10 @@ class Inbox:
         self._budget -= size
 
     def _receive(self) -> tuple[Arrival, Header]:
-        """The next message that the peer sends: which one it is, and its header.
+        """Receive the peer's next message, and return its place in the plan and its header.
 
         Raises:
-            PeerFailed: It says that the step failed.
+            PeerFailed: The peer reports that the step failed.
         """
         buffer, first, work = self._posted.popleft()
         until = time.perf_counter() + _AWAKE
@@ -206,7 +206,7 @@ class Inbox:
         return self._coming.popleft(), header
 
     def _contents(self, message: Message, header: Header) -> Contents:
-        """What a message brings, once all its parts are there."""
+        """Return the contents of a message after all its parts have arrived."""
         expected = self._expected.signatures.get(message)
         tensors: Tensor | None = None
         if self._apart is not None and (ahead := self._expected.bytes_ahead(message)) != 0:
@@ -219,7 +219,7 @@ class Inbox:
         return header.decode(expected, self._rest(header.description), tensors)
 
     def _rest(self, size: int) -> Tensor:
-        """The part that a header announces."""
+        """Receive the second part of a message, which its header announces."""
         rest = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._lane.wait(self._lane.receive(rest, REST), REST)
         return rest

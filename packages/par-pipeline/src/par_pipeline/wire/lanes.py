@@ -1,11 +1,10 @@
 """The private communicators of a pipeline, one for each direction, so that a send never waits behind a receive.
 
-Headers go over gloo, whatever the group has: the host waits for them, with a timeout, and they bring word of a failure.
-Tensors on GPUs come apart, over NCCL, for which only streams wait.
+Headers use gloo, regardless of the group's backend: the host waits for them with a timeout, and they report failures.
+Tensors on GPUs are sent separately over NCCL, and only streams wait for them.
 
-The groups that par_groups declares (its `Channels`) are something else: all ranks of a world make those together, once.
-A pipeline takes any group, makes its lanes among the ranks of that group alone and again after each failure, and its
-gloo lanes share one thread.
+`Channels` of par_groups are different: all ranks of a world make them together, once. A pipeline accepts any group and
+makes its lanes only among the ranks of that group, again after each failure. Its gloo lanes share one thread.
 """
 
 import os
@@ -24,22 +23,22 @@ par_wait_axis = "pipeline"
 """See `par_groups.attributes.WAIT_AXIS`."""
 
 FIRST, REST, APART = range(3)
-"""The parts of a message: its header, with what there is room for behind it; what that announces; and its tensors."""
+"""Parts of a message: the header with contents that fit the buffer, the second part that it announces, and tensors."""
 
 _FOR_KERNELS = timedelta(minutes=30)  # NCCL counts from when it was asked, and kernels before it take their time
 
 
 class Lane:
-    """One direction between this rank and a peer.
+    """Connection in one direction between this rank and a peer.
 
-    A message has up to three parts, each of which is sent and received by its number: FIRST and REST on the CPU, and
-    APART, its tensors.
+    A message has up to three parts, which are sent and received by their number: FIRST and REST on the CPU, and APART,
+    the tensors.
 
     Args:
-        peer: The other rank.
-        first: The gloo communicator of what is on the CPU.
-        second: The communicator of tensors that come apart.
-        timeout: The longest wait for a message.
+        peer: Other rank.
+        first: Gloo communicator of the CPU parts.
+        second: Communicator of separate tensors.
+        timeout: Timeout for a message.
     """
 
     def __init__(self, peer: int, first: Any, second: Any, timeout: timedelta) -> None:
@@ -47,14 +46,14 @@ class Lane:
         self._communicators: tuple[Any, ...] = (first, first, second)
 
     def send(self, part: Tensor, number: int) -> Any:
-        """Begins to send a part of a message.
+        """Begin to send a part of a message.
 
         Args:
-            part: Its bytes, of uint8.
-            number: Which part it is.
+            part: Bytes of the part, uint8.
+            number: Number of the part.
 
         Returns:
-            What `wait` takes.
+            Work object for `wait`.
 
         Raises:
             ConnectionError: The peer is gone.
@@ -68,7 +67,7 @@ class Lane:
             raise self._lost(error) from error
 
     def receive(self, buffer: Tensor, number: int) -> Any:
-        """Begins to receive a part of a message into a buffer of its size, or a larger one; otherwise as `send`."""
+        """Begin to receive a part of a message into a buffer of its size or larger; otherwise as `send`."""
         try:
             if is_profiled():
                 with unheard():
@@ -78,7 +77,7 @@ class Lane:
             raise self._lost(error) from error
 
     def wait(self, work: Any, number: int) -> None:
-        """Waits for what `send` or `receive` began.
+        """Wait for a work object of `send` or `receive`.
 
         Raises:
             ConnectionError: The peer is gone, or does not answer within the timeout.
@@ -92,7 +91,7 @@ class Lane:
             raise self._lost(error) from error
 
     def close(self) -> None:
-        """Lets go of the communicators. Gloo's connections end with the last reference to them."""
+        """Release the communicators. Gloo's connections end with the last reference to them."""
         self._communicators = ()
 
     def _lost(self, error: RuntimeError) -> ConnectionError:
@@ -101,16 +100,16 @@ class Lane:
 
 
 class Lanes(NamedTuple):
-    """The communicators of a pipeline.
+    """Communicators of a pipeline.
 
     Args:
-        up: The gloo communicator of messages to higher ranks.
-        down: The gloo communicator of messages to lower ranks.
-        up_second: The communicator of tensors to higher ranks that come apart; NCCL where they are on GPUs.
-        down_second: The communicator of tensors to lower ranks that come apart; NCCL where they are on GPUs.
+        up: Gloo communicator of messages to higher ranks.
+        down: Gloo communicator of messages to lower ranks.
+        up_second: Communicator of separate tensors to higher ranks; NCCL for tensors on GPUs.
+        down_second: Communicator of separate tensors to lower ranks; NCCL for tensors on GPUs.
         rank: This rank, within the group.
-        timeout: The longest wait for a message.
-        are_apart: Whether tensors come apart, so that a host need not wait for them.
+        timeout: Timeout for a message.
+        are_apart: Whether tensors are sent separately from headers, so that no host waits for them.
     """
 
     up: Any
@@ -122,25 +121,25 @@ class Lanes(NamedTuple):
     are_apart: bool
 
     def to(self, peer: int) -> tuple[Lane, Lane]:
-        """The lanes between this rank and a peer: the one to send on, and the one to receive on."""
+        """Return the two lanes between this rank and a peer: the lane to send on, and the lane to receive on."""
         up = Lane(peer, self.up, self.up_second, self.timeout)
         down = Lane(peer, self.down, self.down_second, self.timeout)
         return (up, down) if peer > self.rank else (down, up)
 
     def abort(self) -> None:
-        """Ends what NCCL has under way. Gloo's communicators end with their last reference."""
+        """Abort NCCL transfers in flight. Gloo's communicators end with their last reference."""
         for first, second in ((self.up, self.up_second), (self.down, self.down_second)):
             if second is not first:
                 second.abort()
 
 
 def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Lanes:
-    """Makes the communicators. Collective over the group; ranks outside it take no part, as in `new_group` they must.
+    """Make the communicators. Collective over the group; unlike in `new_group`, other ranks take no part.
 
     Args:
-        group: The ranks of the pipeline.
-        device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
-        timeout: The longest wait for a message.
+        group: Ranks of the pipeline.
+        device: Device of the sent tensors: a GPU for which the group has NCCL, or the CPU.
+        timeout: Timeout for a message.
     """
     nonce = [uuid.uuid4().hex]
     dist.broadcast_object_list(nonce, group=group, group_src=0)
@@ -162,4 +161,4 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
 
 
 MakeLanes = Callable[[dist.ProcessGroup, torch.device, timedelta], Lanes]
-"""What makes the communicators of a pipeline, as `make_lanes` does."""
+"""Function that makes the communicators of a pipeline, such as `make_lanes`."""

@@ -1,4 +1,4 @@
-"""Where the hosts of a pipeline meet after a failure: at the store of the world, since nothing else is sure to work."""
+"""Rendezvous of a pipeline's hosts after a failure. It uses the world's store, because only the store surely works."""
 
 import uuid
 from contextlib import suppress
@@ -10,10 +10,10 @@ from .._torch_private import default_store
 
 
 class Meeting:
-    """A place where the ranks of a group wait for one another, again and again. Made by all of them.
+    """Repeatable rendezvous of the ranks of a group. The constructor is collective over the group.
 
     Args:
-        group: The ranks.
+        group: Ranks of the pipeline.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -24,14 +24,14 @@ class Meeting:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def meet(self, timeout: timedelta) -> None:
-        """Waits until all ranks have come.
+        """Wait until all ranks have joined.
 
         Args:
-            timeout: The longest wait.
+            timeout: Timeout for the other ranks.
 
         Raises:
-            ConnectionError: Some do not come within the timeout; the meeting still waits for them when this rank comes
-                again.
+            ConnectionError: Some ranks do not join within the timeout. This rank may call the method again, for the
+                same rendezvous.
         """
         store = default_store()
         keys = [f"par_pipeline/{self._name}/{self._held}/{rank}" for rank in range(self._ranks)]
@@ -47,14 +47,14 @@ class Meeting:
         self._held, self._said = self._held + 1, 0
 
     def who_says_so(self, word: bool, timeout: timedelta | None) -> list[int]:
-        """Leaves a yes or no for the other ranks, each of which calls this as often.
+        """Send a yes or no to the other ranks, which must call this method the same number of times.
 
         Args:
-            word: What this rank says.
-            timeout: The longest wait for the others; None waits for nobody.
+            word: Answer of this rank.
+            timeout: Timeout for the answers of the other ranks; None: no wait.
 
         Returns:
-            The ranks that say yes, ascending; nobody without a wait, or without a store.
+            The ranks that answer yes, ascending; empty without a wait, or without a store.
         """
         place = f"par_pipeline/{self._name}/{self._held}/word {self._said}"
         keys = [f"{place}/{rank}" for rank in range(self._ranks)]

@@ -1,15 +1,16 @@
-"""One message: a header, and what it says follows, as far as there is room.
+"""Format of one message: a header, followed by as much of its contents as fits the receiver's buffer.
 
-A receiver posts its buffer before it knows what comes. What does not fit is announced by the header, and comes in a
+A receiver posts its buffer before it has the size of the message. If the contents do not fit, the header announces a
 second part.
 
     header   kind, bytes of the description, bytes of the body   (HEADER bytes; a failure takes the rest of them)
     rest     description (a pickled signature, if it is new), body (the tensors), each aligned
 
-Header and description are read by the host, so they are always on the CPU: a host that had to read from an accelerator
-would wait for all that it has been given to do. Tensors of an accelerator stay there, and come apart, in a third part
-on communicators of their own. Its receive is posted before the header comes, for as many bytes as the message had the
-last time, so that many bytes are sent whatever it has now: less is filled up, and more comes with the description.
+The host reads header and description, so that they are always on the CPU: a read from an accelerator would wait for all
+its queued work. Tensors of an accelerator stay there and are sent separately, as a third part on other communicators.
+The receive of the third part is posted before the header arrives, with the size of the same message in the last step.
+The sender therefore always sends this number of bytes. It pads smaller tensors, and it sends larger tensors together
+with the description.
 """
 
 import pickle
@@ -32,17 +33,17 @@ NOTHING = flatten(())[1]
 """The signature of a message without contents, such as a status."""
 
 Contents = tuple[Signature, list[Tensor]]
-"""A value that is sent: its signature, and its tensors."""
+"""Value of a message: its signature and its tensors."""
 
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
 _CPU = torch.device("cpu")
 
 
 class Kind(IntEnum):
-    """What a message is: its first byte."""
+    """Kind of a message, stored in its first byte."""
 
     EXPECTED = 0
-    """The body follows in the same message, and its signature is what the receiver expects."""
+    """The body follows in the same message, and its signature is the expected one."""
     WHOLE = 1
     """Description and body follow in the same message."""
     FOLLOWED = 2
@@ -50,14 +51,14 @@ class Kind(IntEnum):
     FAILED = 3
     """The step has failed on another rank; the cause follows in the header itself."""
     UNWRITTEN = 255
-    """Nothing has come yet."""
+    """No message has arrived yet."""
 
 
 class Expectations:
-    """What each message between two ranks was the last time; the rank that sends keeps the same as the other.
+    """Signatures of the messages between two ranks in the last step; sender and receiver keep equal records.
 
     Attributes:
-        signatures: The signature that each message had.
+        signatures: Last signature of each message.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Expectations:
         self._unsteady: set[Message] = set()  # messages whose size was another one the last time but one
 
     def note(self, message: Message, signature: Signature) -> None:
-        """A message has come, or is sent."""
+        """Record the signature of a message that has arrived or is sent."""
         before = self.signatures.get(message)
         if before is signature and not self._unsteady:  # as in most steps
             return
@@ -76,39 +77,40 @@ class Expectations:
             self._unsteady.discard(message)
 
     def room_for(self, message: Message, *, are_apart: bool) -> int:
-        """Bytes of the buffer for a message, its header included.
+        """Return the size of the buffer for a message, including its header, in bytes.
 
-        Gradients of shared parameters get none from one step to the next: it would be as large as the parameters.
+        The buffer has no space for gradients of shared parameters, because it would be as large as the parameters
+        between steps.
 
         Args:
-            message: Which message it is.
-            are_apart: Whether tensors always come apart.
+            message: Message.
+            are_apart: Whether tensors are always sent separately.
         """
         signature = self.signatures.get(message)
         return HEADER + (0 if signature is None or are_apart or is_sum(message) else signature.size)
 
     def bytes_ahead(self, message: Message) -> int | None:
-        """Bytes of tensors that come apart whatever the header will say, so that their receive can be posted before.
+        """Return the bytes of separate tensors that can be received before the header; None if the header is needed.
 
-        None: the header says it. It does where nothing is known yet, for gradients of shared parameters, and where the
-        size has just changed, as it does all the time where sequences have lengths of their own.
+        The header is needed for the first message, for gradients of shared parameters, and after the size has changed.
+        With sequences of different lengths, the size changes all the time.
         """
         signature = self.signatures.get(message)
         return None if signature is None or is_sum(message) or message in self._unsteady else signature.size
 
 
 Parts = list[tuple[int, Tensor]]
-"""A message as it is sent: number and bytes of each part that it has, [bytes] of uint8, in the order of sending."""
+"""Encoded message: number and bytes, [bytes] of uint8, of each of its parts, in the order of sending."""
 
 
 def encode(signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, room: int) -> Parts:
-    """Writes a value as one part, or two.
+    """Encode a value as one part or two parts.
 
     Args:
-        signature: The signature of the value.
-        tensors: The tensors of the value.
-        expected: The signature that the receiver expects; None: it expects nothing yet.
-        room: Bytes of the receiver's buffer.
+        signature: Signature of the value.
+        tensors: Tensors of the value.
+        expected: Signature that the receiver expects; None before the first message.
+        room: Size of the receiver's buffer, in bytes.
     """
     parts = _parts(signature, tensors, _CPU)
     as_expected = signature is expected or signature == expected
@@ -129,14 +131,14 @@ def encode_apart(
     ahead: int | None,
     device: torch.device,
 ) -> Parts:
-    """Writes a value whose tensors come apart.
+    """Encode a value whose tensors are sent separately.
 
     Args:
-        signature: The signature of the value.
-        tensors: The tensors of the value.
-        expected: The signature that the receiver expects; None: it expects nothing yet.
-        ahead: Bytes of tensors for which the receive may be posted already; None: it is not.
-        device: Where tensors are sent from.
+        signature: Signature of the value.
+        tensors: Tensors of the value.
+        expected: Signature that the receiver expects; None before the first message.
+        ahead: Size of the receive that may be posted already, in bytes; None if it is not posted.
+        device: Device of the sent tensors.
     """
     as_expected = signature is expected or signature == expected
     size = signature.size if ahead is None else ahead
@@ -153,23 +155,23 @@ def encode_apart(
 
 
 def encode_failure(failure: Failure) -> Tensor:
-    """The message that a rank sends in place of all that it owes when its step has failed; it fits any buffer."""
+    """Encode the message that replaces all remaining messages of a failed step; it fits any buffer."""
     data = pickle.dumps(tuple(failure))
     return _header(Kind.FAILED, len(data), 0, data)
 
 
 class Header:
-    """What the header of a message says.
+    """Header of a received message.
 
     Args:
-        message: The first part as received, [bytes] of uint8.
-        kind: Its first byte.
+        message: First part as received, [bytes] of uint8.
+        kind: First byte of the message.
 
     Attributes:
-        follows: Whether description and body come in other parts.
-        description: Bytes of the description, aligned; 0: the signature is the expected one.
-        body: Bytes of the tensors; 0 where the header does not say it, as it is what is expected.
-        failure: What went wrong on another rank; None: nothing did.
+        follows: Whether description and body are in other parts.
+        description: Size of the description, aligned, in bytes; 0 if the signature is the expected one.
+        body: Size of the tensors, in bytes; 0 if the signature is the expected one.
+        failure: Failure of another rank, or None.
     """
 
     def __init__(self, message: Tensor, kind: float) -> None:
@@ -185,12 +187,12 @@ class Header:
     def decode(
         self, expected: Signature | None, rest: Tensor | None = None, apart: Tensor | None = None
     ) -> tuple[Signature, list[Tensor]]:
-        """Reads the signature and the tensors, which share the message's memory if they were sent in their own dtype.
+        """Read the signature and the tensors, which share the message's memory if they were sent in their own dtype.
 
         Args:
-            expected: The signature that was expected.
-            rest: What follows on the CPU, if anything does.
-            apart: The tensors' bytes, if they are not behind the description.
+            expected: Expected signature.
+            rest: Second part, on the CPU, or None.
+            apart: Bytes of separate tensors; None if the tensors follow the description.
         """
         source, start = (self._message, HEADER) if rest is None else (rest, 0)
         signature: Signature | None = expected
@@ -208,17 +210,17 @@ class Header:
 
 
 def _tensor_at(message: Tensor, start: int, spec: TensorSpec) -> Tensor:
-    """A tensor in the memory of a message, from a byte on.
+    """Return a tensor in the memory of a message, from a byte on.
 
-    It is no view to autograd: a stage may write into one tensor of a message and have another saved. Slicing and
-    viewing would also take three times as long, which counts where stages are tiny.
+    The tensor is not a view for autograd, because a stage may write into one tensor of a message while autograd saves
+    another. Slices and views would also take three times as long, which matters for tiny stages.
     """
     made = torch.empty(0, dtype=spec.sent, device=message.device)
     return made.set_(message.untyped_storage(), start // spec.sent.itemsize, spec.shape, ())  # () is contiguous
 
 
 def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors' bytes, each followed by what aligns the next."""
+    """Return the tensors' bytes, each followed by padding that aligns the next tensor."""
     parts = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
         part = tensor.detach().resolve_conj().resolve_neg()  # its bytes are then its elements
@@ -246,5 +248,5 @@ def _padded(data: bytes) -> Tensor:
 
 
 def _unpickled(source: Tensor, start: int, size: int) -> Any:
-    """What a rank of ours has pickled; what fills it up to a multiple of the alignment is not read."""
+    """Unpickle data from another rank of the pipeline, without the padding behind it."""
     return pickle.loads(bytes(source[start : start + size].tolist()))  # noqa: S301

@@ -1,4 +1,4 @@
-"""What a rank sends to one neighbour."""
+"""Messages that a rank sends to one neighbour."""
 
 import time
 from collections import deque
@@ -20,11 +20,11 @@ par_wait_axis = "pipeline"
 
 
 class _Sent(NamedTuple):
-    """A message under way.
+    """Message in flight.
 
     Args:
-        consumed: The place, in the peer's actions, of the action that takes it.
-        parts: Numbers and bytes of its parts, which must live until they are sent, and what the lane waits for.
+        consumed: Index of the peer's action that takes the message.
+        parts: Number, bytes and work object of each part; the bytes must live until they are sent.
     """
 
     consumed: int
@@ -32,15 +32,15 @@ class _Sent(NamedTuple):
 
 
 class Outbox:
-    """What a rank sends to one neighbour.
+    """Sending end of the messages to one neighbour.
 
-    The peer posts its receives before it knows what comes. So the outbox reckons, as the peer's `Inbox` does at the
-    same point of the step, how large each of the peer's buffers is.
+    The peer posts its receives before it has the sizes of the messages. The outbox computes the size of each of the
+    peer's buffers, as the peer's `Inbox` does at the same point of the step.
 
     Args:
-        lane: The lane to the peer.
-        device: Where tensors are sent from.
-        are_apart: Whether tensors come apart.
+        lane: Lane to the peer.
+        device: Device of the sent tensors.
+        are_apart: Whether tensors are sent separately from headers.
     """
 
     def __init__(self, lane: Lane, device: torch.device, *, are_apart: bool) -> None:
@@ -52,23 +52,23 @@ class Outbox:
         self._word: tuple[Tensor, Any] | None = None  # of a failure
 
     def plan(self, departures: tuple[Message, ...]) -> None:
-        """Reckons which buffers the peer has for a step."""
+        """Compute the sizes of the peer's buffers for a step."""
         without_room = departures[len(self._rooms) :]
         self._rooms.extend(self._expected.room_for(message, are_apart=self._are_apart) for message in without_room)
 
     def begin(self, departures: tuple[Message, ...], consumed: Mapping[Message, int]) -> None:
-        """Begins a step.
+        """Begin a step.
 
         Args:
-            departures: What the peer is sent, in order.
-            consumed: See `Program`.
+            departures: Messages to the peer, in order.
+            consumed: Index of the receiver's action for each message; see `Program`.
         """
         self.plan(departures)
         self._consumed = consumed
         self._sending.clear()
 
     def give(self, message: Message, contents: Contents) -> None:
-        """Begins to send a message."""
+        """Begin to send a message."""
         signature, tensors = contents
         expected, room = self._expected.signatures.get(message), self._rooms.popleft()
         if self._are_apart:
@@ -81,23 +81,23 @@ class Outbox:
         self._sending.append(_Sent(self._consumed[message], works))
 
     def settle(self, position: int) -> None:
-        """The peer has come to this place of its actions, so what it needed up to there has arrived."""
+        """Release the messages that the peer has taken before it reached the action at this index."""
         while self._sending and self._sending[0].consumed <= position:
             self._sending.popleft()
 
     def finish(self) -> None:
-        """Waits until everything is sent."""
+        """Wait until all messages are sent."""
         while self._sending:
             for number, _, work in self._sending.popleft().parts:
                 self._lane.wait(work, number)
 
     def give_status(self, *, awaited: bool) -> None:
-        """Says that this rank is done with the step.
+        """Send the status that this rank has finished the step.
 
         Args:
-            awaited: Whether the peer waits for the status in this step. This rank then stays until it is on its way; it
-                may leave afterwards. A peer that does not wait may itself have left, and gloo would not tell who waits
-                to send.
+            awaited: Whether the peer waits for the status in this step. If True, this rank waits until the status is
+                sent, because it may exit afterwards. If False, the peer may have exited, and gloo does not report that
+                to a rank that waits for a send.
         """
         self.finish()
         with suppress(ConnectionError):  # a rank that is done may have left
@@ -112,27 +112,27 @@ class Outbox:
                 self._unawaited.append((part, work))
 
     def give_failure(self, failure: Failure) -> None:
-        """Begins to send word of a failure, once, in place of whatever would come next."""
+        """Begin to send a failure, once, in place of the next message."""
         if self._word is None:
             buffer = encode_failure(failure)
             with suppress(ConnectionError):
                 self._word = buffer, self._lane.send(buffer, FIRST)
 
     def let_failure_leave(self, until: float) -> None:
-        """Waits until word of a failure, if there is one, is on its way: a lane that ends before would take it along.
+        """Wait until a failure, if any, is sent; a lane that ends earlier would drop it.
 
         Args:
-            until: When to wait no longer, by `time.monotonic`.
+            until: Deadline on the clock `time.monotonic`, in seconds.
         """
         if self._word is not None:
             with suppress(RuntimeError):  # the peer has left, or receives nothing any more
                 self._word[1].wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def close(self, until: float) -> None:
-        """Lets go of the lane, and of what is under way; word of a failure may leave before.
+        """Release the lane and the messages in flight, after a failure, if any, is sent.
 
         Args:
-            until: When to wait no longer, by `time.monotonic`.
+            until: Deadline for the failure on the clock `time.monotonic`, in seconds.
         """
         self.let_failure_leave(until)
         self._word = None

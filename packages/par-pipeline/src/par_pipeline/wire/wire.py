@@ -1,4 +1,4 @@
-"""A rank's connection with the other ranks of its pipeline."""
+"""Connection of a rank with the other ranks of its pipeline."""
 
 import time
 from collections.abc import Iterable
@@ -23,17 +23,17 @@ _PAUSE = 1e-3  # seconds between two looks at a GPU
 
 
 class Wire:
-    """A rank's connection with its peers.
+    """Connection of a rank with its peers.
 
     Args:
-        group: The ranks of the pipeline.
-        device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
-        timeout: The longest wait for a message.
-        ahead: Bytes of receives that may be posted ahead, from all neighbouring stages together.
-        make_lanes: Makes the communicators.
+        group: Ranks of the pipeline.
+        device: Device of the sent tensors: a GPU for which the group has NCCL, or the CPU.
+        timeout: Timeout for a message.
+        ahead: Limit for receives posted ahead, from all neighbouring stages together, in bytes.
+        make_lanes: Function that makes the communicators.
 
     Attributes:
-        are_apart: Whether tensors come apart, so that hosts do not wait for them.
+        are_apart: Whether tensors are sent separately from headers, so that no host waits for them.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Wire:
         self._meeting = Meeting(group)
 
     def reset(self, timeout: timedelta) -> None:
-        """Makes new connections: what was under way is forgotten. Collective over the group.
+        """Make new connections, and drop all messages in flight. Collective over the group.
 
-        The old ones end first, so that a rank that still waits for this one hears of it, and comes.
+        The old connections end first, so that a rank that still waits for this rank receives an error and joins.
 
         Args:
-            timeout: The longest wait for the others.
+            timeout: Timeout for the other ranks.
 
         Raises:
-            ConnectionError: Other ranks do not come within the timeout.
+            ConnectionError: Other ranks do not join within the timeout.
         """
         self.close("reset() was called on it", is_idle=False)
         self._meeting.meet(timeout)
@@ -68,14 +68,14 @@ class Wire:
         self.connect(self._peers)
 
     def connect(self, peers: Iterable[int]) -> None:
-        """Sends a byte to each peer, and receives one. Collective over the ranks that are peers of each other.
+        """Exchange a byte with each peer. Collective over the ranks that are peers of each other.
 
-        NCCL connects two ranks when they first exchange anything, which lets their hosts meet. In a step that would
-        be a wait that the schedule does not know of. All ranks go through their pairs in one order, so nobody waits for
-        a rank that waits for it.
+        NCCL connects two ranks on their first exchange, and both hosts wait for each other. During a step, this wait
+        would not be part of the schedule. All ranks go through their pairs in one order, so that two ranks never wait
+        for each other in different exchanges.
 
         Args:
-            peers: The ranks that this one exchanges tensors with in a step.
+            peers: Ranks with which this rank exchanges tensors in a step.
 
         Raises:
             ConnectionError: A peer is gone.
@@ -91,11 +91,11 @@ class Wire:
                 lane.wait(lane.send(byte, APART) if sends else lane.receive(byte, APART), APART)
 
     def close(self, why: str, *, is_idle: bool) -> None:
-        """Ends this rank's connections, and waits for nobody. A peer that waits for this rank hears why.
+        """End this rank's connections, without a wait for other ranks. A peer that waits for this rank gets the reason.
 
         Args:
-            why: What the peers are told, unless they were told of a failure before.
-            is_idle: Whether all steps have ended well, so that what a GPU still has to do for them ends, too.
+            why: Reason that the peers receive, unless they received a failure before.
+            is_idle: Whether all steps have succeeded; the GPU's queued work for them then ends, too.
         """
         if is_idle and self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
@@ -111,23 +111,23 @@ class Wire:
         self._outboxes, self._inboxes = {}, {}
 
     def who_says_so(self, word: bool, *, waits: bool) -> list[int]:
-        """Tells the other ranks yes or no after a failure, which all of them hear of.
+        """Send a yes or no to the other ranks, after a failure that all ranks have received.
 
         Args:
-            word: What this rank says.
-            waits: Whether to wait for the words of the others; else nobody's is returned.
+            word: Answer of this rank.
+            waits: Whether to wait for the answers of the other ranks; otherwise the result is empty.
 
         Returns:
-            The ranks that say yes within the timeout, ascending.
+            The ranks that answer yes within the timeout, ascending.
         """
         return self._meeting.who_says_so(word, self.timeout if waits else None)
 
     def begin(self, program: Program) -> None:
-        """Begins a step.
+        """Begin a step.
 
         Raises:
             ConnectionError: A peer is gone.
-            PeerFailed: The step before has failed on another rank, after this one was done with it.
+            PeerFailed: The step before has failed on another rank, after this rank had finished it.
         """
         if self._lanes is None:
             raise ConnectionError("the connections of the pipeline are closed")
@@ -154,28 +154,29 @@ class Wire:
             self._inboxes[peer].hear()
 
     def take(self, message: Message, source: int) -> Contents:
-        """Waits for a message from another rank.
+        """Wait for a message from another rank.
 
         Raises:
-            PeerFailed: The other rank says that the step failed.
+            PeerFailed: The other rank reports that the step failed.
             ConnectionError: The other rank is gone, or does not answer.
         """
         return self._inboxes[source].take(message)
 
     def give(self, message: Message, target: int, contents: Contents) -> None:
-        """Begins to send a message to another rank."""
+        """Begin to send a message to another rank."""
         self._outboxes[target].give(message, contents)
 
     def end(self, program: Program, wait_for: WaitFor) -> None:
-        """Ends a step: tells the peers that this rank is done.
+        """End a step: send the status of this rank to its peers.
 
-        That others are done, too, is heard in the next step, before anything else from them: the first rank may begin
-        with the next batch while the last one is still busy with this one.
+        The status of the other peers arrives in the next step, before their other messages. The first rank may
+        therefore begin the next batch while the last rank still runs this one.
 
         Args:
-            program: The program of the step; the next one may be the same.
-            wait_for: The peers whose word is waited for now: the lower ones in training, all of them in an evaluation,
-                which no gradients tie together, and none if they have given it before the loss.
+            program: Program of the step; the next step probably has the same.
+            wait_for: Peers whose status this rank waits for now. "lower" is for training. "all" is for an evaluation,
+                in which no gradients synchronize the ranks. "none" is for steps in which all ranks confirmed success
+                before the loss.
         """
         lower = [peer for peer in program.arrivals if peer < self._rank]
         higher = [peer for peer in program.arrivals if peer > self._rank]
@@ -200,10 +201,10 @@ class Wire:
             self._inboxes[peer].prepare(arrivals)
 
     def fail(self, program: Program, failure: Failure) -> None:
-        """Sends word of a failure in place of all that is owed, and waits until the peers know of it.
+        """Send a failure in place of all remaining messages, and wait until the peers have received it.
 
-        A rank that cannot wait for that, as it has no memory for what still comes, waits until the word has left.
-        Tensors that are owed, and for which receives may be posted, do not come any more: a GPU would wait for them.
+        A rank without memory for the remaining messages only waits until the failure is sent. The remaining tensors are
+        never sent, and a GPU would wait for the receives that are posted for them. The transfers are therefore aborted.
         """
         for peer in program.departures:
             self._outboxes[peer].give_failure(failure)
@@ -214,9 +215,9 @@ class Wire:
             self._abort()
 
     def _abort(self) -> None:
-        """Ends the transfers of tensors that come apart; the lanes of headers end with what holds them.
+        """Abort the transfers of separate tensors. The lanes of headers end with their last reference.
 
-        Those of steps that are over come to their end, for which a GPU may be behind its host, unless a rank is gone.
+        Transfers of finished steps complete first, unless a rank is gone: a GPU may run behind its host.
         """
         if self._lanes is None:
             return
