@@ -72,16 +72,14 @@ class Pipeline:
         group: Ranks of the pipeline, first to last.
         loss_fn: Function `loss_fn(output, target)`, or `loss_fn(output)` without a target, which returns the mean over
             the rows of a microbatch. Only the rank with the last stage needs it.
-        split: Function that splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at
-            most.
+        split: Function that splits a batch into microbatches. Default: along dim 0, in sizes that differ by at most 1.
         weight: Weight of a microbatch's loss. Default: its number of rows.
         shared: Parameters used by several stages; their gradients are summed at the end of each step.
         offload: Options for offloading activations. Default: activations stay on the device.
         broadcast_loss: Whether every rank receives the loss after all ranks have reached the end of the step. A step
             then succeeds on all ranks or on none. Without it, an error of a higher rank may end the next step of a
             lower rank. Default: False.
-        complete: Function that is called with a stage's number when its gradients are complete, to begin their
-            reduction.
+        complete: Function to begin a reduction; it is called with a stage's number when its gradients are complete.
         split_backward: Policy for a stage whose backward the schedule splits, but whose weight gradients cannot be
             deferred: stages under FSDP2 or torch.compile, and torch's RNNs. "required" raises ValueError. "where
             possible" computes the complete backward in the first half and warns. Default: "required".
@@ -295,8 +293,7 @@ class Pipeline:
     def reset(self, *, timeout: float = 600.0) -> None:
         """Make the pipeline usable after an error, with new connections.
 
-        The caller must drop the gradients of the failed step. This method first ends the old connections: a rank that
-        still waits for this rank in a step raises an error.
+        The caller must drop the failed step's gradients. A rank that still waits for this one raises an error.
 
         Args:
             timeout: Timeout for the other ranks to call `reset`, in seconds. After it, you may call `reset` again.
@@ -414,8 +411,7 @@ class Pipeline:
     def _compare_ends(self, failure: Failure, *, has_ended: bool) -> None:
         """Compare the ends of data over the ranks: it is not a failure if the data of all ranks has ended.
 
-        After any other failure, this rank also reports that its data has not ended, because other ranks may wait for
-        the report. It does not wait for their reports.
+        After any other failure, this rank also reports, because other ranks may wait for it, but does not wait.
 
         Args:
             failure: Failure that this rank has seen.

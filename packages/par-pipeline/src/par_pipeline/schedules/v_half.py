@@ -70,7 +70,7 @@ class _Run:
             left -= len(chosen)
 
     def _choose(self, rank: int) -> tuple[str, int] | None:
-        """Choose a rank's next action: forwards within the memory limit, then input gradients, weight gradients last."""
+        """Choose a rank's next action: forwards within the memory limit, input gradients, then weight gradients."""
         down, up = self.placement[rank]
         forward, inputs = self._forward, self._input
         kept_down, kept_up = forward[down] - self._weight[down], forward[up] - self._weight[up]
