@@ -1,4 +1,4 @@
-"""Where a sequence is cut, so that ranks have equally much to compute: contiguous, zigzag, balanced, or the best."""
+"""Assignment of a sequence's tokens to ranks with balanced work: contiguous, zigzag, balanced, or the fastest."""
 
 import heapq
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ CUTS = ("auto", "contiguous", "zigzag", "balanced")
 CAUSAL = (Mask(causal=True),)
 
 CHUNKS = (2, 4, 8, 16)
-"""Chunks of a rank that "balanced" tries."""
+"""Numbers of chunks per rank that "balanced" tries."""
 
 PAIRS_PER_ROW = 128
-"""How many pairs of query and key a rank computes in the time in which it fetches one key, there and back.
+"""Number of pairs of query and key that a rank computes in the time of fetching one key and returning its gradient.
 
-Both grow with the number of heads, so it depends on the machine alone: some 100 over gloo and inside a node of GPUs.
+Both times grow with the number of heads, so the ratio depends only on the machine: about 100 over gloo and inside a
+node of GPUs.
 """
 
 
@@ -66,20 +67,21 @@ def cut_tokens(
     block: int = 512,
     chunks: int | None = None,
 ) -> Tokens:
-    """Cuts rows of a sequence over ranks, each of which gets equally many tokens. Pure, the same on all ranks, cached.
+    """Split sequences over ranks, with the same number of tokens on each rank. Pure, cached, identical on all ranks.
 
     Args:
-        length: Number of tokens of a row.
+        length: Number of tokens of a sequence.
         ranks: Number of ranks.
-        how: "contiguous"; "zigzag", where rank r has chunks r and 2 ranks - 1 - r of 2 ranks; "balanced", by the work
-            of `masks` and `documents`; "auto", whichever of these is predicted to take the least time.
-        documents: Lengths of the documents of a row, or of each row of the batch; None is one document.
-        masks: The masks of the layers, as often as they occur.
-        multiple: What the number of tokens in a chunk is a multiple of, for those who cut a rank's tokens further.
-        pad: Whether rows are filled up where the length does not divide.
-        inner: Number of neighbouring ranks that exchange tokens for heads: they have neighbouring parts of what
-            `ranks` / `inner` ranks would have.
-        block: Least number of tokens in a chunk where "balanced" has the choice.
+        how: Assignment. "contiguous": one chunk per rank. "zigzag": rank r gets the chunks r and 2 ranks - 1 - r of
+            2 ranks chunks. "balanced": chunks by the work of `masks` and `documents`. "auto": the assignment with the
+            lowest predicted time.
+        documents: Lengths of the documents of all sequences, or of each sequence; None is one document.
+        masks: Masks of the layers, each as often as it occurs.
+        multiple: Divisor of the length of each chunk, for layers that split a rank's tokens further.
+        pad: Whether to pad sequences whose length does not divide.
+        inner: Number of neighbouring ranks that exchange tokens for heads. They split the tokens that one of
+            `ranks` / `inner` ranks would hold.
+        block: Minimum number of tokens of a chunk, if "balanced" has a choice.
         chunks: Number of chunks of a rank for "balanced"; None tries 2, 4, 8 and 16.
 
     Raises:
@@ -101,7 +103,7 @@ def cut_tokens(
 
 
 def static_tokens(local: int, ranks: int, how: str = "auto") -> Tokens:
-    """The cut of rows of one document, of which each rank has `local` tokens: that of layers which are given none."""
+    """Return the split of sequences of one document with `local` tokens per rank, for layers without `tokens`."""
     return cut_tokens(local * ranks, ranks, how)
 
 

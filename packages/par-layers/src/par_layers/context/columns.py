@@ -1,4 +1,4 @@
-"""Tensors that lie beside each other as columns of one: how messages have queries, keys and values of tokens."""
+"""Layout of messages: queries, keys and values of each token are adjacent columns of one tensor."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def columns(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The columns of a tensor [tokens, B, width] as tensors [B, tokens, heads, D], as wide as others are."""
+    """Return columns of a tensor [tokens, B, width] as views [B, tokens, heads, D].
+
+    Args:
+        whole: The tensor.
+        like: Tensors whose heads and features each view has.
+    """
     widths = [x.shape[2] * x.shape[3] for x in like]
     return [
         part.unflatten(-1, x.shape[2:]).transpose(0, 1) for part, x in zip(whole.split(widths, -1), like, strict=True)
@@ -15,7 +20,11 @@ def columns(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor [tokens, B, width] whose columns are these, side by side and nothing else; None if there is none."""
+    """Return the tensor [tokens, B, width] whose adjacent columns are `parts`, without a copy.
+
+    Returns:
+        A view of the shared memory; None if the parts are not adjacent columns of one tensor.
+    """
     batch, tokens = parts[0].shape[:2]
     width = sum(x.shape[2] * x.shape[3] for x in parts)
     storage, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
@@ -29,7 +38,12 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def empty_like(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Room for as many tensors, which lie beside each other where the given ones do."""
+    """Return uninitialized tensors of the same shapes, as columns of one tensor if the given tensors are.
+
+    Args:
+        parts: The given tensors.
+        dtype: Dtype of the new tensors.
+    """
     whole = joined(parts)
     if whole is None:
         return [torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts]

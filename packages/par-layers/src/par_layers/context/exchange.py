@@ -1,4 +1,4 @@
-"""Tokens put together, and numbers summed, over the ranks of a sequence; graphs keep the name of their group alone."""
+"""Differentiable gather and sum over the ranks of a sequence. Autograd graphs store only the group's name."""
 
 from typing import Any
 
@@ -11,35 +11,35 @@ from .._torch_private import functional_collectives, group_of_name
 
 
 def all_sum(x: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, on each of them; its gradient is the sum of all ranks' gradients.
+    """All-reduce a sum; backward: all-reduce of the gradients.
 
     Args:
         x: This rank's part of the sum.
-        group: The name of the ranks' group.
+        group: Name of the group.
     """
     result: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def all_tokens(x: Tensor, home: Tensor, dim: int, group: str) -> Tensor:
-    """The tokens of all ranks in the order of the row, on each of them; gradients of all ranks are summed.
+    """All-gather the tokens of all ranks in the order of the sequence; backward: reduce-scatter.
 
     Args:
         x: This rank's tokens along `dim`.
-        home: Where each token of the row lies when all ranks' tokens stand one after another, int64 [length].
-        dim: The dim of the tokens.
-        group: The name of the ranks' group.
+        home: Index of each token of the sequence in the concatenation of all ranks' tokens, int64 [length].
+        dim: Dim of the tokens.
+        group: Name of the group.
     """
     result: Tensor = _AllTokens.apply(x, home, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def all_highest(x: Tensor, group: str) -> Tensor:
-    """The highest of the ranks' numbers, on each of them; without a gradient.
+    """Return the maximum over the ranks, without a gradient.
 
     Args:
-        x: This rank's number.
-        group: The name of the ranks' group.
+        x: This rank's value.
+        group: Name of the group.
     """
     return finish(functional_collectives.all_reduce.default(x, "max", group))
 

@@ -1,4 +1,4 @@
-"""Who sends which keys to whom: the rows of other ranks that a rank's queries see, each once, and no other."""
+"""Keys that ranks send to each other: exactly the keys of other ranks that a rank's queries see, each once."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,16 +11,16 @@ from .tokens import Ints, Runs, Tokens, joined
 
 @dataclass(frozen=True, eq=False)
 class KeyTransfers:
-    """Every range of keys that one rank needs of another, for one mask and one cut: five columns, int64 [n] each.
+    """Table of the key ranges that ranks need from each other, for one mask and one split: five columns, int64 [n].
 
-    They are sorted by asker, row, and start.
+    The table is sorted by asker, row and start.
 
     Args:
-        tokens: The cut.
-        asker: The rank whose queries see the keys.
-        owner: The rank that holds them.
-        row: The row of the batch; 0 where all rows have the same documents.
-        start: First token of the range, counted in the whole row.
+        tokens: The split.
+        asker: Rank whose queries see the keys.
+        owner: Rank that holds the keys.
+        row: Sequence of the batch; 0 if all sequences have the same documents.
+        start: First token of the range, counted in the full sequence.
         stop: One more than the last token.
     """
 
@@ -93,9 +93,10 @@ def transfers(first: Ints, last: Ints, tokens: Tokens) -> KeyTransfers:
 
 
 def _gaps(first: Ints, last: Ints) -> Ints | None:
-    """The tokens between which and the one before there is a token that neither sees.
+    """Return the tokens whose interval does not touch the interval of the token before.
 
-    None where intervals do not ascend, so that each has to be looked at.
+    Returns:
+        Indices of the tokens; None if the intervals do not ascend, so that each interval needs a separate look.
     """
     if np.any(first[1:] < first[:-1]) or np.any(last[1:] < last[:-1]):
         return None
@@ -103,7 +104,7 @@ def _gaps(first: Ints, last: Ints) -> Ints | None:
 
 
 def _parts(runs: Runs, gaps: Ints | None) -> tuple[Ints, Ints]:
-    """Cuts runs of tokens into parts that each see one interval, from that of the first to that of the last token."""
+    """Split runs of tokens into parts whose tokens together see one interval."""
     starts, stops = np.array(runs, np.int64).T
     if gaps is None:
         index = np.concatenate([np.arange(start, stop) for start, stop in runs])
@@ -113,7 +114,7 @@ def _parts(runs: Runs, gaps: Ints | None) -> tuple[Ints, Ints]:
 
 
 def union(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """The union of intervals as ascending ranges that do not touch: where they start and stop."""
+    """Return the starts and stops of the union of intervals, as ascending ranges that do not touch."""
     some = last > first
     first, last = first[some], last[some]
     if np.any(first[1:] < first[:-1]):
@@ -128,14 +129,14 @@ def union(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """What one rank receives and sends in one exchange of keys, and the buffer that they make.
+    """Exchange of keys from one rank's view: its messages, and the buffer of fetched keys.
 
-    A message holds one row (of k, of v, or of both) for each pair of batch row and token, by rank, then by batch row,
-    then by token. Ranks that need nothing of each other exchange no rows. Where all rows of a batch have the same
-    documents (`tokens.documents` has one tuple), they fetch the same tokens.
+    A message holds one row (of k, of v, or of both) for each sequence and token, sorted by rank, sequence and token.
+    Ranks without visible keys of each other exchange no rows. Sequences with the same documents fetch the same tokens
+    (`tokens.documents` then has one tuple).
 
     Args:
-        transfers: What every rank needs of every other.
+        transfers: Key ranges that ranks need from each other.
         rank: This rank.
     """
 
@@ -144,7 +145,7 @@ class Fetch:
 
     @cached_property
     def keys(self) -> tuple[Runs, ...]:
-        """For each row the ranges of fetched tokens, ascending: the buffer's keys, as `pieces` takes them."""
+        """Ranges of fetched tokens of each sequence, ascending: the keys of the buffer for `pieces`."""
         table = self.transfers
         result = []
         for row in range(self._rows):
@@ -153,12 +154,12 @@ class Fetch:
         return tuple(result)
 
     def buffered(self, batch: int) -> list[int]:
-        """Number of fetched tokens of each row of the batch."""
+        """Return the number of fetched tokens of each sequence of the batch."""
         numbers = [sum(stop - start for start, stop in runs) for runs in self.keys]
         return self._spread(numbers, batch)
 
     def receive_splits(self, batch: int) -> list[int]:
-        """Number of rows that this rank receives of each rank for a batch of so many rows."""
+        """Return the number of rows that this rank receives from each rank, for a batch of `batch` sequences."""
         table = self.transfers
         mine = table.asker == self.rank
         counts = _sums(table.owner[mine], (table.stop - table.start)[mine], table.tokens.ranks)

@@ -23,7 +23,7 @@ def context_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a sequence that is cut over ranks, as a function; a `Context` keeps its plans, and is faster.
+    """Compute attention over a sequence that is split over ranks. A `Context` caches its plans, and is faster.
 
     Args:
         q: Queries [B, s, H, D].
@@ -32,12 +32,12 @@ def context_attention(
         groups: The live groups.
         axis: The axis whose ranks hold parts of the sequence.
         mode: How attention reaches other ranks' keys; default: the mode of the topology.
-        mask: What a token sees of its document.
-        tokens: How the batch is cut; default: rows of one document, by the static cut.
-        scale: What products of queries and keys are multiplied by; default: 1 / sqrt(D).
-        sinks: The logarithm of one more term in each head's sum of exponentials, [H].
+        mask: Tokens of its document that a token sees.
+        tokens: How the batch is split; default: sequences of one document, by the static split.
+        scale: Factor of the scores of queries and keys; default: 1 / sqrt(D).
+        sinks: Logarithm of one more term in each head's sum of exponentials, [H].
 
     Returns:
-        [B, s, H, D].
+        Output [B, s, H, D].
     """
     return Context(groups, axis=axis, mode=mode).attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)

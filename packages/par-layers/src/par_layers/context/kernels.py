@@ -1,9 +1,9 @@
-"""The kernels that compute one piece of attention: torch's own, which give the log-sum-exp of each query.
+"""Kernels for one piece of attention. They are torch's own kernels, which also return the log-sum-exp of each query.
 
-A kernel's backward is given the output and the log-sum-exp of the *whole* attention, of all pieces together, so that
-the gradients of the pieces add up to those of the whole. Heads stay where they are in memory: tensors are
-[B, S, heads, D], and kernels that want heads first get transposed views. Where query heads share key heads, kernels get
-the key heads as they are, unless they cannot.
+The backward of a kernel receives the output and the log-sum-exp of the *full* attention, over all pieces. The gradients
+of the pieces then add up to the gradient of the full attention. Tensors are [B, S, heads, D], and kernels with heads
+before tokens receive transposed views. With grouped-query attention a kernel receives the key heads without copies if
+it supports them.
 """
 
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from .pieces import Kind
 KernelName = Literal["auto", "math"]
 
 BIASED = frozenset({"anti", "band"})
-"""Kinds of pieces that most kernels are told by an additive mask."""
+"""Kinds of pieces for which most kernels need an additive mask."""
 
 NOTHING: frozenset[str] = frozenset()
 
 
 class Documents(NamedTuple):
-    """Documents that one call computes, as a kernel is told; those of all rows of a batch follow one another.
+    """Documents of one kernel call, over all rows of a batch.
 
     Args:
-        queries: Number of queries before each document, and of all, int32 [documents + 1].
-        keys: Number of keys before each document, and of all, int32 [documents + 1].
-        most_queries: Number of queries of the longest one.
-        most_keys: Number of keys of the longest one.
+        queries: Cumulative number of queries before each document, and the total, int32 [documents + 1].
+        keys: Cumulative number of keys before each document, and the total, int32 [documents + 1].
+        most_queries: Number of queries of the longest document.
+        most_keys: Number of keys of the longest document.
     """
 
     queries: Tensor
@@ -47,13 +47,13 @@ class Documents(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which pairs of a query and a key of a piece are visible, as a kernel is told.
+    """Visible pairs of a query and a key in one piece, as a kernel receives them.
 
     Args:
-        kind: The kind of piece.
-        bias: For kinds that the kernel calls `biased`, an additive mask [Q, K] of q's dtype.
-        left: For a window, how many keys a query sees before its last one.
-        documents: The documents, where the piece joins several; each is a piece of that kind by itself.
+        kind: Kind of the piece.
+        bias: Additive mask [Q, K] of q's dtype, for kinds in the kernel's `biased`; else None.
+        left: For a window, number of keys that a query sees before its last visible key.
+        documents: Documents of the piece, if it joins several. Each document has a mask of the piece's kind.
     """
 
     kind: Kind
@@ -63,11 +63,11 @@ class Visible(NamedTuple):
 
 
 class Kernel(Protocol):
-    """How one piece is computed."""
+    """Forward and backward of one piece of attention."""
 
     @property
     def name(self) -> str:
-        """What the kernel is called."""
+        """Name of the kernel, for messages."""
         ...
 
     @property
@@ -77,14 +77,14 @@ class Kernel(Protocol):
 
     @property
     def joins(self) -> frozenset[str]:
-        """What it computes in one call, as `pieces` takes it: "causal", "window", "documents"."""
+        """Shapes of masks that it computes in one call, as in `pieces`: "causal", "window", "documents"."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of queries [B, Q, H, D] to keys and values [B, K, Hk, D], at least one of which each query sees.
+        """Compute attention of queries [B, Q, H, D] to keys and values [B, K, Hk, D]. Each query must see a key.
 
         Returns:
-            The output [B, Q, H, D] of q's dtype, and the log-sum-exp [B, H, Q], float32 at least.
+            Output [B, Q, H, D] of q's dtype, and log-sum-exp [B, H, Q], float32 or float64.
         """
         ...
 
@@ -100,7 +100,18 @@ class Kernel(Protocol):
         visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, given the final output [B, Q, H, D] and log-sum-exp [B, H, Q] of the queries."""
+        """Return the gradients of q, k and v.
+
+        Args:
+            gradient: Gradient of the output, [B, Q, H, D].
+            q: Queries [B, Q, H, D].
+            k: Keys [B, K, Hk, D].
+            v: Values [B, K, Hk, D].
+            out: Output of the full attention, [B, Q, H, D].
+            lse: Log-sum-exp of the full attention, [B, H, Q].
+            visible: Visible pairs of the piece.
+            scale: Factor of the scores of queries and keys.
+        """
         ...
 
 
@@ -154,10 +165,10 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention on a GPU, for bfloat16 and float16, without additive masks. Takes shared key heads as they are.
+    """FlashAttention on a GPU, for bfloat16 and float16, without additive masks. It accepts grouped key heads.
 
-    Its causal masks and windows are aligned at the bottom right, and it computes many documents in one call: so a
-    causal piece may have more keys than queries, a window is one piece, and so are the documents of a packed row.
+    Its causal masks and windows are aligned at the bottom right, so that a causal piece may have more keys than
+    queries, and a window is one piece. It computes the documents of a packed sequence in one call.
     """
 
     name = "cuda flash"
@@ -246,7 +257,7 @@ class CudaFlash:
         return dq, dk, dv
 
     def _window(self, q: Tensor, k: Tensor, visible: Visible) -> dict[str, int | None]:
-        """How many keys a query sees on the left and on the right of the one that is aligned with it; None is all."""
+        """Return the number of keys that a query sees to the left and right of its aligned key; None is all keys."""
         if visible.kind == "band" or visible.bias is not None:
             raise ValueError(f"{self.name} takes no additive mask; compute the piece with another kernel")
         if visible.kind == "anti":  # from the first key on, which stands left of the aligned one where there are more
@@ -404,11 +415,11 @@ def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, *, visible: Visib
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernel computes which kind of piece, for tensors of one device, dtype and head size.
+    """Kernels for all kinds of pieces, for one device, dtype and head size.
 
     Args:
-        plain: The one for full and causal pieces.
-        masked: The one for the others.
+        plain: Kernel for full and causal pieces.
+        masked: Kernel for pieces that need an additive mask.
     """
 
     plain: Kernel
@@ -416,22 +427,22 @@ class Kernels:
 
     @property
     def joins(self) -> frozenset[str]:
-        """What the planner of pieces may join."""
+        """Shapes of masks that the plain kernel computes in one call, for the planner of pieces."""
         return self.plain.joins
 
     def of(self, kind: Kind) -> Kernel:
-        """The kernel that computes a piece of that kind."""
+        """Return the kernel for pieces of a kind."""
         return self.masked if kind == "band" or kind in self.plain.biased else self.plain
 
 
 def choose_kernels(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512) -> Kernels:
-    """The kernels that can compute attention of such tensors, the fastest ones.
+    """Return the fastest kernels that support the device, dtype and head sizes of the tensors.
 
     Args:
-        q: Queries, whose device, dtype and head size are looked at.
-        v: Values, whose head size is.
-        kernel: "auto", or "math" for plain products alone.
-        block: Number of queries of a block, where attention is computed by plain products.
+        q: Queries.
+        v: Values.
+        kernel: "auto", or "math" for plain matmuls only.
+        block: Number of queries of a block of the "math" kernel.
     """
     device, dtype, head = q.device, q.dtype, q.shape[3]
     math = Math(block)
@@ -451,18 +462,18 @@ def choose_kernels(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512)
 
 
 def check_kernel(kernel: object) -> None:
-    """Raises ValueError unless the name of a kernel is known."""
+    """Raise ValueError for an unknown name of a kernel."""
     if kernel not in {"auto", "math"}:
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or 'math'")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that pieces are added in: float64 for float64, else float32."""
+    """Return the dtype in which pieces accumulate: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def products(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.einsum` in the dtype of its factors, also under autocast, which would round them."""
+    """Compute `torch.einsum` in the dtype of its factors, with autocast off because it would round them."""
     kind = a.device.type
     if not torch.amp.is_autocast_available(kind):  # as on the device meta, of which autocast knows no dtype
         return torch.einsum(equation, a, b)
@@ -471,7 +482,7 @@ def products(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor) -> None:
-    """Raises where torch's kernels would end the process, or take what is no attention."""
+    """Raise for inputs with which torch's kernels crash the process or compute something else without an error."""
     if not k.shape[1] or not q.shape[1]:
         raise ValueError("a piece of attention without queries or keys was to be computed; a bug of par-layers")
     if q.shape[2] % k.shape[2]:
@@ -479,13 +490,13 @@ def _check(q: Tensor, k: Tensor) -> None:
 
 
 def _expanded(keys: Tensor, q: Tensor) -> Tensor:
-    """A key head for each query head: a copy where they share it."""
+    """Return one key head for each query head, with a copy if query heads share a key head."""
     copies = q.shape[2] // keys.shape[2]
     return keys if copies == 1 else keys.repeat_interleave(copies, 2)
 
 
 def _for_heads(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """An additive mask [Q, K] as a kernel on a GPU wants it, [B, H, Q, K], rows aligned to 16 elements."""
+    """Return an additive mask [Q, K] as [B, H, Q, K] with rows aligned to 16 elements, as GPU kernels require."""
     if bias is None:
         return None
     columns = bias.shape[1]

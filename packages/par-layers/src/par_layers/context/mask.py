@@ -1,4 +1,4 @@
-"""What each token sees: one interval of the row, whatever the mask."""
+"""Attention masks. Under each mask a token sees one interval of its sequence."""
 
 import hashlib
 from dataclasses import dataclass, field, fields
@@ -11,21 +11,20 @@ from .tokens import Ints, Tokens
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mask:
-    """Which tokens of its document a token sees. Without arguments, all of them.
+    """Attention mask within a document. Without arguments a token sees all tokens of its document.
 
-    Positions are those inside a document; documents themselves belong to the batch (`Tokens`), so one batch serves
-    layers with different masks. What has no keyword is made by `Mask.from_intervals`.
+    Positions count from the start of a document. The documents belong to the batch (`Tokens`), so layers with different
+    masks can use the same batch. For masks without a keyword, use `Mask.from_intervals`.
 
     Args:
-        causal: Whether a token sees none that comes after it.
-        window: Number of last tokens that a token sees, itself among them; where the mask is not causal, a token sees
-            those less than `window` places away, on both sides.
-        prefix: Number of a document's first tokens that all of it sees, themselves among each other too; for a causal
-            mask.
-        chunk: Number of positions of a chunk, of which a token sees its own alone: 0 to chunk, chunk to 2 chunk, ...
+        causal: Whether a token sees only itself and earlier tokens.
+        window: Number of latest tokens that a token sees, including itself. Without `causal`, a token sees all tokens
+            at a distance below `window`, on both sides.
+        prefix: Number of first tokens of a document that every token of the document sees; needs `causal`.
+        chunk: Number of positions of a chunk. A token sees only its own chunk: 0 to chunk, chunk to 2 chunk, ...
 
     Raises:
-        ValueError: A number is out of range, or what a token would see is no interval.
+        ValueError: A number is out of range, or the visible tokens would be no interval.
     """
 
     causal: bool = False
@@ -68,17 +67,17 @@ class Mask:
 
     @classmethod
     def from_intervals(cls, first: Any, last: Any) -> "Mask":
-        """The mask under which token t of a row sees tokens first[t] to last[t], the latter left out.
+        """Return the mask under which token t of a sequence sees tokens first[t] to last[t] (exclusive).
 
-        Documents clip it as any mask. Where last[t] is first[t], a token sees nothing.
+        Documents limit this mask like any other. A token sees nothing if last[t] equals first[t].
 
         Args:
-            first: Number of the first token that each token sees, int64 [S], counted in the whole row; an array, a
-                tensor on the CPU or a sequence.
-            last: One more than the number of the last token that each token sees, int64 [S].
+            first: Index of the first token that each token sees, int64 [S], counted in the full sequence; an array, a
+                tensor on the CPU or a Python sequence.
+            last: One more than the index of the last token that each token sees, int64 [S].
 
         Raises:
-            ValueError: They are no intervals of a row of S tokens.
+            ValueError: The values are not intervals of a sequence of S tokens.
         """
         arrays = []
         for name, given in (("first", first), ("last", last)):
@@ -104,14 +103,17 @@ class Mask:
         return mask
 
     def intervals(self, tokens: Tokens) -> tuple[Ints, Ints]:
-        """What each token of the row sees: tokens first[row, t] to last[row, t] of the same row, the latter left out.
+        """Return the interval that each token sees: first[row, t] to last[row, t] (exclusive) of the same sequence.
+
+        Args:
+            tokens: How the batch is split, and its documents.
 
         Returns:
-            first and last, int64 [rows, padded] each; rows is 1 where all rows of the batch have the same documents.
-            Where both are equal, as for padding, a token sees nothing.
+            first and last, int64 [rows, padded] each; rows is 1 if all sequences of the batch have the same documents.
+            A token sees nothing if both are equal, for example padding.
 
         Raises:
-            ValueError: The mask was made from intervals of a row of another length.
+            ValueError: The mask was created from intervals for a sequence of another length.
         """
         start, stop = tokens.bounds()
         place = np.arange(tokens.padded)

@@ -19,9 +19,9 @@ Spans = tuple[tuple[int, int, bool], ...]
 
 
 def spans_in_order(pieces: Sequence[AttentionPiece], queries: int) -> tuple[list[Spans], tuple[tuple[int, int], ...]]:
-    """Finds which piece is the first one of which queries, when they are computed in this order.
+    """Return the queries for which each piece is the first piece, in this order of computation.
 
-    The first is copied, so that nothing has to be cleared before.
+    The first result of a query is copied and not added, so that the memory needs no zeros beforehand.
 
     Args:
         pieces: The pieces in the order in which they are computed.
@@ -39,7 +39,7 @@ def spans_in_order(pieces: Sequence[AttentionPiece], queries: int) -> tuple[list
 
 
 def runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int, int, bool]]:
-    """Ranges of equal flags, with the flag."""
+    """Return ranges of equal flags, with the flag."""
     number = int(np.count_nonzero(flags))
     if number in {0, len(flags)}:  # nearly always
         return [(0, len(flags), number > 0)] if len(flags) else []
@@ -51,8 +51,8 @@ class RunningSoftmax:
     """The attention of queries, summed over pieces.
 
     Args:
-        out: Where the output is made, [B, s, H, D], float32 or float64; not read before it is written.
-        lse: Where the log-sum-exp is made, [B, H, s], of the same dtype.
+        out: Uninitialized memory of the output, [B, s, H, D], float32 or float64.
+        lse: Uninitialized memory of the log-sum-exp, [B, H, s], of the same dtype.
         unseeing: Ranges of queries that see nothing: their output is zero.
     """
 

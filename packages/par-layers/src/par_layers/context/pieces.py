@@ -1,4 +1,4 @@
-"""What the kernels compute: the visible pairs of local queries and a buffer of keys, as few pieces."""
+"""Decomposition of the visible pairs of queries and keys into few pieces that kernels can compute."""
 
 from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from .tokens import Ints, Runs
 Kind = Literal["full", "causal", "anti", "band", "window"]
 
 CALL = 4096
-"""How many pairs a kernel computes in the time that one more call takes, for one with a mask at least."""
+"""Number of pairs that a kernel with a mask computes in the time of one more call."""
 
 NARROW = 512
 """Windows of at most so many keys are computed with a mask, in one piece a block: three without would be slower.
@@ -41,8 +41,8 @@ class AttentionPiece(NamedTuple):
             unless the kernel joins windows). "band": query i sees what `seen` says. "window" (for kernels that join
             it): as "causal", but the last `left` + 1 of these keys alone.
         left: For a window, how many keys a query sees before its last one.
-        lengths: For kernels that join them: the queries and keys of the documents that this piece is made of, one after
-            the other. Each document's queries see keys of its own, as `kind` says of them alone. Empty for one.
+        lengths: Numbers of queries and keys of consecutive documents that the piece joins, each with a mask of this
+            kind; empty for a piece of one document. Only for kernels that join documents.
     """
 
     q0: int
@@ -55,7 +55,7 @@ class AttentionPiece(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """About how many pairs of a query and a key are computed."""
+        """Approximate number of computed pairs of a query and a key."""
         if self.kind == "window" and self.left is not None:
             return (self.q1 - self.q0) * (self.left + 1)
         lengths = self.lengths or ((self.q1 - self.q0, self.k1 - self.k0),)
@@ -67,23 +67,23 @@ class AttentionPiece(NamedTuple):
 
 
 def seen(first: Ints, last: Ints, queries: Runs, keys: Runs) -> tuple[Ints, Ints]:
-    """What each local query sees of a buffer of keys: its rows low[i] to high[i], the latter left out.
+    """Return the rows of a buffer of keys that each local query sees: low[i] to high[i] (exclusive).
 
     Args:
-        first: First token of the whole row that each token of it sees, int64 [padded].
+        first: First token that each token of the full sequence sees, int64 [padded].
         last: One more than the last token that each token sees, int64 [padded].
-        queries: Ranges of tokens that the local queries are, in their order.
-        keys: Ranges of tokens that the buffer holds, ascending.
+        queries: Token ranges of the local queries, in their order.
+        keys: Token ranges of the buffer's keys, ascending.
 
     Returns:
-        low and high, int64 [local queries] each; equal where a query sees nothing of the buffer.
+        low and high, int64 [local queries] each; equal if a query sees no key of the buffer.
     """
     starts, stops = np.array(keys, np.int64).reshape(-1, 2).T
     before = np.concatenate([[0], np.cumsum(stops - starts)])  # keys in the buffer before each range, and all of them
     tokens = np.concatenate([np.arange(start, stop) for start, stop in queries])
 
     def rows(places: Ints) -> Ints:
-        """How many of the buffer's keys come before these tokens."""
+        """Return the number of the buffer's keys before each of these tokens."""
         run = np.searchsorted(starts, places, side="right") - 1
         inside = np.minimum(places, stops[run]) - starts[run]
         return np.where(run < 0, 0, before[run] + inside)
@@ -102,20 +102,20 @@ def pieces(
     block: int = 512,
     joins: Collection[str] = (),
 ) -> list[AttentionPiece]:
-    """Covers every visible pair of local queries and a buffer of keys once, and no other pair.
+    """Split the visible pairs of local queries and a buffer of keys into pieces that cover each pair exactly once.
 
     Args:
-        first: First token of the whole row that each token of it sees, int64 [padded].
+        first: First token that each token of the full sequence sees, int64 [padded].
         last: One more than the last token that each token sees, int64 [padded].
-        queries: Ranges of tokens that the local queries are, in their order.
-        keys: Ranges of tokens that the buffer holds, ascending.
-        block: Most queries of a piece that needs a mask.
-        joins: What the kernel computes in one call: "causal", a causal piece with more keys than queries; "window", one
-            in which the first key moves with the query; "documents" (beside "causal"), pieces of the same kind, whose
-            queries follow one another, as their keys do; "narrow", a block of a narrow window, with a mask.
+        queries: Token ranges of the local queries, in their order.
+        keys: Token ranges of the buffer's keys, ascending.
+        block: Maximum number of queries of a piece that needs a mask.
+        joins: Shapes of masks that the kernel computes in one call. "causal": a causal piece with more keys than
+            queries. "window": a piece whose first visible key moves with the query. "documents" (needs "causal"):
+            consecutive pieces of the same kind. "narrow": a block of a narrow window, with a mask.
 
     Returns:
-        The pieces, by their queries.
+        Pieces, sorted by their queries.
     """
     low, high = seen(first, last, queries, keys)
     found = _stretches(low, high)
@@ -147,12 +147,12 @@ def pieces(
 
 
 class Stretches(NamedTuple):
-    """Ranges of queries in which both ends of what they see stay, or move by one from each query to the next.
+    """Ranges of queries in which each end of the visible interval stays, or moves by one from query to query.
 
     Args:
-        starts: First query of each, int64 [n], ascending.
-        stops: One more than the last query of each.
-        slopes: 2 where the first key that is seen moves, plus 1 where the last one does; 0 for a single query.
+        starts: First query of each range, int64 [n], ascending.
+        stops: One more than the last query of each range.
+        slopes: 2 if the first visible key moves, plus 1 if the last visible key moves; 0 for a single query.
     """
 
     starts: Ints
@@ -161,7 +161,7 @@ class Stretches(NamedTuple):
 
 
 def _stretches(low: Ints, high: Ints) -> Stretches:
-    """The longest such ranges. Queries that see nothing are left out."""
+    """Return the longest ranges of regular queries, without queries that see nothing."""
     visible = high > low
     if not visible.any():
         return Stretches(*(np.zeros(0, np.int64),) * 3)
@@ -191,9 +191,9 @@ def _stretches(low: Ints, high: Ints) -> Stretches:
 
 
 def _worth_a_piece(found: Stretches, joined: list[AttentionPiece]) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
-    """Ranges of queries with how both ends of what they see move: (start, stop, (by 0 or 1, by 0 or 1)).
+    """Yield ranges of queries with the slope of their visible interval: (start, stop, (0 or 1, 0 or 1)).
 
-    Short ones that touch are one range that moves irregularly (None). Those of `joined` are left out.
+    Adjacent short ranges become one irregular range with the slope None. Queries in `joined` are skipped.
     """
     starts, stops, kinds = found
     if joined:
@@ -215,10 +215,10 @@ def _worth_a_piece(found: Stretches, joined: list[AttentionPiece]) -> Iterator[t
 
 
 def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> list[AttentionPiece]:
-    """Pieces of several documents each, and documents whose first tokens have no whole window yet.
+    """Return pieces that join several documents, and documents whose first tokens see less than a full window.
 
     Args:
-        found: The stretches of queries.
+        found: Regular ranges of queries.
         low: First key that each query sees.
         high: One more than the last key that each query sees.
         windows: Whether the kernel computes windows.
@@ -258,10 +258,10 @@ def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> lis
 
 
 class _PieceGroup:
-    """Documents that follow one another, and are computed as one piece.
+    """Consecutive documents that become one piece.
 
     Args:
-        documents: The first one, if there is one.
+        documents: The first document, or none.
     """
 
     def __init__(self, *documents: AttentionPiece) -> None:
@@ -273,7 +273,7 @@ class _PieceGroup:
             self.add(each)
 
     def add(self, one: AttentionPiece) -> bool:
-        """Adds a document, unless it does not follow the last one, is of another kind, or has another window."""
+        """Add a document, and return True; False if it is not adjacent or has another kind or window."""
         lefts = {left for left in (self._left, one.left) if left is not None}
         longest = max(self._longest, one.k1 - one.k0 if one.left is None else 0)
         full = {self._full, None if one.q1 - one.q0 == 1 else one.kind == "full"} - {None}
@@ -286,7 +286,7 @@ class _PieceGroup:
         return True
 
     def joined(self) -> list[AttentionPiece]:
-        """The piece of all documents, or none where a single one is a piece without this, too."""
+        """Return the piece of all documents; an empty list for one document without a window, which needs no join."""
         if not self._documents or (len(self._documents) == 1 and self._left is None):
             return []
         start, end = self._documents[0], self._documents[-1]
@@ -298,7 +298,7 @@ class _PieceGroup:
 
 
 def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iterator[AttentionPiece]:
-    """The last key moves with the query: what all queries see, and a causal square; or both in one."""
+    """Yield pieces for a last visible key that moves: a full rectangle and a causal square, or both joined."""
     queries = stop - start
     if joined:
         yield AttentionPiece(start, stop, low, high - 1 + queries, "causal")
@@ -309,7 +309,7 @@ def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iter
 
 
 def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionPiece]:
-    """The first key moves with the query, and the last one moves too or stays."""
+    """Yield pieces for a first visible key that moves, with a last visible key that moves or stays."""
     queries, begin, end = stop - start, int(low[start]), int(high[start])
     last = int(high[stop - 1])
     if queries > end - begin or queries < SHORT:
@@ -329,7 +329,7 @@ def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionP
 
 
 def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionPiece]:
-    """Any intervals: what all queries see needs no mask, what is left of it and right of it does."""
+    """Yield pieces for any intervals: keys that all queries see need no mask, and keys on both sides of them do."""
     lows, highs = low[start:stop], high[start:stop]
     begin, inner, outer, end = int(lows.min()), int(lows.max()), int(highs.min()), int(highs.max())
     left = inner + 1 if inner > begin else inner  # one key that all see, so that each query sees something

@@ -1,4 +1,4 @@
-"""Who holds which tokens: how a batch of rows is cut along its sequence, and where its documents begin and end."""
+"""Assignment of tokens to ranks: the split of a batch along its sequence, and the boundaries of its documents."""
 
 import operator
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 Runs = tuple[tuple[int, int], ...]
-"""Half-open ranges (start, stop) of tokens of a whole row, in order."""
+"""Half-open ranges (start, stop) of tokens of a full sequence, in order."""
 
 Documents = Sequence[int] | Sequence[Sequence[int]]
 """Lengths of documents: one sequence for all rows of a batch, or one for each row."""
@@ -21,17 +21,16 @@ Documents = Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the rows of a batch are cut along the sequence. The same on every rank; hashable, and holds no tensor.
+    """Split of a batch along the sequence. Identical on every rank, hashable, and without tensors.
 
-    Tokens are counted in the whole row, padding included: the row's own are 0 to `length`, and padding follows up to
+    Tokens are counted in the full sequence including padding: real tokens are 0 to `length`, and padding follows up to
     `padded`. Padding belongs to no document: it sees nothing, and nothing sees it.
 
     Args:
-        length: Number of tokens of a row, padding left out.
-        padded: Number of tokens that all ranks hold together of a row.
-        documents: Lengths of the documents that lie one after the other in a row: one tuple for all rows, or one tuple
-            for each row.
-        runs: For each rank the ranges (start, stop) of tokens that it holds, ascending.
+        length: Number of tokens of a sequence without padding.
+        padded: Number of tokens of a sequence with padding, over all ranks.
+        documents: Lengths of the consecutive documents of a sequence: one tuple for all sequences, or one tuple each.
+        runs: Ranges (start, stop) of the tokens of each rank, ascending.
 
     Raises:
         ValueError: Documents do not fill the row, or the ranks do not hold each token once, equally many each.
