@@ -1,4 +1,4 @@
-"""What `mixed` checks before it changes anything, the same on every rank."""
+"""Checks of `mixed` before it changes any object; the result is identical on every rank."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,16 +18,16 @@ from .norm.ownership import Ownership, tensors_in
 
 
 def is_own(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether the optimizer holds the module's parameters, and not another package's masters."""
+    """Return whether the optimizer holds the module's parameters, and not another package's masters."""
     own = {id(parameter) for parameter in module.parameters()}
     return all(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"])
 
 
 def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
-    """Raises unless a module and its optimizer can have a precision.
+    """Raise an error unless a module and its optimizer support a precision.
 
     Raises:
-        ValueError, TypeError, RuntimeError: What is in the way, and what to do.
+        ValueError, TypeError, RuntimeError: The precision is not supported; the message names the reason and the fix.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
@@ -70,7 +70,7 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
 
 
 def _check_left(optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
-    """What a precision asks for that leaves weights as they are: bf16 and fp16 ones would round small steps away."""
+    """Check a precision without casts: bf16 and fp16 weights would lose small steps by rounding."""
     if accumulates:
         raise ValueError(
             f"masters=MasterWeights(accumulate=True): gradients are fp32 already under {precision!r}; remove it"
@@ -85,7 +85,7 @@ def _check_left(optimizer: Optimizer, precision: str, *, accumulates: bool) -> N
 
 
 def _check_cast(optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
-    """What a precision asks for that casts the optimizer's own parameters."""
+    """Check a precision that casts the optimizer's own parameters."""
     chosen, kind = precision_of(precision), type(optimizer).__name__
     for tensor in tensors_in(optimizer):
         if has_master(tensor):
@@ -100,7 +100,7 @@ def _check_cast(optimizer: Optimizer, precision: str, *, accumulates: bool) -> N
 
 
 def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulates: bool) -> None:
-    """What a precision asks for if the optimizer holds another package's tensors: they are the masters."""
+    """Check a precision if the optimizer holds another package's tensors, which are then the masters."""
     chosen = precision_of(precision)
     wanted = chosen.weights if chosen.rounded else torch.float32
     remedy = "cast the module before it is sharded"
@@ -126,15 +126,15 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
 
 
 def check_cut(optimizer: Optimizer, ownership: Ownership) -> None:
-    """Raises a ValueError if parameters are cut over ranks and there is no group."""
+    """Raise ValueError if parameters are sharded over ranks and there is no group."""
     for tensor in tensors_in(optimizer):
         ownership.of(tensor)
 
 
 def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sharding]]:
-    """The name and sharding of whatever says itself how it is cut, for a look at whether the group counts it once.
+    """Yield name and sharding of all tensors with sharding metadata, to check that the group counts them once.
 
-    Names of DTensors are told apart by their mesh: pipeline stages may have equal ones.
+    The names of DTensors include their mesh, because pipeline stages may use equal names.
     """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for tensor in tensors_in(optimizer):
@@ -145,15 +145,17 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
 
 
 def lack_of_layers(module: nn.Module, precision: str, chosen: Callable[[str, nn.Linear], bool] | None) -> str:
-    """What a module lacks for a precision, or "". A stage of a pipeline may lack it if others have it.
+    """Return an error message if a module has no layer for a precision, else "".
+
+    A pipeline stage may have no such layer if another stage has one.
 
     Args:
-        module: The module.
-        precision: The precision.
-        chosen: Which linear layers are to multiply float8 numbers; None: those that usually do.
+        module: Module.
+        precision: Name of the precision.
+        chosen: Function that selects the linear layers for float8 matmuls. Default: the usual layers.
 
     Raises:
-        ValueError: Layers are chosen, but not for "fp8", or some that it is not for.
+        ValueError: Layers are selected for another precision than "fp8", or their sizes do not fit float8.
     """
     if not precision_of(precision).float8:
         if chosen is not None:
@@ -170,7 +172,7 @@ def lack_of_layers(module: nn.Module, precision: str, chosen: Callable[[str, nn.
 
 
 def check_all(problem: Exception | None, text: str, lack: str, group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if any has a problem, if they chose differently, or if all of them lack something."""
+    """Raise an error on every rank if a rank has a problem, if settings differ, or if all ranks lack a layer."""
     every = agree(problem, (text, lack), *([] if group is None else [group]))
     check_alike({rank: chosen for rank, (chosen, _) in every.items()}, "settings")
     if all(theirs for _, theirs in every.values()):

@@ -1,4 +1,4 @@
-"""fp32 copies of a module's parameters, which the optimizer steps in their place."""
+"""fp32 master weights: copies of a module's parameters that the optimizer steps in their place."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,13 +34,13 @@ _LINK = "par_precision_masters"
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Pair:
-    """A parameter, and the fp32 copy of what this rank holds of it.
+    """Parameter and the fp32 master of its local part.
 
     Args:
-        parameter: The module's parameter, maybe a DTensor.
-        master: The optimizer's tensor, never a DTensor: fused optimizers take it beside others.
-        counted: What this rank counts of it.
-        kind: Equal for all masters whose gradients fit into one tensor.
+        parameter: Parameter of the module, possibly a DTensor.
+        master: Tensor of the optimizer. It is never a DTensor, because fused optimizers do not mix both kinds.
+        counted: Elements of the master that this rank counts in a norm.
+        kind: Key that is equal for all masters whose gradients fit into one tensor.
     """
 
     parameter: nn.Parameter
@@ -61,9 +61,9 @@ class Masters(Weights):
     Args:
         module: The module whose parameters are copied. It is cast afterwards, so that copies have all digits.
         optimizer: The optimizer of these parameters.
-        ownership: What this rank counts of them.
-        accumulate: Whether gradients are instead added up in fp32, in the masters, after each backward pass.
-        bucket: Bytes of fp32 gradients that there are at a time.
+        ownership: Elements that this rank counts in a norm.
+        accumulate: Whether gradients are accumulated in fp32, in the masters, after each backward.
+        bucket: Size of the fp32 gradients that exist at the same time, in bytes.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Masters(Weights):
 
     @torch.no_grad()
     def follow(self, _: Sequence[Tensor] = ()) -> None:
-        """Takes over what a program has written to parameters since they were rounded: what it wrote is what counts."""
+        """Update the masters with all values that a program has written to parameters since they were rounded."""
         for pair, before, now in zip(self._pairs, self._versions, self._current_versions(), strict=True):
             if before != now or attributes.HAS_ALIAS.of(pair.parameter):
                 follow_written_(pair.master, local_part(pair.parameter))
@@ -237,15 +237,14 @@ class Masters(Weights):
 
 
 class _Link:
-    """What a parameter has of its master: a weak reference to the optimizer's masters, called when it was written.
+    """Weak reference from a parameter to the optimizer's masters, called when the parameter was written.
 
-    A master has one as well, called before it is read from outside, and so has the module, called after a load.
-
-    A parameter that is copied or loaded from a file has an empty one, since nobody keeps a master of it.
+    A master also has a link, called before it is read from outside. The module has a link that is called after a load.
+    Copies of a parameter, and parameters loaded from a file, have an empty link, because they have no master.
 
     Args:
-        masters: The masters of an optimizer; None: there are none.
-        method: Name of their method that is called.
+        masters: Masters of an optimizer; None for an empty link.
+        method: Name of the method of `Masters` to call. Default: "refresh".
     """
 
     def __init__(self, masters: Masters | None = None, method: str = "refresh") -> None:
@@ -316,9 +315,9 @@ def _by_kind(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def _widen(kinds: Iterable[Sequence[Pair]]) -> CountedGradients:
-    """Gives masters their gradients in fp32, laid out like the masters.
+    """Set the masters' gradients in fp32, with the layout of the masters.
 
-    Those of a kind lie in one tensor, which is made, and summed up, at once.
+    All gradients of one kind share one tensor, so that one allocation and one sum handle all of them.
     """
     counted_gradients: CountedGradients = []
     for pairs in kinds:

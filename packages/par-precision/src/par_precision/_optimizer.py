@@ -1,11 +1,16 @@
-"""The optimizer that `mixed` returns: scale, norm, clip and skip around the user's own.
+"""Optimizer that `mixed` returns: scale, norm, clip and skip around the user's own optimizer.
 
-step   gradients -> sum of squares of what this rank counts, in fp64, and beside it what its losses weigh
-                 -> all-reduce of those four numbers                                           (group)
-                 -> norm, whether it is finite, clip coefficient, all on the device
-                 -> the user's optimizer, which divides by scale * mean weight / coefficient, and skips by itself if it
-                    is fused
-                 -> loss scale and counters, on the device
+A step has five phases:
+
+1. Sum the squares of this rank's counted gradients in fp64, next to the weights of its losses.
+
+2. All-reduce these four numbers over the group.
+
+3. Compute the norm, whether it is finite, and the clip coefficient, on the device.
+
+4. Run the user's optimizer. It divides by scale * mean weight / coefficient. A fused one also skips in its kernels.
+
+5. Update loss scale and counters on the device.
 """
 
 import inspect
@@ -41,11 +46,11 @@ AROUND = "par_precision"
 
 
 class Step(NamedTuple):
-    """What became of a step, as tensors on the device, so that only who looks at them waits.
+    """Result of a step, as tensors on the device, so that only code that reads them waits.
 
     Attributes:
-        grad_norm: The norm of all gradients of the model, unscaled and before clipping; an fp64 scalar.
-        skipped: Whether the norm was not finite, and nothing was changed; a bool scalar.
+        grad_norm: Norm of all gradients of the model, unscaled and before clipping; an fp64 scalar.
+        skipped: Whether the step was skipped because the norm was not finite; a bool scalar.
     """
 
     grad_norm: Tensor
@@ -71,18 +76,18 @@ class MixedOptimizer(Optimizer):
     need one read of the host in each step. On a CPU that is free, and spares kernels the question.
 
     Args:
-        inner: The user's optimizer.
-        weights: What it steps.
-        scaling: The loss scale, what losses weigh, and counters.
-        clip: How gradients are clipped.
-        policy: What backward passes run in.
-        group: The ranks that sum. None: this rank alone.
+        inner: Optimizer of the user.
+        weights: Tensors that the optimizer steps.
+        scaling: Loss scale, loss weights and counters.
+        clip: Limits for gradients.
+        policy: Contexts for forward and backward.
+        group: Ranks that sum. None: only this rank.
         device: Device of the sums.
 
     Attributes:
-        inner: The user's optimizer.
-        scaling: The loss scale, and how many steps were skipped; can be saved like an lr scheduler.
-        last: What became of the last step; None before the first.
+        inner: Optimizer of the user.
+        scaling: Loss scale and number of skipped steps; can be saved like an lr scheduler.
+        last: Result of the last step; None before the first step.
     """
 
     def __init__(
@@ -122,10 +127,10 @@ class MixedOptimizer(Optimizer):
         Args:
             loss: A scalar.
             weight: The number of items, such as tokens, that the loss is a mean of; see `scale`.
-            gradient: What torch's `Tensor.backward` calls so, as the next three.
-            retain_graph: Whether the graph is kept for another backward pass.
-            create_graph: Whether gradients get a graph of their own.
-            inputs: The tensors that get gradients. None: all leaves.
+            gradient: Argument of torch's `Tensor.backward`, like the next three.
+            retain_graph: Whether to keep the graph for another backward.
+            create_graph: Whether gradients have a graph of their own. Default: False.
+            inputs: Tensors that receive gradients. Default: all leaves.
 
         Raises:
             TypeError: A loss of whole numbers.
@@ -176,8 +181,8 @@ class MixedOptimizer(Optimizer):
             closure: Called first, once; it may compute gradients.
 
         Returns:
-            What became of the step; with a closure what that returned, such as the loss, as torch's optimizers do.
-            `last` tells what became of the step then, too.
+            The result of the step; with a closure its return value, such as the loss, as in torch's optimizers. `last`
+            has the result of the step in both cases.
 
         Raises:
             ValueError: Some ranks gave losses a weight, and others did not; on all ranks of the group.
@@ -229,7 +234,7 @@ class MixedOptimizer(Optimizer):
     def clip_norm(self) -> float | None:
         """Largest norm that all gradients together keep in the steps to come, the same on all ranks; None: any norm.
 
-        A trainer that is told the norm before each step sets it here; `mixed(clip_norm=...)` says what it is at first.
+        `mixed(clip_norm=...)` sets the first value. A trainer may set another value before each step.
         """
         return self._clip.norm
 
@@ -244,10 +249,10 @@ class MixedOptimizer(Optimizer):
     # What is saved
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's optimizer, with masters, scale and counters under a key of their own.
+        """Return the state of the user's optimizer, with masters, scale and counters under a separate key.
 
-        Where parameters are DTensors, so are masters and their moments: torch.distributed.checkpoint saves them whole,
-        and loads them into the state of an optimizer on another number of ranks.
+        If parameters are DTensors, their masters and moments are DTensors, too. torch.distributed.checkpoint can then
+        save them unsharded and load them on another number of ranks.
         """
         if self._weights.masters():
             refuse_get_state_dict(self.inner)
@@ -257,15 +262,15 @@ class MixedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where another run was, with the weights that its masters round to.
+        """Load the state of another run, and round its masters to the weights.
 
-        The state of an optimizer that was not mixed fits too: masters and scale then stay what they are.
+        The state of an optimizer without `mixed` is accepted, too: masters and scale then stay unchanged.
 
         Args:
-            state_dict: What `state_dict` of a mixed optimizer, or of one that was not mixed, returned.
+            state_dict: Return value of `state_dict` of an optimizer, with or without `mixed`.
 
         Raises:
-            ValueError: The masters are others than there are here.
+            ValueError: The number or the shapes of the masters differ.
         """
         extra = state_dict.get(EXTRA)
         if extra is not None:
@@ -317,9 +322,9 @@ class MixedOptimizer(Optimizer):
         return self.inner.defaults
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's optimizer has more than others, such as `train` and `eval` of schedule-free ones.
+        """Return an attribute of the user's optimizer, such as `train` and `eval` of schedule-free optimizers.
 
-        A method may write the optimizer's tensors, so parameters that are rounded copies of these follow.
+        A method may write the optimizer's tensors. After each call, parameters that are rounded copies are updated.
         """
         inner = self.__dict__.get("inner")
         if inner is None or name.startswith("_"):
@@ -337,7 +342,7 @@ class MixedOptimizer(Optimizer):
         return call_then_publish
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: masters, and who counts what, are settled once.
+        """Raise an error, because masters and counted elements are fixed by `mixed`.
 
         Raises:
             RuntimeError: Always.
@@ -356,7 +361,7 @@ class MixedOptimizer(Optimizer):
     # The parts of a step
 
     def _summed(self) -> tuple[Tensor, Tensor | None]:
-        """The norm of all gradients, and what they are too large by, both fp64 scalars; None: by nothing."""
+        """Return the norm of all gradients and their divisor, both fp64 scalars; the divisor is None if it is 1."""
         squares = sum_of_powers(counted_parts(self._weights.gradients()), 2, self._device)
         totals = self.scaling.loss_weights.beside(squares)
         if self._group is not None and dist.get_world_size(self._group) > 1:
@@ -372,9 +377,9 @@ class MixedOptimizer(Optimizer):
         """Steps the user's optimizer with gradients that are unscaled and clipped, by its kernels if they can.
 
         Args:
-            step: The norm of the gradients.
-            divisor: What gradients are too large by. None: nothing.
-            found_inf: 1 if the optimizer's kernels are to skip. None: the host has decided that they are not.
+            step: Norm of the gradients.
+            divisor: Divisor that unscales the gradients. None: no division.
+            found_inf: Scalar that is 1 if the optimizer's kernels must skip. None: the host has decided against a skip.
         """
         if self._clip.norm is None:
             factor = None if divisor is None else divisor.reciprocal()

@@ -1,4 +1,4 @@
-"""What happens around a module's forward: casts, autocast, TF32."""
+"""Precision policy around a module's forward: casts, autocast, TF32."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ class Policy:
             part.forward = _Forward(self, part.forward)
 
     def backward(self) -> AbstractContextManager[Any]:
-        """What a backward pass runs in: autocast has chosen its dtypes in forward, but TF32 is set for the process."""
+        """Return the context for a backward. It only sets TF32, because autocast has chosen its dtypes in forward."""
         return tf32() if self._precision.tf32 else nullcontext()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

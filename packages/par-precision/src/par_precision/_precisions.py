@@ -41,7 +41,7 @@ PRECISIONS = {
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name that `mixed` takes.
+    """Return the precision of a name that `mixed` accepts.
 
     Raises:
         ValueError: There is no precision of that name.
@@ -52,14 +52,14 @@ def precision_of(name: str) -> Precision:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raises unless a device can work in a precision. `mixed` asks the same of each parameter's device.
+    """Raise an error unless a device supports a precision. `mixed` calls this for each parameter's device.
 
     Args:
         name: Name of the precision.
-        device: Where the module is.
+        device: Device of the module.
 
     Raises:
-        RuntimeError: What the device lacks, and what to use instead.
+        RuntimeError: The device does not support the precision; the message names the missing units and a fix.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None
     capability = torch.cuda.get_device_capability(device) if nvidia else (0, 0)
@@ -70,7 +70,7 @@ def check_device(name: str, device: torch.device) -> None:
 
 
 def lack(name: str, device: str, capability: tuple[int, int]) -> str | None:
-    """What a device lacks for a precision and what to use instead; None if it lacks nothing.
+    """Return the error message for a device that does not support a precision; None if it does.
 
     Args:
         name: Name of the precision.

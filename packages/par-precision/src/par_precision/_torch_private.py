@@ -1,7 +1,7 @@
-"""Everything of torch that this package uses though its name is private: the first file to open when torch moves.
+"""All private names of torch that this package uses: the first file to open after a new torch release.
 
-Each entry says since when torch has it and why nothing public does. What runs for every tensor of a step is torch's own
-object, bound when this module is imported, so that a call costs no more than it did.
+Each entry lists since when torch has the name and why no public name replaces it. The entries that run for every tensor
+of a step are torch's own objects, bound when this module is imported, so that they add no function call.
 """
 
 from collections.abc import Callable
@@ -101,10 +101,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Lets lr schedulers know that an optimizer has stepped.
+    """Mark an optimizer as stepped, for lr schedulers.
 
-    Since 2.4. They wrap the `step` of the optimizer object for that, which `with_step_hooks` passes by, and warn of a
-    schedule that advances before the optimizer.
+    Since 2.4. Schedulers wrap the `step` of the optimizer object to see its calls, and warn if a schedule advances
+    before the optimizer. `with_step_hooks` does not call this wrapper.
     """
     optimizer.__dict__["_opt_called"] = True
 
@@ -145,8 +145,8 @@ def scaled_mm(
     Args:
         one: (m, k), contiguous.
         other: (k, n), whose transpose is contiguous.
-        scale_one: What the elements of `one` are to be multiplied with.
-        scale_other: What the elements of `other` are to be multiplied with.
+        scale_one: Factor for the elements of `one`, an fp32 scalar.
+        scale_other: Factor for the elements of `other`, an fp32 scalar.
         dtype: dtype of the product.
         fast: Whether Hopper GPUs sum in the tensor cores alone, with fewer bits.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer steps, behind one interface: fp32 tensors as they are, rounded ones, or (in `_masters`) copies."""
+"""Tensors that an optimizer steps, behind one interface: fp32 tensors, rounded ones, or (in `_masters`) fp32 copies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class Change:
 
 
 class Weights(ABC):
-    """What an optimizer steps. Those that keep fp32 copies of parameters override more than the abstract methods."""
+    """Tensors that an optimizer steps. Subclasses with fp32 copies override more than the abstract methods."""
 
     @abstractmethod
     def gradients(self) -> CountedGradients:
@@ -47,10 +47,10 @@ class Weights(ABC):
 
     @abstractmethod
     def step(self, change: Change, number: int) -> None:
-        """Changes the gradients and steps the optimizer.
+        """Change the gradients and step the optimizer.
 
         Args:
-            change: What is done to gradients first.
+            change: Change of the gradients before the step.
             number: Number of the step.
         """
 
@@ -73,7 +73,7 @@ class Weights(ABC):
         return {number: dict(slots) for number, slots in state.items()}
 
     def taken(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """What `shown` has made of a state, as it was."""
+        """Undo `shown`: return the optimizer's own form of a state."""
         return {number: dict(slots) for number, slots in state.items()}
 
     def publish(self) -> None:  # noqa: B027
@@ -91,8 +91,8 @@ class OwnWeights(Weights):
     """The optimizer's tensors are stepped as they are: fp32 parameters, or what another package put there.
 
     Args:
-        optimizer: The user's optimizer.
-        ownership: What this rank counts of them.
+        optimizer: Optimizer of the user.
+        ownership: Elements that this rank counts in a norm.
     """
 
     def __init__(self, optimizer: Optimizer, ownership: Ownership) -> None:
@@ -114,9 +114,9 @@ class RoundedWeights(OwnWeights):
     """Half-precision parameters without masters: a step is computed in fp32, then rounded stochastically.
 
     Args:
-        optimizer: The user's optimizer.
-        ownership: What this rank counts of its tensors.
-        options: How steps are rounded.
+        optimizer: Optimizer of the user.
+        ownership: Elements that this rank counts in a norm.
+        options: Options for rounding.
     """
 
     def __init__(self, optimizer: Optimizer, ownership: Ownership, options: StochasticStep) -> None:

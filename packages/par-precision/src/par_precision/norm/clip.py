@@ -30,10 +30,10 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales gradients down so that their norm over all ranks of a group is at most `max_norm`.
+    """Scale gradients down so that their norm over all ranks of a group is at most `max_norm`.
 
-    Who counts which element is said by the tensors, as `grad_norm` describes. There is one all-reduce over the group,
-    of one number.
+    The tensors' sharding metadata determines which rank counts which element; see `grad_norm`. Communication: one
+    all-reduce of one number over the group.
 
     Args:
         params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
@@ -70,8 +70,8 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
 
     Args:
         params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
-        clip_value: Largest absolute value that an element keeps, above 0. Of a complex number the real and the
-            imaginary part are clipped, each by itself.
+        clip_value: Largest absolute value that an element keeps, above 0. The real and the imaginary part of a complex
+            number are clipped separately.
 
     Raises:
         ValueError: A clip_value that is not above 0.
@@ -81,7 +81,7 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a norm are multiplied with so that it is `max_norm` at most: 1 or less."""
+    """Return the factor, at most 1, that reduces gradients of this norm to the norm `max_norm` or less."""
     return (max_norm / norm).clamp(max=1.0)
 
 

@@ -13,7 +13,7 @@ class Counted:
     """The elements that one rank counts of a local tensor.
 
     Args:
-        boxes: Where they lie in the local tensor. None: all of its elements count.
+        boxes: Boxes of the elements in the local tensor. None: all elements count.
     """
 
     boxes: tuple[Box, ...] | None
@@ -30,15 +30,15 @@ EVERYTHING, NOTHING = Counted(None), Counted(())
 
 
 def counted(segments: Segments, numel: int, rank: int, ranks: Container[int]) -> Counted:
-    """What a rank owns of a tensor among the ranks that sum, in as few pieces as there can be.
+    """Return the elements of a tensor that a rank counts among the ranks that sum, in as few boxes as possible.
 
-    Boxes that lie one after the other in memory become one flat box, since each piece costs an operation.
+    Boxes that follow each other in memory become one flat box, because each box costs an operation.
 
     Args:
-        segments: What the local tensor packs.
-        numel: Number of its elements, padding included.
-        rank: The global rank that counts.
-        ranks: The global ranks that sum.
+        segments: Segments of the local tensor.
+        numel: Number of its elements, including padding.
+        rank: Global rank that counts.
+        ranks: Global ranks that sum.
     """
     owned = [box for segment in segments for box in segment.sharding.boxes if box.owns(rank, ranks)]
     flat: list[Box] = []

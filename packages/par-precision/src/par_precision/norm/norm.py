@@ -90,7 +90,7 @@ def total_norm(
 
 
 def counted_parts(gradients: CountedGradients, order: float = 2.0) -> list[Tensor]:
-    """What this rank counts of its gradients, as real tensors to be summed.
+    """Return the elements of gradients that this rank counts, as real tensors to sum.
 
     Args:
         gradients: This rank's gradients.
@@ -107,9 +107,9 @@ def counted_parts(gradients: CountedGradients, order: float = 2.0) -> list[Tenso
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, in the same memory; any other tensor as it is.
+    """Return a complex tensor as its real and imaginary parts, in the same memory; any other tensor unchanged.
 
-    Of a conjugate, which is a view of other numbers, the imaginary parts are those of the numbers in memory.
+    A conjugate is a view of other numbers; its imaginary parts are returned as they are stored in memory.
     """
     if not tensor.is_complex():
         return tensor
@@ -123,7 +123,7 @@ def check_order(order: float) -> None:
 
 
 def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    """The device on which ranks sum: that of the tensors, or, without tensors, one where the group's backend works."""
+    """Return the device for sums over ranks: the tensors' device, else a device that the group's backend supports."""
     if tensors:
         return tensors[0].device
     if group is None or backend_of(group, "cpu") is not None:

@@ -1,4 +1,4 @@
-"""What this rank counts of a tensor, from what the tensor says of itself."""
+"""Elements of a tensor that this rank counts, from the tensor's sharding metadata."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,11 +21,11 @@ _NOTE = "par_counted"
 
 
 class Ownership:
-    """What this rank counts of tensors when a group sums.
+    """Elements of tensors that this rank counts when a group sums.
 
     Args:
-        group: The ranks that sum. None: this one alone.
-        replicas: The ranks on which tensors without a record are copies of each other. None: they are this rank's own.
+        group: Ranks that sum. None: only this rank.
+        replicas: Ranks on which tensors without sharding metadata are replicas. None: only this rank has them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
@@ -37,10 +37,10 @@ class Ownership:
         self._placed: list[tuple[Any, Any, Counted]] = []  # by mesh and placements, of which a model has few
 
     def of(self, tensor: Tensor) -> Counted:
-        """What counts of a parameter's local tensor, or of its gradient's.
+        """Return the counted elements of a parameter's local tensor, or of its gradient's local tensor.
 
         Raises:
-            ValueError: The tensor is cut over ranks, and there is no group.
+            ValueError: The tensor is sharded over ranks, and there is no group.
         """
         if is_dtensor(tensor):
             return self._of_dtensor(tensor)

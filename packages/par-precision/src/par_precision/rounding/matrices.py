@@ -1,4 +1,4 @@
-"""What is rounded at once: matrices whose elements have evenly spaced indices in the tensors that they are parts of.
+"""Matrices that are rounded in one operation: their elements have evenly spaced indices in the unsharded tensor.
 
 The random number of an element is a hash of a state, `index * SPREAD + first key`, and of the second key. The two ways
 to round, `tiles` and `triton`, have that arithmetic in common. Nothing here is rounded.
@@ -63,7 +63,7 @@ def matrices_of(
     Args:
         target: bf16 or fp16.
         source: fp32, of the same shape.
-        segments: What the local target packs.
+        segments: Segments of the local target.
         suffix: Added to the names of segments.
         seed: Seed of the run.
         step: Number of the training step.
@@ -94,8 +94,8 @@ def _of_box(box: Box, shape: tuple[int, ...], target: Tensor, source: Tensor, ke
     """A box as matrices. Most boxes are one, because dims are merged where they can be.
 
     Args:
-        box: Where it lies in the uncut tensor and in the local target.
-        shape: Shape of the uncut tensor.
+        box: Box in the unsharded tensor and in the local target.
+        shape: Shape of the unsharded tensor.
         target: The local target.
         source: The local source.
         keys: The keys of the uncut tensor.

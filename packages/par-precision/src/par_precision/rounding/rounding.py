@@ -27,7 +27,7 @@ class Rounding(NamedTuple):
     Args:
         target: bf16 or fp16, of any shape.
         source: fp32, laid out like the target.
-        packed: What the target packs, or the name of an ordinary tensor that is not cut.
+        packed: Segments of the target, or the name of an unsharded tensor.
         suffix: Added to names.
     """
 
@@ -39,15 +39,16 @@ class Rounding(NamedTuple):
 
 @torch.no_grad()
 def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, name: str = "") -> None:
-    """Writes fp32 values into a bf16 or fp16 tensor, each rounded up or down at random, without bias.
+    """Write fp32 values into a bf16 or fp16 tensor, each rounded up or down at random, without bias.
 
-    The random number of an element is a hash of (seed, step, name, index in the uncut tensor). It is the same on every
-    replica and however the tensor is cut: the target may be plain, a DTensor, have a `Sharding`, or be a flat tensor
-    with `Segments`; what lies outside its boxes stays. Elements of one tensor that lie 2**32 apart share a number.
+    The random number of an element is a hash of (seed, step, name, index in the unsharded tensor). It is identical on
+    every replica and for every sharding. The target may be a plain tensor, a DTensor, a tensor with a `Sharding`, or a
+    flat tensor with `Segments`; elements outside its boxes stay unchanged. Elements of one tensor whose indices differ
+    by 2**32 share a random number.
 
-    A value that the target can hold stays what it is; NaN and infinities stay. The neighbour above the largest finite
-    number is infinity: a finite value beyond that number becomes infinite with the probability that any other value
-    would round up, and fp16 targets make infinities of all from 65536 on. fp16 takes what is below 2**-38 for zero.
+    A value that the target can represent stays unchanged, as do NaN and infinities. The upper neighbour of the largest
+    finite number is infinity: a finite value above that number becomes infinite with the usual probability. An fp16
+    target rounds all values from 65536 on to infinity, and values below 2**-38 to zero.
 
     Args:
         target: bf16 or fp16, of any shape.
@@ -102,7 +103,7 @@ def packed_in(tensor: Tensor, name: str) -> Segments | str:
 
 
 def rounds_on(device: torch.device) -> Callable[[Sequence[Matrix]], None]:
-    """What rounds matrices on a device: one kernel on a GPU where there is Triton, else torch's own operations."""
+    """Return the function that rounds matrices on a device: a Triton kernel on a GPU if possible, else torch's ops."""
     if device.type == "cuda" and find_spec("triton"):
         from .triton import round_matrices_  # noqa: PLC0415 - it imports Triton
 

@@ -1,8 +1,8 @@
-"""A step of any torch optimizer on bf16 weights without fp32 masters: computed in fp32 a piece at a time, then rounded.
+"""Step of any torch optimizer on bf16 weights without fp32 masters: computed in fp32 a piece at a time, then rounded.
 
-piece      weights, gradients and moments of some parameters -> fp32 stand-ins, which take their place in the optimizer
-           the optimizer's own step, fused if it is          -> new fp32 values
-           weights and moments are rounded stochastically, the stand-ins go, the next piece comes
+For each piece of the parameters, fp32 stand-ins replace weights, gradients and moments in the optimizer. The
+optimizer's own step, possibly fused, computes new fp32 values. Weights and moments are then rounded stochastically, and
+the stand-ins are dropped before the next piece.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ class StochasticStep:
 
     Args:
         seed: Seed of the run, the same on all ranks.
-        names: Names of parameters in the uncut model, which set their random numbers apart; the same whoever holds
-            them. Flat tensors with `Segments` have names of their own. Without names a parameter is called as the
-            optimizer calls it, or "param_groups.0.params.1".
+        names: Names of parameters in the unsharded model, identical on all ranks; each name has its own random numbers.
+            Flat tensors with `Segments` have names already. Default: the optimizer's names, or names of the form
+            "param_groups.0.params.1".
         moments: dtype between steps of what the optimizer keeps for each element. torch.bfloat16 is rounded
             stochastically too: a second moment that changes by a thousandth a step would stand still otherwise.
             torch.float32 is kept as it is.
@@ -97,7 +97,7 @@ class _Trained:
         parameter: The optimizer's parameter.
         gradient: Its gradient.
         group: The number of its param group.
-        packed: What it packs, or its name.
+        packed: Segments of the parameter, or its name.
     """
 
     parameter: Tensor
@@ -226,13 +226,13 @@ class _StandIn:
         self._state = self._result
 
     def leave(self) -> None:
-        """Gives the state back to the parameter: that of `keep`, or, if the step failed, what was there before."""
+        """Restore the parameter's state: the state from `keep`, or, if the step failed, the state before the step."""
         self._optimizer.state.pop(self.tensor, None)
         if self._state:
             self._optimizer.state[self._parameter] = self._state
 
     def _moments(self, state: State) -> dict[str, Tensor]:
-        """What of a state the optimizer keeps for each element."""
+        """Return the entries of a state that have one value per element."""
         return {
             slot: value
             for slot, value in state.items()

@@ -203,8 +203,8 @@ def round_block(
         source_row: Distance from a row of the source to the next, in elements.
         source_column: Distance from a column of the source to the next, in elements.
         start: State of the first element's hash.
-        down: What the state grows by from a row to the next.
-        right: What the state grows by from a column to the next.
+        down: Step of the state from a row to the next.
+        right: Step of the state from a column to the next.
         key: The second key of the hash.
         DROPPED: Number of bits that the target lacks.
         BLOCK: Number of elements of a block.

@@ -1,5 +1,5 @@
-"""The loss scale, what losses weigh, and skipped steps: what a run remembers besides its weights and moments.
+"""Loss scale, loss weights and skipped steps: the state of a run in addition to weights and moments.
 
-scale (the factor of the loss) and loss_weights (exact means over items) -> scaling (both, and the counters; what is
-saved). schedule is for the caller: an lr schedule that stands still where a step was skipped.
+`scaling` combines `scale` (factor of the loss), `loss_weights` (exact means over items) and counters, and is saved.
+Callers use `schedule`: an lr schedule that does not advance when a step was skipped.
 """

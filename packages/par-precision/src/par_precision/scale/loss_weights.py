@@ -1,8 +1,8 @@
-"""The exact mean over all items of a step, where losses are means over different numbers of items, such as tokens.
+"""Exact mean over all items of a step, if losses are means over different numbers of items, such as tokens.
 
-scale   a loss is multiplied with its weight, the number of its items, divided by what was a typical weight
-step    each rank tells its sum of weights, beside its sum of squares, in the one all-reduce          (group)
-        gradients, means over the data ranks by then, are divided by the mean of the ranks' sums
+`scale` multiplies a loss with its weight, the number of its items, and divides it by a typical weight of the last step.
+In `step`, the all-reduce of the squares also sums the ranks' weights over the group. The gradients, by then means over
+the data ranks, are divided by the mean of the ranks' sums.
 """
 
 import math
@@ -43,7 +43,7 @@ class LossWeights:
             weight: The number of items that the loss is a mean of. None: it has no weight.
 
         Returns:
-            What the loss is to be multiplied with, an fp64 scalar. None: nothing.
+            Factor for the loss, an fp64 scalar; None if the loss has no weight.
 
         Raises:
             ValueError: A weight that is no number of items; or a step in which some losses have a weight and others
@@ -62,10 +62,10 @@ class LossWeights:
         return number / self.typical
 
     def beside(self, squares: Tensor) -> Tensor:
-        """What this rank tells the others in the all-reduce of a step.
+        """Return this rank's numbers for the all-reduce of a step.
 
         Args:
-            squares: The sum of this rank's squares, an fp64 scalar.
+            squares: Sum of this rank's squares, an fp64 scalar.
 
         Returns:
             (4) in fp64: squares, sum of weights, whether there were weights, whether there were losses without.
@@ -74,13 +74,13 @@ class LossWeights:
         return torch.stack((squares, self._sum, some_with, some_without))
 
     def divide_(self, totals: Tensor) -> Tensor | None:
-        """Ends a step: what gradients are to be divided by, an fp64 scalar. None: nothing, which the host knows.
+        """End a step, and return the divisor of the gradients, an fp64 scalar; None if its losses had no weight.
 
-        The mean is over the ranks that had a loss: of a pipeline only the last stage has one.
+        The mean is over the ranks with a loss: in a pipeline, only the last stage has a loss.
 
         Args:
-            totals: (4), the sum of what all ranks told. The squares become NaN, which skips the step, if some ranks
-                gave weights and others gave losses without.
+            totals: Sum of all ranks' numbers, (4). If some ranks have losses with weights and other ranks have losses
+                without, the squares become NaN, which skips the step.
         """
         some_without = self._some_without
         self.forget()

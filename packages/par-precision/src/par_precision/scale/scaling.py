@@ -1,4 +1,4 @@
-"""The loss scale, what losses weigh, and how many steps were skipped: what a run saves besides its weights."""
+"""Saved state of loss scaling: the loss scale, the loss weights and the number of skipped steps."""
 
 from typing import Any
 
