@@ -66,9 +66,9 @@ def test_a_run_killed_before_the_disk_has_what_memory_has_goes_on_from_memory_an
         (
             "tiers",
             ["--resume=auto"],
-            "the checkpoints of the run in 'tiers' are in memory, disk; give them with --chec",
+            "the checkpoints of the run in 'tiers' are in memory, disk; pass them as --check",
         ),
-        ("another", flags, f"a tier holds a run already ({folder}/memory/checkpoints/step-00000013); go on with "),
+        ("another", flags, f"a tier holds a run already ({folder}/memory/checkpoints/step-00000013); resume it with "),
     ):
         refused = command.finish(command.train(output, *others))
         assert refused.returncode == 2

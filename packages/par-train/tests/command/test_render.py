@@ -236,8 +236,8 @@ def test_the_file_is_written_where_it_is_told(capsys, folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slurm", "--world=12"], "--world is 12, which 8 ranks a node do not divide"),
-        (["slurm", "--world=8", "--ranks=4"], "ranks is 4, but the file will start 8; leave it out"),
+        (["slurm", "--world=12"], "--world=12: 8 ranks a node do not divide it"),
+        (["slurm", "--world=8", "--ranks=4"], "ranks is 4, but the file will start 8; remove ranks"),
         (["slurm", "--world=8", "--overwrite"], "resume auto goes on, overwrite starts anew; give one"),
         (["slurm", "--world=8", "--train.batch_size=12"], "train.batch_size 12 does not divide by 8 data ranks"),
         (["slurm", "job.toml", "--world=8", "--host-memory=100GB"], "memory.host is 20.0 GB a rank, 160 GB a node"),

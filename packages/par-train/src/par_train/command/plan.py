@@ -1,4 +1,4 @@
-"""`par-train plan`: what the config would take, and what would be best. One process, no ranks, no device."""
+"""`par-train plan`: the cost of a config, and the best configurations. One process, without ranks or devices."""
 
 import json
 import shutil
@@ -30,22 +30,21 @@ from ..jobs.options import Options, PlanOptions
 from ..strategy.settings import microbatches_of
 
 SILENT = 2.0
-"""Seconds after which a search shows on a terminal how far it is."""
+"""Seconds until a search shows its progress on a terminal."""
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:
-    """Prints what the configuration takes, and the best of those that fit.
+    """Print the cost of the configuration, and the best configurations that fit.
 
     Args:
-        options: The options of a run; if they name no axes in `parallel`, nothing is compared with the best.
-        plan_options: The machine, and what to print.
+        options: Options of a run; without axes in `parallel`, no configuration is compared with the best.
+        plan_options: Machine and output.
 
     Returns:
         The exit code of the process.
 
     Raises:
-        UserError: A configuration that the devices, the model or the batch do not divide, or a file that cannot be
-            written.
+        UserError: The configuration does not divide the devices, the model or the batch, or a file is not writable.
     """
     check_kind(options)
     flops = plan_options.flops
@@ -150,7 +149,7 @@ def _check_recompute(options: Options) -> None:
 
 
 def configured_job(options: Options, topology: Topology) -> TrainingJob:
-    """What these options say of batch, ZeRO stage, precision and schedule, as the planner takes it."""
+    """Return batch, ZeRO stage, precision and schedule of the options for the planner."""
     return TrainingJob(
         batch=options.train.batch_size,
         zero=options.zero,

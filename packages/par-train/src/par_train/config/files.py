@@ -34,7 +34,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _run_python(path: Path) -> dict[str, Any]:
-    """The names that a Python file sets, without those that begin with an underscore and what it imports or defines."""
+    """Return the global names of a Python file, without modules, functions, classes and names with an underscore."""
     try:
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # the file's own mistake, whichever it is

@@ -1,4 +1,4 @@
-"""The types that an option can have: how its flag is read, what a config file may hold, and how it is called."""
+"""The types of options: how to parse a flag's text, and how to check the value of a config file."""
 
 import tomllib
 import types
@@ -14,10 +14,10 @@ class Kind:
     """One type of value.
 
     Args:
-        words: What errors call it.
-        metavar: What the help of a flag calls it.
-        read: Turns a flag's text into what a config file would hold; ValueError: the text is no such value.
-        fit: Turns what a config file holds into the option's value; None: it is of another type.
+        words: Description for error messages.
+        metavar: Placeholder in the help of a flag.
+        read: Function from a flag's text to the value of a config file; raises ValueError for other text.
+        fit: Function from the value of a config file to the option's value; returns None for another type.
     """
 
     words: str
@@ -27,13 +27,13 @@ class Kind:
 
 
 def kinds_of(hint: Any) -> tuple[Kind, ...]:
-    """The kinds of value that a type hint allows: several for a union such as `int | Literal["auto"]`."""
+    """Return the kinds of value that a type hint allows: several for a union such as `int | Literal["auto"]`."""
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return tuple(_kind_of(one) for one in hints)
 
 
 def read_toml_value(text: str) -> Any:
-    """What a text means as a value of TOML, or the text itself: 2 is a number, true a bool, 2d a string."""
+    """Parse a text as a TOML value, or return the text: 2 is a number, true a bool, 2d a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -55,7 +55,7 @@ def _kind_of(hint: Any) -> Kind:
 
 
 def _exactly(kind: type) -> Callable[[Any], Any]:
-    """Lets values of a type through and not those of its subclasses: True is no whole number."""
+    """Return a function that accepts values of a type, but not of its subclasses, so that True is no integer."""
     return lambda value: value if type(value) is kind else None
 
 
@@ -84,12 +84,12 @@ def _fit_numbers(value: Any) -> tuple[int, ...] | None:
 
 
 def tables_with(key: str, example: str, metavar: str) -> Kind:
-    """A list of tables, each of which has a text under a key.
+    """Make the kind of a list of tables, each of which has a text under a key.
 
     Args:
-        key: The key.
-        example: What errors show.
-        metavar: What the help of a flag shows.
+        key: Key of the text.
+        example: Example for error messages.
+        metavar: Placeholder in the help of a flag.
     """
 
     def fit(value: Any) -> tuple[Mapping[str, Any], ...] | None:

@@ -72,7 +72,7 @@ class Setting:
         return self.name if self.name.startswith("--") else f"--{self.name}"
 
     def read(self, text: str) -> Any:
-        """What a config file would hold for a flag's text; the text itself if no kind can read it."""
+        """Return the value of a config file for a flag's text; the text itself if no kind can parse it."""
         for kind in self.kinds:
             try:
                 return kind.read(text)
@@ -81,7 +81,7 @@ class Setting:
         return text
 
     def check(self, value: Any) -> Any:
-        """The option's value for what a config file holds.
+        """Return the option's value for the value of a config file.
 
         Raises:
             UserError: The value is of another kind, or out of its limits.

@@ -1,4 +1,4 @@
-"""Where a run of the main job begins: what only one rank can see is made known to all, and all go on or none does."""
+"""The start of a job: ranks share what each of them found, and all continue or all raise."""
 
 import json
 from contextlib import ExitStack
@@ -26,14 +26,14 @@ from .text import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts from.
+    """The start of a run: data, model, and the checkpoint to resume from.
 
     Args:
         data: Rows of tokens to train on.
         folder: Folder of the Hugging Face Transformers model to train; None trains the byte GPT.
-        origin: What to go on from; None starts anew.
-        lock: The lock of the output folder, on rank 0.
-        checkpoints: The run's checkpoints in its tiers; None if it has none.
+        origin: Checkpoint to resume from; None starts at step 0.
+        lock: Lock of the output folder, on rank 0.
+        checkpoints: Checkpoints of the run in its tiers; None without tiers.
     """
 
     data: JobData
@@ -45,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What a rank found on its machine."""
+    """The findings of a rank on its host."""
 
     error: str | None = None
     is_model: bool = False
@@ -54,11 +54,10 @@ class _Facts:
 
 
 def after_restart(options: Options) -> Options:
-    """The options of ranks of which some are started again. All-gather of a flag over the world.
+    """Return the options to use if the launcher restarted a rank. All-gather of a flag over the world.
 
-    They go on from the checkpoint, if their own launch has written it. So do ranks of a node that has taken the place
-    of a lost one, which were never started before. A launch that was refused, or that had not begun yet, has written
-    none: for it, what was said about the first start holds.
+    Restarted ranks resume from the checkpoint that their own launch has written. So do the new ranks of a node that
+    replaces a lost node. If the launch has not begun a run yet, it has no checkpoint, and the options stay unchanged.
     """
     restarted = any(agree(None, is_restarted(), None).values())
     if restarted and has_begun(options.files):
@@ -67,16 +66,16 @@ def after_restart(options: Options) -> Options:
 
 
 def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
-    """Reads the text, or makes the tokens, and the checkpoint that there may be; compares them between the ranks.
+    """Read the text or tokenize the data, find a checkpoint, and compare both between the ranks.
 
     Args:
-        options: The options of the run, the same on every rank.
-        stop: What this rank was asked for, which ends the making of tokens.
-        held: Closed at the end of the run, it lets go of the lock that rank 0 takes on the output folder.
+        options: Options of the run, the same on every rank.
+        stop: Requests to this rank; a request ends tokenization.
+        held: Stack that holds rank 0's lock of the output folder until the end of the run.
 
     Raises:
-        UserError: A rank cannot use what it found, or found something else than the others; on every rank.
-        StoppedEarly: A rank was asked to leave while it made the tokens; on every rank.
+        UserError: A rank cannot use a file, or its files differ from the files of rank 0; on every rank.
+        StoppedEarly: A rank was asked to leave while it tokenized; on every rank.
     """
     try:
         lock, found, origin = _look(options, held)
@@ -108,10 +107,10 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
 
 
 def leave_if_asked(stop: Stop) -> None:
-    """All ranks leave if one was asked to. All-gather of a number over the world.
+    """Leave on all ranks if one rank was asked to leave. All-gather of a number over the world.
 
     Raises:
-        StoppedEarly: This rank, or another, was asked to leave; on every rank.
+        StoppedEarly: A rank was asked to leave; on every rank.
     """
     number = max(agree(None, stop.signal, None).values())
     if number:
@@ -119,12 +118,12 @@ def leave_if_asked(stop: Stop) -> None:
 
 
 def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelFolder, Origin | None]:
-    """What this rank finds by itself: the lock on rank 0, the text or the model's folder, and the checkpoint."""
+    """Take the lock on rank 0; return it with the text or the model's folder, and the checkpoint, of this rank."""
     lock = None
     if dist.get_rank() == 0:
         lock = held.enter_context(lock_folder(options.files, "name another folder with --output"))
     if lock is not None and not is_restarted():
-        lock.note("")  # of a launch before this one
+        lock.note("")  # erases the note of an earlier launch
     found = check_files(options)
     if options.resume == "no":
         return lock, found, None
@@ -135,30 +134,30 @@ def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelF
 
 
 def _check_tiers_are_given(options: Options) -> None:
-    """Raises UserError where the run's checkpoints are in tiers of which this start knows nothing."""
+    """Raise UserError if the run's checkpoints are in tiers that the options do not name."""
     try:
         before = json.loads(options.files.tiers.read_text())
     except (OSError, ValueError):
         return
     if not set(before) & set(options.checkpoint.tiers):
         raise UserError(
-            f"the checkpoints of the run in {options.output_folder!r} are in {', '.join(before)}; give them with "
+            f"the checkpoints of the run in {options.output_folder!r} are in {', '.join(before)}; pass them as "
             f"--checkpoint.tiers, or, if they are gone, remove {str(options.files.tiers)!r}"
         )
 
 
 def _look_into_tiers(options: Options, origin: Origin | None) -> tuple[Checkpoints | None, Origin | None]:
-    """Makes sure that the tiers can be saved to, and finds what to go on from, in them or in the output. Collective.
+    """Check the tiers, and find the checkpoint to resume from, in them or in the output folder. Collective.
 
     Args:
-        options: The options of the run.
-        origin: The checkpoint in the output folder, of a run that had no tiers yet.
+        options: Options of the run.
+        origin: Checkpoint in the output folder, from a run without tiers.
 
     Returns:
-        The run's checkpoints in its tiers, and what to go on from.
+        The run's checkpoints in its tiers, and the checkpoint to resume from.
 
     Raises:
-        UserError: A tier cannot be, or holds a run that is neither gone on with nor replaced; on every rank.
+        UserError: A tier is not usable, or has a run that is neither resumed nor replaced; on every rank.
     """
     try:
         checkpoints = checkpoints_of(options)
@@ -172,14 +171,14 @@ def _look_into_tiers(options: Options, origin: Origin | None) -> tuple[Checkpoin
         return checkpoints, origin
     if options.resume == "no":
         raise UserError(
-            f"a tier holds a run already ({found.folder}); go on with --resume auto, replace it with --overwrite, or "
-            "name others with --checkpoint.tiers"
+            f"a tier holds a run already ({found.folder}); resume it with --resume auto, replace it with --overwrite, "
+            "or pass other tiers as --checkpoint.tiers"
         )
     return checkpoints, found
 
 
 def _compare(mine: _Facts) -> None:
-    """Raises what a rank has to complain about; a difference between ranks is everybody's complaint."""
+    """Raise the error of any rank, or an error if the ranks found different files. All-gather over the world."""
     every = list(agree(None, mine, None).values())
     for rank, facts in enumerate(every):
         if facts.error is not None:
@@ -188,11 +187,11 @@ def _compare(mine: _Facts) -> None:
     others = [rank for rank, facts in enumerate(every) if facts.data != every[0].data]
     if others and mine.is_model:
         raise UserError(
-            f"model.path holds another model on ranks {others} than on rank 0; give all of them the same files"
+            f"model.path holds another model on ranks {others} than on rank 0; copy the same files to all hosts"
         )
     if others:
         raise UserError(
-            f"data.folder holds another text on ranks {others} than on rank 0; give all of them the same files"
+            f"data.folder holds another text on ranks {others} than on rank 0; copy the same files to all hosts"
         )
     steps = [rank for rank, facts in enumerate(every) if facts.step != every[0].step]
     if steps:

@@ -1,13 +1,13 @@
 """Checkpoints of a job: one folder, which par-checkpoint writes and which the next checkpoint replaces.
 
-With tiers there is a folder of this kind for each step, `checkpoints/step-00000500`, in each of them.
+With tiers, each tier has such a folder for each step, `checkpoints/step-00000500`.
 
-    checkpoint/model.safetensors     weights by name
-    checkpoint/config.json           of the byte GPT: all options, and the format; else the model's own
-    checkpoint/optimizer/            moments by name
-    checkpoint/par_checkpoint.json   checksums, param groups, and what training needs to go on
+    checkpoint/model.safetensors     weights by name.
+    checkpoint/config.json           options and format of the byte GPT, or the config of the other model.
+    checkpoint/optimizer/            moments by name.
+    checkpoint/par_checkpoint.json   checksums, param groups, and the `TrainingState`.
 
-No file mentions the number of ranks that wrote it.
+The files do not depend on the number of ranks.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ START_ANEW = "start anew with --overwrite, and without --resume"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What training needs beside the weights and the optimizer.
+    """The state of training in addition to weights and optimizer.
 
     Args:
-        step: Optimizer steps taken.
-        samples: Windows consumed by all ranks together: the position in the data.
-        seconds: Time spent so far.
-        text: The digest of the text.
-        model: The digest of the model of transformers that the run began with; "" for the byte-level GPT.
+        step: Number of optimizer steps.
+        samples: Number of windows that all ranks consumed: the position in the data.
+        seconds: Seconds of training so far.
+        text: Hash of the text.
+        model: Hash of the Hugging Face Transformers model that training started from; "" for the byte GPT.
         kept: Options that must stay the same when the run resumes, by name.
     """
 
@@ -53,13 +53,13 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A checkpoint that a run goes on from.
+    """A checkpoint to resume from.
 
     Args:
-        path: Its folder; with tiers, its name in each of them.
-        folder: The folder, or that in the nearest tier that has it.
-        state: What it says of training.
-        tiers: The tiers that it is looked for in; None: it is in its folder.
+        path: Folder of the checkpoint; with tiers, its name in each tier.
+        folder: Folder of the checkpoint; with tiers, the folder in the nearest tier that has it.
+        state: State of training.
+        tiers: Tiers to load from; None loads from the folder.
     """
 
     path: str
@@ -68,15 +68,15 @@ class Origin:
     tiers: Tiers | None = None
 
     def load(self, **parts: Any) -> None:
-        """Fills what is given as `par_checkpoint.load` takes it; every rank takes its part. Collective."""
+        """Load into `parts`, as `par_checkpoint.load` does. Each rank loads its shard. Collective."""
         load(self.path, tiers=self.tiers, **parts)
 
 
 def checkpoints_of(options: Options) -> Checkpoints | None:
-    """The run's checkpoints in its tiers; None if it has none.
+    """Return the run's checkpoints in its tiers; None without tiers.
 
     Raises:
-        ValueError: The tiers cannot be; on every rank.
+        ValueError: The tiers are not usable; on every rank.
     """
     given = options.checkpoint
     if not given.tiers:
@@ -88,16 +88,16 @@ def checkpoints_of(options: Options) -> Checkpoints | None:
 
 
 def find_in_tiers(checkpoints: Checkpoints) -> Origin | None:
-    """The newest step that a tier has whole, in the nearest one that has it; None if there is none. Collective.
+    """Find the newest complete step, in the nearest tier that has it; None without one. Collective.
 
-    What is missing of a later step is said.
+    Prints the missing parts of later steps.
 
     Raises:
-        UserError: It is no checkpoint of a run; on every rank.
+        UserError: The step is not a checkpoint of a run; on every rank.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        report = checkpoints.load(strict=False)  # fills nothing yet
+        report = checkpoints.load(strict=False)  # loads no tensors yet
     for each in said:
         say(f"par-train: {each.message}", sys.stderr)
     if report is None or report.step is None:
@@ -110,12 +110,12 @@ def find_in_tiers(checkpoints: Checkpoints) -> Origin | None:
 
 
 def write_checkpoint(place: str | PathLike[str] | Checkpoints, state: TrainingState, **parts: Any) -> Save:
-    """Writes a checkpoint in place of the one that is there, or in tiers one of this step. Collective.
+    """Write a checkpoint. In a folder it replaces the last one; in tiers each step has its own. Collective.
 
     Args:
-        place: Its folder, or the run's checkpoints in its tiers.
+        place: Folder of the checkpoint, or the run's checkpoints in its tiers.
         state: Progress of the run, equal on every rank.
-        **parts: What it has beside, and how it is written, as `par_checkpoint.save` takes it.
+        **parts: Arguments of `par_checkpoint.save`, such as models and optimizers.
     """
     extra = dataclasses.asdict(state)
     if isinstance(place, Checkpoints):
@@ -124,10 +124,10 @@ def write_checkpoint(place: str | PathLike[str] | Checkpoints, state: TrainingSt
 
 
 def find_state(path: Path) -> TrainingState | None:
-    """The training state of the checkpoint that there is, or None if there is none.
+    """Return the training state of a checkpoint; None if the path does not exist.
 
     Raises:
-        ValueError: There is one, but it cannot be read.
+        ValueError: The path exists, but is not a readable checkpoint.
     """
     try:
         return load_state(path)
@@ -138,10 +138,10 @@ def find_state(path: Path) -> TrainingState | None:
 
 
 def load_state(path: Path) -> TrainingState:
-    """The training state of a checkpoint.
+    """Return the training state of a checkpoint.
 
     Raises:
-        ValueError: There is no checkpoint, or it cannot be read.
+        ValueError: The checkpoint does not exist or is not readable.
     """
     try:
         extra = inspect(path).extra

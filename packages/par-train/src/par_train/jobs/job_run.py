@@ -1,4 +1,4 @@
-"""The main job as one rank sees it: meet the others, agree where to start, take the steps, leave the files."""
+"""A job on one rank: join the other ranks, agree on the start, take the steps, and write the files."""
 
 import json
 import math
@@ -36,22 +36,22 @@ from .report import print_banner, print_spent, print_summary
 from .trainer import StepResult, Trainer
 
 _REFUSE_TYPES = ("par_layers.", "par_pipeline.", "par_train.strategy.")
-"""Modules whose TypeErrors are about a model that was given; those of others are bugs."""
+"""The modules whose TypeErrors are about the user's model; a TypeError of another module is a bug."""
 
 
 LOADS_DRAWN = 100
-"""About how many lines of a run have the load of experts."""
+"""The approximate number of lines of a run that have the load of experts."""
 
 
 def train(options: Options, stop: Stop) -> int:
-    """Trains as one of the ranks that a launcher started.
+    """Train as one of the ranks that a launcher started.
 
     Returns:
-        The signal that ended the run early, else 0.
+        The signal that ended the run early, otherwise 0.
 
     Raises:
-        UserError: What this rank, or another, was given cannot be used; on every rank.
-        StoppedEarly: This rank, or another, was asked to leave before training began; on every rank.
+        UserError: The options or files of a rank are not usable; on every rank.
+        StoppedEarly: A rank was asked to leave before training began; on every rank.
     """
     cpu = options.device == "cpu" or not torch.cuda.is_available()
     with _launched("cpu" if cpu else None) as environment, one_traceback():
@@ -64,12 +64,12 @@ def train(options: Options, stop: Stop) -> int:
             run = JobRun(trainer, start, stop, topology)
             with run.loop as loop:
                 run.train()
-            dist.barrier()  # a rank that left while rank 0 still writes would be taken for failed
+            dist.barrier()  # the other ranks stay until rank 0 has written, or their exit counts as a failure
             return loop.ended_by
 
 
 def _launched(device: str | None) -> Environment:
-    """The running world of all ranks. What `launch` refuses in words, such as two launchers, is the user's mistake."""
+    """Start the world of all ranks. A ValueError of `launch`, such as for two launchers, is the user's mistake."""
     try:
         return launch(device=device)
     except ValueError as error:
@@ -80,20 +80,20 @@ class JobRun:
     """The run of a job: a `TrainingLoop` around a trainer, whose steps agree on signals in the all-reduce of the loss.
 
     Args:
-        trainer: This rank's trainer.
-        start: Where the run starts from; the folder is locked already.
-        stop: What this rank was asked for; its signals are caught already, before torch is imported.
-        topology: The ranks, for the banner.
+        trainer: Trainer of this rank.
+        start: Start of the run; the folder is locked already.
+        stop: Requests to this rank; `rank.join` installed the signal handlers before the import of torch.
+        topology: Topology of the ranks, for the banner.
 
     Attributes:
-        loop: The loop, to be entered.
+        loop: Training loop, a context manager.
     """
 
     def __init__(self, trainer: Trainer, start: Start, stop: Stop, topology: Topology) -> None:
         options, strategy, files = trainer.options, trainer.strategy, trainer.options.files
         self.trainer, self._stop = trainer, stop
         self._agreed = 0  # the signal that any rank received, by the last step
-        self._took = 0.0  # seconds for the last step alone
+        self._took = 0.0  # seconds of the last step
         policy = MonitoringPolicy(
             profile=options.profile or None,
             diagnose=options.diagnose or None,
@@ -179,10 +179,10 @@ class JobOpening:
     """The opening of a job: `find_start` has taken the folder, and this restores the checkpoint.
 
     Args:
-        trainer: This rank's trainer.
-        start: Where the run starts from.
-        stop: What this rank was asked for.
-        saver: Learns the step that is resumed.
+        trainer: Trainer of this rank.
+        start: Start of the run.
+        stop: Requests to this rank.
+        saver: Receives the step that is resumed.
     """
 
     def __init__(self, trainer: Trainer, start: Start, stop: Stop, saver: "JobSaver") -> None:
@@ -207,9 +207,9 @@ class JobSaver(Saver):
     """The checkpoints of a job: one folder that each save replaces, or one for each step in tiers.
 
     Args:
-        trainer: This rank's trainer.
-        start: Has the run's checkpoints in its tiers.
-        log: Has the clock of the run.
+        trainer: Trainer of this rank.
+        start: Start of the run, with its checkpoints in tiers.
+        log: Source of the seconds that the run took.
     """
 
     def __init__(self, trainer: Trainer, start: Start, log: MetricsLog) -> None:
@@ -241,13 +241,13 @@ class JobSaver(Saver):
 
 
 class JobSummary:
-    """The banner, the curves, and what a job wrote.
+    """The banner of a job, its curves, and the list of its files.
 
     Args:
-        trainer: This rank's trainer.
-        start: Where the run started from.
-        topology: The ranks.
-        monitor: Has the shares of time.
+        trainer: Trainer of this rank.
+        start: Start of the run.
+        topology: Topology of the ranks.
+        monitor: Source of the shares of time.
     """
 
     def __init__(self, trainer: Trainer, start: Start, topology: Topology, monitor: Monitor) -> None:
@@ -266,7 +266,7 @@ class JobSummary:
             )
 
     def collect(self) -> None:
-        """Gather when the ranks of a pipeline did what in the last step. Collective."""
+        """Gather the timeline of a pipeline's last step. Collective."""
         self._timeline = self._trainer.timeline()
 
     def finish(self, step: int, until: int, ended_by: int) -> None:
@@ -289,7 +289,7 @@ class JobSummary:
 
 
 def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
-    """Draws a measured step, and the one that the schedule promises with its costs."""
+    """Draw a measured step, and the simulated step with the measured costs."""
     with writing(files.measured):
         timeline.draw(files.measured, f"{name}, measured, in seconds")
     with writing(files.predicted):
@@ -297,14 +297,14 @@ def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: st
 
 
 def _set_threads(environment: Environment) -> None:
-    """Shares the machine's cores between its ranks, unless the user has said how many threads there should be."""
+    """Divide the host's cores between its ranks, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
 def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
-    """The trainer. What a package of ours, or peft, refuses in words is the user's mistake, such as sizes to be cut.
+    """Make the trainer. A ValueError of par or peft, such as for sizes that do not divide, is the user's mistake.
 
     Any other error, such as a ValueError of a plugin, keeps its traceback.
     """

@@ -1,4 +1,4 @@
-"""`Recipe`: what a job has to know of the model that it trains. The trainer knows everything else."""
+"""`Recipe`: the properties of a model that a job needs. The trainer knows everything else."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the master of the main job says before and after it trains."""
+"""The output of rank 0 before and after a job trains."""
 
 import signal
 import sys
@@ -51,7 +51,7 @@ def print_banner(options: Options, topology: Topology, trainer: "Trainer", origi
 
 
 def print_spent(strategy: Setup) -> None:
-    """Says what a budget of memory is spent on, if there is one: at first, and when the first step was measured."""
+    """Print the use of a memory budget, if set: at the start, and after the first step was measured."""
     if strategy.spent is not None:
         _row("memory", *strategy.spent.reasons)
 

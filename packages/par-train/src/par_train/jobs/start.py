@@ -1,4 +1,4 @@
-"""Where the ranks come from: started here with torch's elastic launcher, or started by somebody else and joined."""
+"""The ranks of a job: start them with torch's elastic launcher, or join the ranks of another launcher."""
 
 import json
 import logging
@@ -25,11 +25,11 @@ from .rank import join
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-_PATIENCE = 120  # seconds to save and leave, before the launcher kills a rank; that of torch 2.11 knows 30 alone
+_PATIENCE = 120  # seconds to save and leave, before the launcher kills a rank; torch 2.11 always waits 30
 
 
 def run(options: Options) -> int:
-    """Trains, over ranks that it starts or as one of those that are started.
+    """Train on new ranks, or as one rank of another launcher.
 
     Returns:
         The exit code of the process.
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 def _rank_count(options: Options) -> int:
-    """How many ranks to start."""
+    """Return the number of ranks to start."""
     gpus = _gpu_count() if options.device == "auto" else 0
     if options.ranks == "auto":
         return gpus or 2
@@ -65,7 +65,7 @@ def _rank_count(options: Options) -> int:
 
 
 def _gpu_count() -> int:
-    """The number of GPUs; torch, which is slow to import, is asked only where a driver is loaded."""
+    """Return the number of GPUs. Imports torch, which is slow, only if the host has a GPU driver."""
     drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     if sys.platform == "linux" and not any(Path(driver).exists() for driver in drivers):
         return 0
@@ -75,7 +75,7 @@ def _gpu_count() -> int:
 
 
 def _start(options: Options, ranks: int) -> int:
-    """Starts the ranks and waits for them."""
+    """Start the ranks and wait for them."""
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
@@ -119,7 +119,7 @@ def _launch_config(ranks: int, launch: str) -> "LaunchConfig":
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keeps the launcher from reporting failures and signals in its own words beside ours."""
+    """Silence the launcher's reports of failures and signals, because a rank prints its own."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -139,7 +139,7 @@ def _after_signal(number: signal.Signals, options: Options, launch: str) -> int:
 
 
 def _after_failure(codes: dict[int, int]) -> int:
-    """The exit code after a rank has failed. What the rank had to say, it has said."""
+    """Return the exit code after a rank has failed. The rank has printed its error."""
     if 2 in codes.values():
         return 2
     for number in STOP_SIGNALS:

@@ -1,4 +1,4 @@
-"""A folder of text as bytes: which files count, in which order, which part is held out, and where documents end.
+"""A folder of text as bytes: selection and order of files, the held-out part, and the ends of documents.
 
 Imports no torch, so that the command checks a folder before any rank starts.
 """
@@ -116,7 +116,7 @@ def source_folder(options: DataOptions) -> Path:
 
 
 def _find_files(folder: Path, below: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Relative paths of regular files; links, hidden folders and installed packages are left alone."""
+    """Yield relative paths of regular files, without links, hidden folders and installed packages."""
     with os.scandir(folder / below) as entries:
         found = list(entries)
     for entry in found:

@@ -35,7 +35,7 @@ from .recipe import BatchDict, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank.
+    """The result of a step, the same on every rank.
 
     Args:
         loss: Mean over the targets of the global batch, in nats.
@@ -63,7 +63,7 @@ class Trainer:
         device: Device on which this rank computes.
 
     Attributes:
-        recipe: What is specific to the model.
+        recipe: Recipe of the model.
         model: This rank's part of the model, as `Strategy.initialize` returned it.
         optimizer: Its optimizer.
         parameters: Number of elements of the full model.

@@ -1,4 +1,4 @@
-"""What every scheduler is told alike: how many nodes of how many ranks, what each takes, and what a rank runs."""
+"""The parts of a job file that all schedulers share: nodes, ranks, resources, and the command of a rank."""
 
 import re
 import shlex
@@ -13,24 +13,24 @@ from ...jobs.checks import check_config
 from ...jobs.options import Options, RenderOptions
 
 _HANDED_ON = ("GLOO_", "NCCL_", "TORCH_NCCL_")
-"""What a variable's name begins with that is taken from the shell into the file, as it is about the network."""
+"""Prefixes of the network variables that are copied from the shell to the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a job's ranks run.
+    """The nodes and resources of a job, and the command of its ranks.
 
     Args:
-        command: The command that writes this file, for its header.
-        name: The job's name: small letters, digits and hyphens.
+        command: Command that writes this file, for its header.
+        name: Name of the job: lower-case letters, digits and hyphens.
         nodes: Number of nodes.
         ranks: Number of ranks on each node.
-        gpus: Number of GPUs on each node; 0: the ranks compute on processors.
+        gpus: Number of GPUs on each node; 0 computes on the CPU.
         cores: Processor cores for each rank.
-        memory: Bytes of memory of a node; 0: all of it.
+        memory: Host memory of a node in bytes; 0: all of it.
         variables: Environment variables of every rank.
-        config: The config file; None: there is none.
-        flags: What `par-train run` is given behind the config.
+        config: Path of the config file; None without one.
+        flags: Flags of `par-train run` after the config.
     """
 
     command: str
@@ -55,10 +55,10 @@ class Place:
         return f"{self.world} rank{'s' * (self.world > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
 
     def run(self, config: str | None = None) -> list[str]:
-        """The words of the command that each rank runs.
+        """Return the words of the command that each rank runs.
 
         Args:
-            config: Where the config file lies for the ranks; default: as it was given.
+            config: Path of the config file for the ranks; default: the path of the options.
         """
         given = config or (None if self.config is None else str(self.config))
         return ["par-train", "run", *([] if given is None else [given]), *self.flags]
@@ -73,34 +73,34 @@ def place(
     flags: Sequence[str],
     environment: Mapping[str, str],
 ) -> Place:
-    """Divides the world into nodes, and checks that the config can be trained on it.
+    """Divide the world into nodes, and check that the config can train on it.
 
     Args:
-        options: The options of the run.
-        render_options: The world and its nodes.
-        command: The command that was given.
-        config: The config file; None: there is none.
-        flags: The flags of the run that were given.
-        environment: The environment variables, of which those about the network are taken over.
+        options: Options of the run.
+        render_options: World and nodes.
+        command: Command line of the user.
+        config: Path of the config file; None without one.
+        flags: Flags of the run from the command line.
+        environment: Environment variables; those of the network are copied.
 
     Raises:
-        UserError: The options are not for this world, or the nodes cannot be divided or are too small.
+        UserError: The options do not fit the world, or the nodes do not divide it or are too small.
     """
     chosen = render_options
     world, ranks = chosen.world, min(chosen.world, chosen.devices_per_node)
     if world % ranks:
         raise UserError(
-            f"--world is {world}, which {chosen.devices_per_node} ranks a node do not divide; give a multiple, or "
-            "another --devices-per-node"
+            f"--world={world}: {chosen.devices_per_node} ranks a node do not divide it; pass a multiple, or another "
+            "--devices-per-node"
         )
     if options.ranks not in ("auto", world):
-        raise UserError(f"ranks is {options.ranks}, but the file will start {world}; leave it out")
+        raise UserError(f"ranks is {options.ranks}, but the file will start {world}; remove ranks")
     check_config(replace(options, resume="auto"), world)
     needed = options.memory.host * ranks
     if chosen.host_memory and needed > chosen.host_memory:
         raise UserError(
             f"memory.host is {format_bytes(options.memory.host)} a rank, {format_bytes(needed)} a node, but "
-            f"--host-memory is {format_bytes(chosen.host_memory)}; give more, or lower memory.host"
+            f"--host-memory is {format_bytes(chosen.host_memory)}; pass more, or lower memory.host"
         )
     gpus = 0 if options.device == "cpu" else ranks
     return Place(
@@ -118,17 +118,17 @@ def place(
 
 
 def quoted(words: Sequence[str]) -> str:
-    """Words as a shell reads them."""
+    """Quote words for a shell."""
     return shlex.join(words)
 
 
 def _name_of(folder: str) -> str:
-    """A job's name from the output folder's: what SLURM and Kubernetes both allow."""
+    """Return a job name from the output folder, with characters that SLURM and Kubernetes allow."""
     return re.sub(r"[^a-z0-9]+", "-", Path(folder).name.lower()).strip("-")[:40] or "par"
 
 
 def _variables(environment: Mapping[str, str], interface: str, *, gpus: bool) -> dict[str, str]:
-    """What ranks should know of the network: from the shell that renders, and from the interface's name."""
+    """Return the network variables of ranks, from the shell and from the interface's name."""
     taken = {name: value for name, value in environment.items() if name.startswith(_HANDED_ON)}
     if interface:
         taken["GLOO_SOCKET_IFNAME"] = interface

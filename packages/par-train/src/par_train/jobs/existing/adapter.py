@@ -36,7 +36,7 @@ def adapter_parts(model: nn.Module) -> dict[str, Any]:
     """The keywords with which par-checkpoint saves or loads the adapter of a model, under the names of peft's files.
 
     Args:
-        model: What this rank has of the model.
+        model: Shard of the model on this rank.
     """
     in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
     named = model.state_dict(keep_vars=True).items()

@@ -21,11 +21,11 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
     Args:
         options: The options of the run.
         folder: The model, whose tokenizer reads the files.
-        stop: What this rank was asked for: tokenizing ends at once.
+        stop: Requests to this rank; a request ends tokenization at once.
 
     Raises:
         UserError: A line or row that is wrong, a tokenizer that is not the model's, or too little text; on every rank.
-        InterruptedError: This rank was asked to leave while it tokenized; the others raise a UserError.
+        InterruptedError: This rank was asked to leave while it tokenized; the other ranks raise UserError.
     """
     data, corpora = options.data, dict[str, Corpus]()
     train, held_out = dict[str, PackedDataset](), dict[str, PackedDataset]()

@@ -104,7 +104,7 @@ def read_folder(options: Options) -> ModelFolder:
 
 
 def read_config(path: Path, key: str) -> Mapping[str, Any]:
-    """What the config.json of a folder holds.
+    """Return the content of a folder's config.json.
 
     Args:
         path: The folder.

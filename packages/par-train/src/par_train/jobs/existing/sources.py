@@ -1,4 +1,4 @@
-"""What an existing model is trained on, as the options say it: one path, or several with weights. Imports no torch."""
+"""The training data of a Hugging Face Transformers model: one path of the options, or several with weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Source:
     """One path of text.
 
     Args:
-        key: What the options call the path, such as "data.path".
+        key: Key of the path in the options, such as "data.path".
         path: The path, as it was given.
-        weight: Its part of the rows, to those of the others; None: it is the only one.
-        format: What a line or row is, as `read_corpus` takes it.
-        field: The key of the text in an object.
+        weight: Weight in the mixture, relative to the other sources; None for a single source.
+        format: Format of a line or row for `read_corpus`.
+        field: Key of the text in an object.
     """
 
     key: str
