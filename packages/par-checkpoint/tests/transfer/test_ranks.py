@@ -71,11 +71,11 @@ def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, few):
     monkeypatch.setattr(Ranks, "_broadcast", unfilled)
     monkeypatch.setattr("par_checkpoint.transfer.ranks.all_gather_into", half_filled)
     with pytest.raises(
-        RuntimeError, match=f"message of rank {1 - rank} never arrived whole: a rank of the group is gone"
+        RuntimeError, match=f"message of rank {1 - rank} arrived incomplete: a rank of the group is gone"
     ):
         ranks.distinct(f"x{rank}" * 1000)
     if rank:
-        with pytest.raises(RuntimeError, match="message of rank 0 never arrived whole"):
+        with pytest.raises(RuntimeError, match="message of rank 0 arrived incomplete"):
             ranks.broadcast(None)
     else:
         ranks.broadcast("x")

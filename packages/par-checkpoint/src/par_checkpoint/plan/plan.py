@@ -2,15 +2,20 @@
 
 All ranks compute the same plan, without communication.
 
-A block is a range of bytes of a file. One rank assembles it from what it holds and what others send, checksums it and
-writes it; loading is the same way back. So every byte is checksummed and touches the disk once, however it is cut.
+A block is a range of bytes of a file. One rank assembles it from its own pieces and from pieces that the other ranks
+send, checksums it and writes it. A load reverses these steps. So every byte is checksummed and written once, however
+the tensors are sharded.
 
-A block that ranks hold in a few runs of bytes, such as rows, needs no sending: each rank writes its run as a block of
-its own, and the checksum of the whole block is made of theirs. And a file that very many ranks hold parts of is written
-by a few of them, neighbours where it can be: thousands that open and sync one file would be in each other's way.
+Two cases avoid messages and contention:
 
-Blocks are planned in runs, within which most are cut alike: a rank decides for a run at once, deals it out by
-arithmetic, and lists the blocks in which it takes part. The pieces of a block are found when its turn has come.
+- If ranks hold a block in a few contiguous runs of bytes, such as rows, each rank writes its own run. The checksum of
+  the block is computed from the checksums of the runs.
+- If very many ranks hold parts of a file, only a few of them write it, preferably neighbours. Thousands of ranks that
+  open and sync one file would slow each other down.
+
+Blocks are planned in runs of blocks that are mostly sharded identically. A rank decides once for a run, assigns its
+blocks to ranks by arithmetic, and lists the blocks in which it takes part. It computes the pieces of a block only when
+the block's turn has come, because the pieces of all blocks would not fit in memory.
 """
 
 from array import array
@@ -26,10 +31,10 @@ from .homes import Homes
 from .overlap import BoxIndex, indexes_of
 from .tasks import AssignedRun, BlockList, Blocks, HeldRun, RankPlan, parts_of
 
-_READERS = 4  # of one block from the page cache: reading it so often costs less than sending
-_RUNS = 16  # of a block that ranks write by themselves: more would be small writes
-_HOLDERS = 64  # of parts of a file, who all may write into it
-_WRITERS = 16  # of a file that more ranks hold parts of
+_READERS = 4  # ranks that may read one block from the page cache, which costs less than sending it
+_RUNS = 16  # runs of a block up to which each rank writes its own run; more runs would be small writes
+_HOLDERS = 64  # number of holders of a file up to which all of them may write into it
+_WRITERS = 16  # number of writers of a file with more holders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +57,21 @@ class Prepared:
 
 
 class BlockPlanner:
-    """Decides who writes or reads what.
+    """The assignment of blocks to the ranks that write or read them.
 
     Args:
         tensors: All tensors and their holders.
         areas: Data areas of the files.
-        rank: This rank, whose part is wanted.
-        size: The number of ranks.
-        owners: By file: the one rank that may write it. None lets several ranks write into a file.
-        hosts: By rank: the number of its machine; None: all share one.
-        alone: Whether no two ranks may write into one block.
-        apart: Whether each host writes files of its own: then any rank may write the blocks that it holds.
-        window: Number of blocks that one request of a load brings, counted from a file's first one on: one rank reads
-            all of them where it can. 0: blocks are read by themselves.
-        homes: Ranks that can read each block; None: every rank reads all blocks.
-        names: For each file its name, by which `homes` knows it.
+        rank: The rank whose part is computed.
+        size: Number of ranks.
+        owners: Rank that writes each file, by number of the file; None: several ranks may write into one file.
+        hosts: Number of each rank's host; None: all ranks share one host.
+        alone: Whether only one rank may write into a block; default False.
+        apart: Whether each host writes separate files, so that any rank may write the blocks that it holds.
+        window: Number of blocks that one request of a load reads, counted from the first block of a file; 0: blocks are
+            read one by one.
+        homes: Ranks that can read each block; None: every rank can read all blocks.
+        names: Name of each file in `homes`.
     """
 
     def __init__(
@@ -98,35 +103,37 @@ class BlockPlanner:
         self._indexes = indexes_of(tensors)
 
     def _begin(self) -> None:
-        """Nothing is dealt out yet."""
-        self._turns = [0] * self._size  # blocks of each rank so far in which others take part
-        self._dealt: Counter[tuple[int, ...]] = Counter()  # by ranks that blocks rotate over: how many did so far
-        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
+        """Reset the assignment."""
+        self._turns = [0] * self._size  # number of blocks of each rank so far in which other ranks take part
+        self._dealt: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # number of blocks so far that each tuple of ranks rotated over
+        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file and its window
 
     def save(self) -> RankPlan:
-        """Every block is written by one rank, or in parts by those that hold it in runs; of replicas one gives."""
+        """Plan a save. One rank writes a block, or its holders write their runs of it. One replica sends each box."""
         return self._planned(saving=True, near=False)
 
     def load(self, *, near: bool) -> RankPlan:
-        """Every block that somebody needs is read, in parts by those that hold it in runs, or as a whole.
+        """Plan a load of every block that some rank needs.
 
-        A block that is read as a whole is read by one rank, or by a few where they share a machine; its pieces then go
-        to all ranks that hold them.
+        The holders of a block read their runs of it, or one rank reads the full block and sends its pieces to all
+        holders. On one machine, a few ranks may read the same block.
 
         Args:
-            near: Whether all ranks share a machine: a rank that needs much of a block then reads it itself, from the
-                page cache.
+            near: Whether all ranks share a machine. A rank that needs much of a block then reads it from the page
+                cache.
         """
         return self._planned(saving=False, near=near)
 
     def _planned(self, *, saving: bool, near: bool) -> RankPlan:
-        """Deals out every run of blocks, and lists those in which this rank takes part."""
+        """Assign every run of blocks, and list the blocks in which this rank takes part."""
         blocks = Blocks(self._tensors, self._indexes, self._areas, self._rank, hosts=self._hosts, saving=saving)
         listed = BlockList(blocks, self._dealt_out(saving=saving, near=near))
         return RankPlan(blocks, listed, max(self._turns), window=self._window)
 
     def writers(self) -> "list[array[int]]":
-        """By area: for each block, the rank that a save has it written by, where none is written in parts."""
+        """Return the rank that writes each block of each area in a save without blocks that several ranks write."""
         found = []
         for area, runs in zip(self._areas, self._dealt_out(saving=True, near=False), strict=True):
             ranks = array("q", bytes(8 * area.count))
@@ -140,7 +147,7 @@ class BlockPlanner:
         return found
 
     def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[AssignedRun | HeldRun]]:
-        """By area: its runs of blocks, in order."""
+        """Yield the runs of blocks of each area, in order."""
         self._begin()
         if self._size == 1:
             for area in self._areas:
@@ -159,9 +166,9 @@ class BlockPlanner:
                 yield list(self._free(number, area, saving=saving, near=near))
 
     def _shared(self, *, saving: bool) -> dict[int, ByteShares]:
-        """By number: the areas that more ranks hold parts of than may write into one file, dealt out to some of these.
+        """Assign the areas with too many holders to some of the holders, by number of the area.
 
-        Areas with the same holders are dealt out together, one run of blocks after the other.
+        Areas with the same holders are assigned together, one run of blocks after the other.
         """
         classes: dict[int, list[int]] = {}
         for number, area in enumerate(self._areas):
@@ -178,6 +185,7 @@ class BlockPlanner:
             lengths = [self._areas[number].count for number in numbers]
             chunk = max(-(-sum(lengths) // len(ranks)), -(-max(lengths) // _WRITERS) if saving else 1)
             chunk = -(-chunk // self._window) * self._window
+            # The ranks with the fewest blocks so far write this file, so that many such files spread over all ranks.
             free = sorted(self._neighbours(ranks), key=self._turns.__getitem__)[: -(-sum(lengths) // chunk)]
             chosen = tuple(self._neighbours(free))
             turns, offset = self._next_turns(chosen), 0
@@ -189,12 +197,12 @@ class BlockPlanner:
         return found
 
     def _neighbours(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks, those of one machine together."""
+        """Return the ranks sorted by host."""
         hosts = self._hosts
         return sorted(ranks) if hosts is None else sorted(ranks, key=lambda rank: (hosts[rank], rank))
 
     def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[AssignedRun | HeldRun]:
-        """The runs of an area into which all of its holders may write."""
+        """Yield the runs of an area into which all of its holders may write."""
         for first, stop, begin, tensors in area.stretches():
             if not tensors:
                 yield from self._run(number, first, stop, saving=saving, near=near)
@@ -206,7 +214,9 @@ class BlockPlanner:
                 continue
             reached = first
             edges = {element for tensor in tensors for element in self._indexes[tensor].cut.slices}
-            for element in sorted(edges):  # a block that such an edge lies in is a run by itself
+            # The holders change at such an edge. The block that contains it becomes a separate run, so that all blocks
+            # of every other run have the same holders.
+            for element in sorted(edges):
                 block, inside = divmod(begin + element * width - area.begin, area.block)
                 for end in (block, block + 1 if inside else block):
                     if reached < end < stop:
@@ -215,19 +225,19 @@ class BlockPlanner:
             yield from self._run(number, reached, stop, saving=saving, near=near)
 
     def _in_runs(self, index: BoxIndex, width: int, block: int, *, saving: bool) -> bool:
-        """Whether every block of a tensor is best written or read in parts."""
+        """Return whether each holder should write or read its own part of every block of a tensor."""
         if self._alone if saving else self._homes is not None:
             return False
-        if self._by_window and not index.cut.are_runs:  # as many requests as runs
+        if self._by_window and not index.cut.are_runs:  # an object store would need one request per run
             return False
         is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
         return is_held_once and index.cut.run * width * _RUNS >= block
 
     def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[AssignedRun | HeldRun]:
-        """Deals out a run of blocks by who holds how much of all of it.
+        """Assign a run of blocks by the number of bytes that each rank holds of the full run.
 
-        Most are cut alike within it. Where one index of the first dim is more than a block, boxes may be cut inside:
-        then not all of these ranks hold some of every block.
+        Most blocks of a run are sharded identically. If one index of the first dim is larger than a block, the edge of
+        a box may be inside, and then some blocks of the run lack some of these ranks.
         """
         area = self._areas[number]
         block = area.at(first, self._tensors, 0, (stop - first) * area.block)
@@ -260,14 +270,14 @@ class BlockPlanner:
     def _where_kept(
         self, number: int, first: int, stop: int, main: tuple[int, ...], some: frozenset[int]
     ) -> Iterator[AssignedRun]:
-        """Blocks that only some ranks can read: of those the ones that need most of it do, or any where none needs it.
+        """Assign blocks that only some ranks can read, preferably to ranks that need most of a block.
 
         Args:
             number: Number of the area.
             first: The first block.
-            stop: One past the last.
-            main: Ranks that need about as much of a block as any.
-            some: All ranks that need something of it.
+            stop: One past the last block.
+            main: Ranks that need the most bytes of a block, or at least half as many.
+            some: All ranks that need bytes of a block.
         """
         assert self._homes is not None  # noqa: S101 - it is asked before
         for low, high, seeing in self._homes.runs(self._names[self._areas[number].file], first, stop):
@@ -276,7 +286,7 @@ class BlockPlanner:
             yield self._rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
 
     def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
-        """Blocks that ranks take in turn, going on where they stopped the last time."""
+        """Assign blocks round-robin, continuing after the rank of the last such block."""
         start = self._dealt[ranks] % len(ranks)
         self._dealt[ranks] += stop - first
         deal = Rotation(first, stop, ranks, start, tuple(self._turns[rank] for rank in ranks))
@@ -288,12 +298,11 @@ class BlockPlanner:
     def _in_windows(
         self, number: int, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool
     ) -> Iterator[AssignedRun]:
-        """Blocks that ranks read in windows, in turn; a window that another run began stays with its reader if it can.
-
-        A window lies in one round, so its reader begins it with a turn that is a multiple of its length.
-        """
+        """Assign windows of blocks round-robin. A window of an earlier run stays with its reader if possible."""
+        # One request reads a window, so its blocks must belong to one round. Its first turn is therefore a multiple of
+        # the window's length.
         area = self._areas[number]
-        before = (area.begin - self._begins[area.file]) // area.block  # blocks of the file ahead of this area
+        before = (area.begin - self._begins[area.file]) // area.block  # number of the file's blocks before this area
         window, inside = divmod(before + first, self._window)
         reader, *known = self._last
         goes_on = known == [area.file, window]
@@ -323,11 +332,11 @@ class BlockPlanner:
         self._last = ranks[(start + deal.count - 1) % len(ranks)], area.file, (before + stop - 1) // self._window
 
     def _next_turns(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """For each of the ranks, the next turn with which a window may begin."""
+        """Return the next turn of each rank with which a window may begin."""
         return tuple(-(-self._turns[rank] // self._window) * self._window for rank in ranks)
 
     def _together(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
-        """Blocks that all of the ranks read."""
+        """Assign blocks that all of the ranks read."""
         deal = Together(first, stop, ranks, tuple(self._turns[rank] for rank in ranks))
         if sends:
             for rank in ranks:
@@ -336,14 +345,13 @@ class BlockPlanner:
 
 
 class _Held:
-    """The ranks that hold a run of blocks, most of which are cut alike.
+    """The holders of a run of blocks that are mostly sharded identically.
 
-    Where one index of the first dim is more than a block, boxes may be cut inside: then not all of the ranks hold some
-    of every block.
+    If one index of the first dim is larger than a block, some blocks of the run may lack some of the holders.
 
     Args:
-        block: All blocks of the run, as if they were one.
-        indexes: For each of its spans, the boxes of the tensor.
+        block: All blocks of the run as one block.
+        indexes: Boxes of the tensor of each span.
     """
 
     def __init__(self, block: FileBlock, indexes: Sequence[BoxIndex]) -> None:
@@ -360,23 +368,23 @@ class _Held:
 
     @cached_property
     def some(self) -> frozenset[int]:
-        """The ranks that hold something."""
+        """Ranks that hold any bytes of the run."""
         return frozenset(rank for rank, _ in self._held)
 
     @cached_property
     def main(self) -> tuple[int, ...]:
-        """The ranks that hold about as much as any, at least half as much, ascending."""
+        """Ranks that hold at least half as many bytes as the rank with the most bytes, ascending."""
         most = max((size for _, size in self._held), default=0)
         return tuple(sorted({rank for rank, size in self._held if 2 * size >= most}))
 
     @cached_property
     def much(self) -> frozenset[int]:
-        """The ranks that hold at least a quarter of all of it."""
+        """Ranks that hold at least a quarter of the run."""
         return frozenset(rank for rank, size in self._held if 4 * size >= self._block.size)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether each of the main ranks holds all of it; so it is where nobody holds anything."""
+        """Whether each of the main ranks holds the full run, which is also true without holders."""
         return all(
             overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in self._overlaps for rank in self.main
         )
@@ -388,10 +396,10 @@ class _Held:
 
     @property
     def are_runs(self) -> bool:
-        """Whether each box is a run of elements that follow each other."""
+        """Whether the elements of each box are contiguous in the file."""
         return all(overlap.index.cut.are_runs for _, overlap in self._overlaps)
 
     @cached_property
     def is_in_parts(self) -> bool:
-        """Whether ranks hold it in so few runs of bytes that each may write or read its own."""
+        """Whether the ranks hold the run in so few runs of bytes that each rank may write or read its own."""
         return bool(parts_of(self._block, self._overlaps, limit=_RUNS))

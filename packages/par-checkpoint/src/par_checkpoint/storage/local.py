@@ -1,4 +1,4 @@
-"""Folders on a file system of this machine, or one that all machines mount. Links are read through, never written."""
+"""Folders on a local file system, or on one that all machines mount. Links are followed only for reading."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, OPTIMIZER, TEMPLATES, Manifest, generation_in
-from .commit import GONE, UNREADABLE, CommitTarget, OutrunError, erase, is_folder, scan, sync
+from .commit import GONE, UNREADABLE, CommitTarget, OutrunError, erase, files_in, is_folder, link_or_copy, scan
 from .owned import carried, check_name, check_replaceable, parents
 from .sharing import Sharing, sharing_of
 
@@ -71,16 +71,16 @@ class LocalFolder:
         return _SETTLES if self.sharing is Sharing.FILES else 0.0
 
     def block(self, size: int) -> int:
-        """Bytes of the blocks of a file, of whatever size."""
+        """Return the bytes of a block, which do not depend on the file's size here."""
         del size
         return BLOCK
 
     def recover(self) -> None:
-        """Looks where the checkpoint is to be read, should a saver have died while it was away. Renames nothing."""
+        """Find the folder to read, even if a saver died between its two renames. This renames no folder."""
         self._seen, self._generation = self.target.seen(), None
 
     def repair(self) -> None:
-        """Gives the old checkpoint its name back if a saver died while it was away."""
+        """Rename the old checkpoint back to the target if a saver died between its two renames."""
         self.target.recover()
         self._seen, self._generation = self.path, None
 
@@ -90,9 +90,10 @@ class LocalFolder:
         self._generation = "" if manifest is None else manifest.generation
 
     def version(self) -> str | None:
-        """A text that changes when the manifest is replaced, or moved with its folder; None where there is none."""
+        """Return a text that changes when the manifest is replaced or moved; None without a manifest."""
         try:
-            file = os.open(self._seen / MANIFEST, os.O_RDONLY)  # a network file system looks anew at what is opened
+            # A network file system answers `stat` from its cache, but compares a file with the server on each open.
+            file = os.open(self._seen / MANIFEST, os.O_RDONLY)
             try:
                 status = os.fstat(file)
             finally:
@@ -104,13 +105,13 @@ class LocalFolder:
         return f"{self._seen.name}:{status.st_dev}:{status.st_ino}:{status.st_mtime_ns}"
 
     def exists(self) -> bool:
-        """Whether anything is there; an empty folder is nothing."""
+        """Return whether the path exists. An empty folder counts as missing."""
         if not self._is_there() or self._seen.is_symlink():
             return os.path.lexists(self._seen)
         return bool(scan(self._seen))
 
     def _is_there(self) -> bool:
-        """Whether there is a folder, or a link to one; under a name that is too long there is none."""
+        """Return whether the path is a folder or a link to one. A name that is too long is neither."""
         try:
             return self._seen.is_dir()
         except OSError as error:
@@ -119,7 +120,7 @@ class LocalFolder:
             return False
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in the folder and in the folders that checkpoints have."""
+        """Return the size in bytes of every file in the folder and in a checkpoint's subfolders."""
         if not self._is_there():
             if os.path.lexists(self._seen):
                 raise CheckpointError(f"path={self.url!r}: this is a file; pass its folder, {str(self.path.parent)!r}")
@@ -140,19 +141,19 @@ class LocalFolder:
         return sizes
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of a file, by default all."""
+        """Return bytes begin .. end - 1 of a file; by default all bytes."""
         with contextlib.closing(self.open(name)) as source:
             data = bytearray((source.size if end is None else end) - begin)
             source.read_into(begin, memoryview(data))
         return bytes(data)
 
     def open(self, name: str) -> "LocalSource":
-        """A file to read from."""
+        """Open a file for reading."""
         inside = self._where() / check_name(name)
         return LocalSource(inside if name != MANIFEST and inside.exists() else self._seen / name)
 
     def _where(self) -> Path:
-        """The folder of the files: a generation in this one, where it was copied from a store of objects."""
+        """Return the folder of the files, which is a generation in this folder after a copy from an object store."""
         if self._generation is None:
             self._generation = ""
             if any(GENERATION.fullmatch(entry.name) for entry in scan(self._seen)):
@@ -161,25 +162,26 @@ class LocalFolder:
         return self._seen / self._generation
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
+        """Return the names of the subfolders."""
         return sorted(entry.name for entry in scan(self.path) if is_folder(entry))
 
     def child(self, name: str) -> "LocalFolder":
-        """A folder in it."""
+        """Return a subfolder."""
         path, own = str(self.path / check_name(name)), self.target
         return LocalFolder(path, at=own.at, exchange=own.exchange, patience=own.patience, lease=own.lease)
 
     def stage(self, nonce: str, *, by_owner: bool = False) -> "LocalStaging":
-        """A handle on the staging folder of a save; touches nothing."""
-        del by_owner  # who writes a file from beginning to end may do so here, too
+        """Return a handle on the staging folder of a save, without creating the folder."""
+        del by_owner  # every rank can write any bytes of a local file, so it does not matter which rank writes a file
         return LocalStaging(self, nonce)
 
     def check_replaceable_here(self) -> None:
-        """Raises CheckpointError if this process works in the folder, or if its name leaves no room for a save's.
+        """Raise CheckpointError if the folder is this process's working directory, or if its name is too long.
 
-        A save puts another folder in its place, and who works in it then stands in a removed one.
+        A save replaces the folder, which would leave the process in a removed working directory. The hidden names of a
+        save are longer than the folder's own name.
         """
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed the working directory already
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the working directory already
             here, own = Path.cwd(), Path(os.path.realpath(self.path))
             if own == here or own in here.parents:
                 raise CheckpointError(
@@ -194,7 +196,7 @@ class LocalFolder:
             )
 
     def check_target(self, *, overwrite: bool) -> None:
-        """Raises if what is there now must not be replaced."""
+        """Raise if the path exists and must not be replaced."""
         self.check_replaceable_here()
         if self.path.is_mount():
             raise CheckpointError(f"{self.url} is a mount point and cannot be swapped: save to a folder below it")
@@ -203,7 +205,9 @@ class LocalFolder:
             try:
                 if self.exists():
                     self._check_replaceable(overwrite=overwrite)
-            except (CorruptError, FileNotFoundError):  # another saver replaces it while it is looked at
+            except (CorruptError, FileNotFoundError):
+                # Another saver may be replacing the checkpoint between two of the reads. Such an error disappears, and
+                # only a checkpoint that stays broken is reported.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE)
@@ -212,7 +216,7 @@ class LocalFolder:
                 return
 
     def _check_replaceable(self, *, overwrite: bool) -> None:
-        """Raises if what is there must not be replaced."""
+        """Raise if the existing path must not be replaced."""
         if not overwrite:
             raise FileExistsError(f"{self.url!r} exists; pass overwrite=True to replace it, or choose another path")
         if not stat.S_ISDIR(self.path.lstat().st_mode):
@@ -221,17 +225,17 @@ class LocalFolder:
         check_replaceable(self.url, names, self.read(MANIFEST) if MANIFEST in names else None)
 
     def remove(self) -> None:
-        """Removes the checkpoint; at any kill it is whole, or nothing under its name."""
+        """Remove the checkpoint. After a kill at any moment it is either complete or gone."""
         if self.path.is_symlink():
             raise CheckpointError(f"{self.url} is a symbolic link, which is never followed: remove it by hand")
         self.target.retire(self.path)
 
     def sweep(self, *, dry_run: bool = False) -> list[str]:
-        """Removes what dead saves left beside the folder; returns the paths."""
+        """Remove the remnants of dead saves next to the folder, and return their paths."""
         return self.target.sweep(dry_run=dry_run)
 
     def files(self) -> list[str]:
-        """The names of all files, however deep; links count as files, and are not followed."""
+        """Return the names of all files at any depth. Links count as files and are not followed."""
         return files_in(self.path)
 
 
@@ -252,6 +256,8 @@ class LocalStaging:
         """Remove remnants, check the free space, and create the staging folder and its lease."""
         parent, target = self._folder.path.parent, self._folder.target
         parent.mkdir(parents=True, exist_ok=True)
+        # Remnants of dead saves go before the free space is measured. After a crash in a full folder they may occupy
+        # the space that this save needs.
         self._folder.repair()
         target.sweep(dry_run=False)
         target.at("swept")
@@ -264,13 +270,13 @@ class LocalStaging:
         target.at("made")
 
     def invite(self) -> None:
-        """Nobody needs to know more than the path."""
+        """Return None, because the path is all that the other ranks need."""
 
     def complete(self, share: tuple[int, int]) -> None:
-        """Files are whole when all is written."""
+        """Do nothing: a local file is complete when all of its bytes are written."""
 
     def attach(self, invitation: None = None) -> None:
-        """Raises CheckpointError if the staging folder is not visible here after some seconds."""
+        """Raise CheckpointError if the staging folder does not become visible here within some seconds."""
         del invitation
         deadline = time.monotonic() + self._folder.target.patience
         while not self._path.is_dir():
@@ -279,7 +285,7 @@ class LocalStaging:
                     f"{self._path} is not visible on this rank: use a file system that all ranks share"
                 )
             time.sleep(0.05)
-            scan(self._path.parent)  # makes a network file system look again
+            scan(self._path.parent)  # a network file system may refresh its cached names only when a folder is listed
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
         """Create a file of a given size, into which all ranks write at any offset."""
@@ -288,7 +294,7 @@ class LocalStaging:
             writer.resize(size)
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a small file."""
+        """Write a small file."""
         for parent in parents([name]):
             (self._path / parent).mkdir(exist_ok=True)
         with contextlib.closing(self.writer(name)) as writer:
@@ -297,14 +303,16 @@ class LocalStaging:
             writer.finish()
 
     def writer(self, name: str) -> "LocalWriter":
-        """A file to write into."""
+        """Open a file for writing."""
         return LocalWriter(self._path / check_name(name))
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
-        """Takes over config, tokenizer and the like from the old one, and commits; again if another saver was first."""
-        del index  # files lie where transformers looks for them
+        """Keep the old checkpoint's config, tokenizer and similar files, and commit. Retry after another saver."""
+        del index  # the files are where transformers looks for them, so they need no second index
         folder, deadline = self._folder, time.monotonic() + self._folder.target.patience
         while True:
+            # A process that was stopped for minutes may have lost its lease. Its staging folder may then be half swept,
+            # so the lease is checked right before each attempt to commit.
             if self._lease is not None:
                 self._lease.check()
             folder.repair()
@@ -325,40 +333,44 @@ class LocalStaging:
         self.close()
 
     def _carry(self) -> None:
-        """Takes over config, tokenizer and the like from the old checkpoint.
+        """Link or copy config, tokenizer and similar files of the old checkpoint into the staging folder.
 
         Raises:
-            OutrunError: Another saver replaces it meanwhile.
+            OutrunError: Another saver is replacing the old checkpoint.
         """
         folder = self._folder
-        for name in self._carried:  # from one that was replaced since
+        # An earlier attempt has linked files of a checkpoint that another saver has replaced since then. The new one
+        # may not have them.
+        for name in self._carried:
             (self._path / name).unlink(missing_ok=True)
         self._carried = carried(folder.files(), files_in(self._path))
         for name in self._carried:
             old, new = folder.path / name, self._path / name
             new.parent.mkdir(exist_ok=True)
             try:
-                _link_or_copy(old, new)
+                link_or_copy(old, new)
             except FileNotFoundError as error:
                 raise OutrunError(f"another process replaces {folder.url}: save again") from error
         folder.target.at("linked")
 
     def discard(self) -> None:
-        """Removes the staging folder in whatever state it is."""
+        """Remove the staging folder in any state."""
         erase(self._path)
         self.close()
 
     def close(self) -> None:
-        """Ends the lease without removing the staging folder; again is harmless."""
+        """End the lease without removing the staging folder. A second call does nothing."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
 
 class LocalSource:
-    """A file that is being read, see `FileSource`. Threads may read at once."""
+    """A file that is being read, see `FileSource`. Several threads may read it concurrently."""
 
-    stride = 1 << 21  # what was read is mostly in the core's cache for the checksum, and threads change seldom
+    # 2 MiB mostly stay in a core's cache until the checksum reads them again. Smaller reads would switch between
+    # threads more often.
+    stride = 1 << 21
     _fd = -1
 
     def __init__(self, path: Path) -> None:
@@ -398,11 +410,11 @@ class LocalSource:
 
 
 class LocalWriter:
-    """A file that is being written, see `Writer`. Threads and ranks may write at once.
+    """A file that is being written, see `Writer`. Several threads and ranks may write it concurrently.
 
-    The kernel starts to write the bytes to the disk at once, and drops them from the page cache afterwards. So fsync
-    finds little left, a save needs few new pages, which may cost more time than the disk, and it pushes nobody else's
-    files out of memory. On other systems than Linux it goes its usual way.
+    On Linux, the kernel starts to write the bytes to the disk immediately and drops them from the page cache
+    afterwards. So `fsync` has little left to write, a save needs few new pages, and the files of other processes stay
+    cached.
     """
 
     def __init__(self, path: Path) -> None:
@@ -411,27 +423,32 @@ class LocalWriter:
         self._under_way: deque[tuple[int, int]] = deque()  # first byte and bytes of large writes
 
     def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes all of the view at byte `begin`."""
+        """Write all bytes of the view at byte `begin`."""
         at, left = begin, view
         while len(left):
             count = os.pwrite(self._fd, left, at)
             at, left = at + count, left[count:]
         if self._sync_range is None or len(view) < _WORTH:
             return
-        self._sync_range(self._fd, begin, len(view), _WRITE)  # what fails here is left for fsync to tell
+        # `sync_file_range` only speeds up the later `fsync`, which reports every error. So its result is ignored.
+        self._sync_range(self._fd, begin, len(view), _WRITE)
         self._under_way.append((begin, len(view)))
         if len(self._under_way) > _UNDER_WAY:
+            # The kernel drops only pages that are already on the disk. Waiting for the oldest write costs little,
+            # because 16 newer ones were started after it.
             begin, size = self._under_way.popleft()
             self._sync_range(self._fd, begin, size, _WAIT_BEFORE)
             os.posix_fadvise(self._fd, begin, size, os.POSIX_FADV_DONTNEED)
 
     def resize(self, size: int) -> None:
-        """Makes the file that long; new bytes are zero."""
+        """Set the size of the file in bytes. New bytes are zero."""
         os.ftruncate(self._fd, size)
 
     def finish(self) -> None:
-        """Brings the bytes to the disk, and closes the file."""
+        """Flush the bytes to the disk, and close the file."""
         try:
+            # The commit renames the folder later. The rename may reach the disk before unsynced bytes would, and a
+            # power failure would then leave a committed checkpoint with zeros in it.
             os.fsync(self._fd)
         finally:
             self.close()
@@ -445,23 +462,14 @@ class LocalWriter:
     abort = close
 
 
-def files_in(folder: Path) -> list[str]:
-    """The names of all files in a folder, however deep; links count as files, and are not followed."""
-    names = []
-    for top, folders, files in os.walk(folder):
-        links = [name for name in folders if (Path(top) / name).is_symlink()]
-        names += [str((Path(top) / name).relative_to(folder)) for name in files + links]
-    return names
-
-
 _PAUSE = 0.02
-"""Seconds until a saver looks again at what another one replaces."""
+"""Seconds until a saver checks again whether another saver has finished."""
 _SETTLES = 3.5
-"""Seconds: FUSE keeps what it knows of names and sizes for one, NFS for three or more, unless it is told otherwise."""
+"""Seconds until names and sizes are fresh: by default FUSE caches them for 1 s, and NFS for 3 s or more."""
 _WORTH = 1 << 20
-"""Bytes of a write that is worth the system calls."""
+"""Bytes of a write from which on `sync_file_range` costs less than it saves."""
 _UNDER_WAY = 16
-"""Such writes to a file that may be on their way; the next one waits for the oldest."""
+"""Number of such writes to one file that may be in flight. The next write waits for the oldest."""
 _NAME = 255
 """Bytes that a name may have on the file systems of Linux, macOS and Windows."""
 _WAIT_BEFORE, _WRITE = 1, 2
@@ -475,18 +483,8 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
     return call
 
 
-def _link_or_copy(old: Path, new: Path) -> None:
-    """Gives a file a second name; copies it where links are refused: no such file system, or another user's file."""
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(old, new, follow_symlinks=False)
-        if not new.is_symlink():
-            sync(new)
-
-
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """The bytes of a file; None for a link to one that is missing, such as a blob that left a cache."""
+    """Return the bytes of a file, or None for a link whose target is missing, such as an evicted cache blob."""
     try:
         return entry.stat().st_size
     except OSError as error:

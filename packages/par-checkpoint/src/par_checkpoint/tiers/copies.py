@@ -1,4 +1,4 @@
-"""Copies in the background, after every host has its shard: to the neighbours' memory, and to the next tier."""
+"""Background copies after every host has its shard: to the memory of neighbour hosts, and to the next tier."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from .travel import Move, travel
 
 
 def _kept_of(saved: SavedShards) -> KeptFolder:
-    """The checkpoint, to read: each host has its own part alone."""
+    """Return a saved checkpoint for reading. Each host has only its own part."""
     staging, folder = saved.staging, saved.staging.folder
     headers = {file.name: file.header for file in staging.files}
     return KeptFolder(
@@ -37,21 +37,21 @@ def _kept_of(saved: SavedShards) -> KeptFolder:
 def copy_on(
     saved: SavedShards, next_tier: Folder | None, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int
 ) -> bool:
-    """Copies parts to the neighbours of their hosts, and the checkpoint to the next tier. Collective.
+    """Copy the parts to the neighbours of their hosts, and the checkpoint to the next tier. Collective.
 
     Args:
         saved: The save.
-        next_tier: The checkpoint's folder in the next tier, which all ranks see; None: there is none.
-        ranks: The ranks that saved, through a communicator that nothing else uses meanwhile.
-        nonce: A name for the copy in the next tier, new and the same on every rank.
+        next_tier: The checkpoint's folder in the next tier, which all ranks see; None: no further tier.
+        ranks: The ranks that saved, with a communicator that no other call uses at the same time.
+        nonce: Unique name of the copy in the next tier, the same on every rank.
         overwrite: Whether to replace a checkpoint in the next tier.
-        threads: Number of threads of a rank that write small files there.
+        threads: Number of threads per rank that write small files there.
 
     Returns:
-        Whether it is copied. It is not if a later save has taken its place in this tier.
+        Whether the checkpoint was copied. It is not copied if a later save has replaced it in this tier.
 
     Raises:
-        CheckpointError, OSError: A copy could not be made, or a part is gone, as where files in memory are cleaned up.
+        CheckpointError, OSError: A copy failed, or a part is gone, for example after a cleanup of temporary files.
     """
     kept = _kept_of(saved)
 
@@ -69,8 +69,11 @@ def copy_on(
     for act in (partial(_copy_to_neighbours, saved, kept, ranks), copy_to_next):
         try:
             act()
-        except (CheckpointError, OSError) as error:  # of all ranks; the next tier may have room where memory has none
+        except (CheckpointError, OSError) as error:
+            # All ranks have this error. The copy to the next tier is still tried: a disk may have space when the
+            # neighbours' memory has none.
             errors.append(error)
+    # A later save may have removed the parts while they were copied. That is no failure of this save.
     if errors and is_replaced():
         return False
     if errors:
@@ -79,10 +82,10 @@ def copy_on(
 
 
 def _is_replaced(saved: SavedShards) -> bool:
-    """Whether a later save has taken the place of this host's part.
+    """Return whether a later save has replaced this host's part.
 
     Raises:
-        CheckpointError: Nothing is in its place.
+        CheckpointError: The part is gone, and no other part has replaced it.
     """
     folder = saved.staging.folder
     path = folder.target.seen() / RECORD
@@ -96,9 +99,9 @@ def _is_replaced(saved: SavedShards) -> bool:
 
 
 def _copy_to_neighbours(saved: SavedShards, kept: KeptFolder, ranks: Ranks) -> None:
-    """Copies the part of each host to as many hosts after it as are asked for.
+    """Copy the part of each host to the next `copies - 1` hosts.
 
-    A copy is committed as the part was: it appears at once and whole on its host, or not at all.
+    A copy is committed like the part itself: it appears on its host in one step and complete, or it does not appear.
     """
     staging = saved.staging
     hosts = staging.folder.hosts
@@ -112,42 +115,40 @@ def _copy_to_neighbours(saved: SavedShards, kept: KeptFolder, ranks: Ranks) -> N
             partial(copy.complete_part, saved.common),
             copy.publish_part,
         ]
+        # The ranks agree after every step. If a step failed on one host, the other hosts must not begin the next one,
+        # in which they would wait for blocks from it.
         try:
             for act in acts:
                 ranks.agree(act)
         finally:
             copy.close()
+    # Parts of earlier saves go only now. Until every copy is complete, they are the only ones that survive the loss of
+    # a host.
     if hosts.leads:
         staging.folder.sweep_others(staging.record(saved.common).save)
 
 
 def _bring(kept: KeptFolder, copy: PartStaging, distance: int, ranks: Ranks) -> None:
-    """Sends the blocks of this host's part to a neighbour, and writes those of another one here."""
+    """Send the blocks of this host's part to a neighbour, and write the blocks of another host's part here."""
     hosts, count = copy.folder.hosts, len(copy.folder.hosts.names)
 
     def moves_of(part: int) -> Iterator[tuple[int, int, Move]]:
         sources, owners = hosts.ranks(part), hosts.ranks((part + distance) % count)
-        for place, (name, number) in enumerate(_blocks_of(kept, part)):
+        blocks = ((name, i) for name, homes in kept.homes.parts.items() for i, home in enumerate(homes) if home == part)
+        for place, (name, number) in enumerate(blocks):
             source, owner = sources[place % len(sources)], owners[place % len(owners)]
             if ranks.rank in (source, owner):
                 size = _size(kept.files_of[name], number)
                 yield place, part, Move(file=name, number=number, size=size, source=source, owner=owner)
 
+    # `travel` needs one order for all ranks. Every rank sorts by place and part, so the two lists are merged by these.
     ours = merge(moves_of(hosts.mine), moves_of(copy.folder.part), key=lambda move: move[:2])
     _make(kept, (move for _, _, move in ours), ranks, lambda move: copy.writer(move.file))
 
 
-def _blocks_of(kept: KeptFolder, part: int) -> Iterator[tuple[str, int]]:
-    """The blocks of a part: file, and number in it."""
-    for name, homes in kept.homes.parts.items():
-        for number, home in enumerate(homes):
-            if home == part:
-                yield name, number
-
-
 @dataclass(frozen=True)
 class _ShardCopier:
-    """Brings the blocks of all hosts into a tier that all ranks see; see `CheckpointCopier` of `_copy`."""
+    """The copier of all hosts' blocks into a tier that all ranks see; see `CheckpointCopier` of `_copy`."""
 
     kept: KeptFolder
     hosts: Hosts
@@ -158,16 +159,15 @@ class _ShardCopier:
         return self.kept.homes.parts.keys()
 
     def carry(self, manifest: Manifest, staging: Staging, target: Folder, ranks: Ranks, *, by_file: bool) -> None:
-        """Copies this rank's blocks; where one rank writes a file, others send it theirs.
-
-        What the target takes as one is written by one rank: of the host that has the first block of it.
-        """
+        """Copy this rank's blocks. If one rank writes a file, the other ranks send their blocks to it."""
         kept, hosts = self.kept, self.hosts
         by_host = [hosts.ranks(host) for host in range(len(hosts.names))]
 
         def moves() -> Iterator[Move]:
             for place, (name, homes) in enumerate(kept.homes.parts.items()):
                 record = manifest.files[name]
+                # An object store takes several blocks as one part of an upload, which one rank must write. It is a rank
+                # of the host that has the first of these blocks.
                 step = max(target.block(record.size - record.data_begin) // record.block, 1)
                 for number, home in enumerate(homes):
                     first = homes[number // step * step]
@@ -185,14 +185,14 @@ class _ShardCopier:
 def _make(
     kept: KeptFolder, moves: Iterator[Move], ranks: Ranks, open_: Callable[[Move], Writer], *, headers: bool = False
 ) -> None:
-    """Makes moves from a checkpoint's parts into files.
+    """Move blocks from a checkpoint's parts into files.
 
     Args:
         kept: The checkpoint.
-        moves: The moves in which this rank takes part.
+        moves: Moves of this rank.
         ranks: The ranks.
-        open_: Opens the file that a block is written to.
-        headers: Whether a header is written with the first block.
+        open_: Function that opens the file of a block for writing.
+        headers: Whether to write a file's header with its first block; default False.
     """
     sources: dict[str, KeptSource] = {}
     writers: dict[str, Writer] = {}
@@ -211,6 +211,8 @@ def _make(
 
     def take(move: Move, block: torch.Tensor) -> None:
         record = kept.files_of[move.file]
+        # `read` has checked a block of this rank. A block of another rank is checked again, because memory or network
+        # may have changed it on the way.
         if move.source != ranks.rank:
             check(move, block)
         if move.file not in writers:
@@ -235,6 +237,6 @@ def _make(
 
 
 def _size(record: FileRecord, number: int) -> int:
-    """Bytes of a block of a file."""
+    """Return the bytes of a block of a file."""
     begin = record.data_begin + number * record.block
     return min(begin + record.block, record.size) - begin

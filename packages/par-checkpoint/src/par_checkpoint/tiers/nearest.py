@@ -15,13 +15,12 @@ from .kept import find_kept
 
 @dataclass(frozen=True)
 class Nearest:
-    """The nearest tier that has a whole checkpoint.
+    """The nearest tier that has a complete checkpoint.
 
     Args:
         folder: The checkpoint; None: no tier has it.
-        passed: Of nearer tiers that have some parts of one: what is missing, in words; and of this one: in place of
-            which faulty part another one is read.
-        further: The checkpoint's folders in the tiers that come after it.
+        passed: Texts about missing parts in nearer tiers, and about faulty parts in this tier that a copy replaces.
+        further: The checkpoint's folders in the tiers after this one.
     """
 
     folder: Folder | None
@@ -29,13 +28,13 @@ class Nearest:
     further: tuple[Folder, ...] = ()
 
     def whole(self, folders: Sequence[Folder]) -> Folder:
-        """The checkpoint.
+        """Return the folder of the checkpoint.
 
         Args:
             folders: Searched folders, for the message.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: No tier has a complete checkpoint.
         """
         if self.folder is not None:
             return self.folder
@@ -47,7 +46,7 @@ class Nearest:
 
 
 def nearest(folders: Sequence[Folder], ranks: Ranks) -> Nearest:
-    """The first folder in which all ranks see the same whole checkpoint, or whose hosts have all parts of one.
+    """Return the first tier with a complete checkpoint: the same one on all ranks, or all parts on the hosts.
 
     Collective.
 
@@ -76,14 +75,14 @@ def nearest(folders: Sequence[Folder], ranks: Ranks) -> Nearest:
 
 
 def newest_step(roots: Sequence[str], ranks: Ranks) -> tuple[int | None, str | None, tuple[str, ...]]:
-    """The newest step that any tier has whole. Collective.
+    """Find the newest complete step in any tier. Collective.
 
     Args:
         roots: The folder of the steps in each tier.
         ranks: The ranks that load.
 
     Returns:
-        The step, its folder in the nearest tier that has it, and what is missing of later ones, in words.
+        The step, its folder in the nearest tier that has it, and texts about incomplete later steps.
     """
     tiers = [open_folder(root) for root in roots]
 

@@ -1,4 +1,4 @@
-"""Trying out tiers before a run begins: that each can be written, and is seen by the hosts that should see it."""
+"""A test of the tiers before a run begins: each must be writable and visible on the hosts that need it."""
 
 import uuid
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def check_tiers(roots: Sequence[str], copies: int | None, ranks: Ranks) -> None:
-    """Raises what a save to these tiers would run into, on every rank. Collective.
+    """Raise the error that a save to these tiers would raise, on every rank. Collective.
 
-    A file is written into each and removed again; a folder that is not there yet is made, and goes if it is refused.
+    Each tier receives a file, which is removed again. Missing folders are created, and removed if the test fails.
 
     Args:
         roots: The folder of the steps in each tier.
-        copies: On how many hosts each host's part is kept in the first tier; None: all ranks see it.
+        copies: Number of hosts that keep each part in the first tier; None: all ranks see the first tier.
         ranks: The ranks that save.
 
     Raises:
         TypeError, ValueError: An argument is not valid.
-        StoreError: An object store refuses to be written.
+        StoreError: An object store refuses the write.
     """
     hosts = hosts_of(ranks)
 
@@ -50,24 +50,25 @@ def check_tiers(roots: Sequence[str], copies: int | None, ranks: Ranks) -> None:
                 _check_local(folder.path, nonce, hosts, ranks, made, is_local=is_local)
             else:
                 ranks.on_first(partial(_check_remote, root, f".probe-{nonce}"))
-    except (ValueError, CheckpointError):  # of all ranks
-        ranks.agree(lambda: None)  # every host has taken its file away
+    except (ValueError, CheckpointError):  # all ranks have this error
+        # A folder can be removed only after every host has removed its file from it.
+        ranks.agree(lambda: None)
         for path in made:
-            with suppress(OSError):  # somebody else has written there meanwhile
+            with suppress(OSError):  # another process may have written there since
                 path.rmdir()
         raise
 
 
 def _check_local(folder: Path, nonce: str, hosts: Hosts, ranks: Ranks, made: list[Path], *, is_local: bool) -> None:
-    """Each host leaves a file, the first one before the others, and looks for those of others.
+    """Write a file on each host, and check which files the other hosts see.
 
     Args:
         folder: The folder.
-        nonce: A part of the names of the files.
+        nonce: Unique part of the files' names.
         hosts: The hosts.
         ranks: The ranks.
-        made: Gets the folders that were not there, the innermost first.
-        is_local: Whether it should be one of each host's own.
+        made: List that receives the created folders, the innermost first.
+        is_local: Whether each host should have its own folder.
     """
 
     def file_of(host: int) -> Path:
@@ -98,18 +99,20 @@ def _check_local(folder: Path, nonce: str, hosts: Hosts, ranks: Ranks, made: lis
                 "that all hosts share, or, where the first tier is local to each host, say how many copies to keep"
             )
 
+    # Rank 0 creates the folder first. On a shared tier, the other hosts then do not count it as a folder that they have
+    # created and may remove.
     try:
         ranks.agree(lambda: leave() if hosts.rank == 0 else None)
         ranks.agree(lambda: leave() if hosts.leads and hosts.rank else None)
         ranks.agree(lambda: look() if hosts.leads else None)
     finally:
         if hosts.leads:
-            with suppress(OSError):  # where it cannot be written, that was said
+            with suppress(OSError):  # a tier that is not writable has already raised its error
                 file_of(hosts.mine).unlink(missing_ok=True)
 
 
 def _check_remote(root: str, name: str) -> None:
-    """Writes an object and removes it."""
+    """Write an object and remove it."""
     folder = cast("RemoteFolder", open_folder(root))
     try:
         folder.store.put(f"{folder.path}/{name}", b"probe")

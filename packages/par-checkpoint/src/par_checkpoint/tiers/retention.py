@@ -1,4 +1,4 @@
-"""Which steps stay in which tier, and removing the others."""
+"""Removal of old steps from each tier."""
 
 import sys
 from contextlib import suppress
@@ -16,18 +16,19 @@ from .saving import hosts_of
 
 
 def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_every: int | None, upto: int) -> Pruned:
-    """Removes old steps from a tier. Collective.
+    """Remove old steps from a tier. Collective.
 
     Args:
-        root: The folder of the steps in it.
+        root: The folder of the steps in the tier.
         ranks: The ranks that save.
-        in_parts: Whether each host has its part there.
-        keep_last: How many of the highest whole steps to keep.
-        keep_every: Multiples of this step are kept, too; None: no others.
-        upto: The step up to which there is something to remove; later ones stay, for they are still being copied.
+        in_parts: Whether the tier contains one part per host.
+        keep_last: Number of the highest complete steps to keep.
+        keep_every: Interval of steps that are also kept; None: no interval.
+        upto: Last step that may be removed. Later steps stay, because they are still being copied.
 
     Returns:
-        What was removed, and why others stay; on the first rank of each host, of that host.
+        The removed paths, and the reason for each path that stays. Without parts all ranks return the same; with parts
+        the first rank of each host returns the paths of its host.
     """
     if not in_parts:
         return ranks.on_first(lambda: remove_steps(root, keep_last=keep_last, keep_every=keep_every, upto=upto))
@@ -44,15 +45,15 @@ def prune_tier(root: str, ranks: Ranks, *, in_parts: bool, keep_last: int, keep_
 
 
 def clear_tier(root: str, ranks: Ranks, *, local: bool) -> Pruned:
-    """Removes all steps from a tier. Collective.
+    """Remove all steps from a tier. Collective.
 
     Args:
-        root: The folder of the steps in it.
+        root: The folder of the steps in the tier.
         ranks: The ranks that save.
-        local: Whether it may be local to each host, which then has parts of checkpoints there.
+        local: Whether the tier may be local to each host, and contain parts of checkpoints.
 
     Returns:
-        What was removed, and why others stay, as `prune_tier` does.
+        The removed paths and the reasons for the remaining paths, like `prune_tier`.
     """
     parts = Pruned()
     if local:
@@ -63,14 +64,16 @@ def clear_tier(root: str, ranks: Ranks, *, local: bool) -> Pruned:
 
 
 def _prune_parts(tier: LocalFolder, keep_last: int, keep_every: int | None, upto: int) -> Pruned:
-    """Removes old steps of which this host has parts."""
+    """Remove old steps of which this host has parts."""
     kept, removed = 0, Pruned()
     steps = {step: name for name in tier.folders() if (step := step_of(name)) is not None and step <= upto}
     for step, name in sorted(steps.items(), reverse=True):
         folder = tier.path / name
         names = [entry.name for entry in scan(folder)]
         parts = [name for name in names if part_of(name) is not None]
-        if kept:  # else a save of this step may be under way
+        # Until a complete step was found, this step may still be written. Its hidden folders then belong to a save that
+        # is running.
+        if kept:
             for remnant in filter(None, map(remnant_of, names)):
                 tier.child(name).child(remnant.target).sweep()
         if kept >= keep_last and keep_every is not None and step % keep_every == 0:
@@ -80,16 +83,16 @@ def _prune_parts(tier: LocalFolder, keep_last: int, keep_every: int | None, upto
                 kept += 1
                 continue
         elif parts:
-            removed.kept[str(folder)] = "it has no whole part of a checkpoint, so nobody knows what may go with it"
+            removed.kept[str(folder)] = "it has no complete part of a checkpoint, so its files cannot be identified"
             continue
         for part in parts:
             tier.child(name).child(part).remove()
-        with suppress(OSError):  # what is no part of a checkpoint stays
+        with suppress(OSError):  # files that are no part of a checkpoint stay, and keep the folder
             folder.rmdir()
         if not folder.exists():
             removed.append(str(folder))
         elif kept:
-            removed.kept[str(folder)] = "it holds what is no part of a checkpoint"
+            removed.kept[str(folder)] = "it contains files that are no part of a checkpoint"
     return removed
 
 

@@ -1,7 +1,7 @@
-"""Saving into a tier that is local to each host: on every host a folder with its part of the same whole files.
+"""Saving into a tier that is local to each host: each host has a folder with its part of the same files.
 
-Each host stages and commits its part by itself, as a save of one host's ranks is (see `storage.commit`). The first rank
-of all says what the parts have in common, and the first rank of each host does it.
+Each host stages and commits its part separately, like a save of one host's ranks (see `storage.commit`). Rank 0 defines
+the content that all parts have in common, and the first rank of each host writes it.
 """
 
 import time
@@ -43,7 +43,7 @@ class Hosts:
         return self.of_rank[self.rank]
 
     def ranks(self, host: int) -> tuple[int, ...]:
-        """The ranks of a host."""
+        """Return the ranks of a host."""
         return tuple(rank for rank, number in enumerate(self.of_rank) if number == host)
 
     @property
@@ -53,7 +53,7 @@ class Hosts:
 
 
 def hosts_of(ranks: Ranks) -> Hosts:
-    """The hosts of some ranks. Collective the first time."""
+    """Return the hosts of some ranks. The first call is collective."""
     names = tuple(name for _, name in ranks.machines())
     return Hosts(names=names, of_rank=tuple(ranks.hosts()), rank=ranks.rank)
 
@@ -80,8 +80,8 @@ class Common:
     """Content that all shards of a save have in common, apart from blocks.
 
     Args:
-        small: By name: the bytes of the small files, the manifest among them, which every part has.
-        written: When the save was committed; of a later save more, though the clock may have been set back.
+        small: Bytes of the small files that every part has, including the manifest, by name.
+        written: Time of the commit in nanoseconds. A later save has a greater value even if the clock was set back.
     """
 
     small: Mapping[str, bytes]
@@ -92,9 +92,9 @@ class PartFolder(LocalFolder):
     """The folder of a host's part, see `Folder`.
 
     Args:
-        whole: The checkpoint's folder in the tier, which holds those of parts.
+        whole: The checkpoint's folder in the tier, which contains the folders of parts.
         hosts: The hosts.
-        part: The number of the part.
+        part: Number of the part.
     """
 
     def __init__(self, whole: LocalFolder, hosts: Hosts, part: int) -> None:
@@ -104,8 +104,9 @@ class PartFolder(LocalFolder):
         self.url, self.whole, self.hosts, self.part = whole.url, whole, hosts, part
 
     def check_target(self, *, overwrite: bool) -> None:
-        """Raises if what is there now must not be replaced."""
-        names = [name for name in self.whole.files() if not name.startswith(".part-")]  # what a save leaves that died
+        """Raise if the path exists and must not be replaced."""
+        # Hidden names are remnants of dead saves. They are no checkpoint, so they need no `overwrite`.
+        names = [name for name in self.whole.files() if not name.startswith(".part-")]
         if names and not overwrite:
             raise FileExistsError(
                 f"{self.url!r} exists on {self.hosts.names[self.hosts.mine]}; pass overwrite=True to replace it, or "
@@ -119,13 +120,13 @@ class PartFolder(LocalFolder):
             )
 
     def stage_part(self, nonce: str, prepared: Prepared, *, copies: int, overwrite: bool) -> "PartStaging":
-        """A handle on the staging folder of the part; touches nothing.
+        """Return a handle on the staging folder of the part, without creating the folder.
 
         Args:
-            nonce: The save's.
-            prepared: The files, and who writes their blocks.
-            copies: On how many hosts each part is to be.
-            overwrite: Whether to replace a part that is there.
+            nonce: Nonce of the save.
+            prepared: The files, and the writers of their blocks.
+            copies: Number of hosts that keep each part.
+            overwrite: Whether to replace an existing part.
         """
         writers = prepared.writers or [()] * len(prepared.files)
         homes = {
@@ -135,11 +136,13 @@ class PartFolder(LocalFolder):
         return PartStaging(self, nonce, prepared.files, homes, copies=copies, overwrite=overwrite)
 
     def sweep_others(self, save: tuple[int, str]) -> None:
-        """Removes the parts of earlier saves from the checkpoint's folder on this host."""
+        """Remove the parts of earlier saves from the checkpoint's folder on this host."""
         for name in self.whole.folders():
             if part_of(name) is None:
                 continue
             folder = self.whole.child(name)
+            # A part of a later save stays: that save may have committed while this one was still copying. A broken part
+            # is of no use to any load, so it goes.
             try:
                 stays = read_part(Path(folder.path))[0].save >= save
             except CheckpointError:
@@ -149,15 +152,15 @@ class PartFolder(LocalFolder):
 
 
 def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> PartFolder:
-    """The folder of this host's part. Collective.
+    """Return the folder of this host's part. Collective.
 
     Args:
         whole: The checkpoint's folder in a tier that is local to each host.
-        copies: On how many hosts each part is to be.
+        copies: Number of hosts that keep each part.
         ranks: The ranks that save.
 
     Raises:
-        ValueError: There are fewer hosts than copies of each part; on every rank.
+        ValueError: `copies` is greater than the number of hosts; on every rank.
     """
     hosts = hosts_of(ranks)
     check_hosts(copies, hosts)
@@ -165,7 +168,7 @@ def part_folder(whole: LocalFolder, copies: int, ranks: Ranks) -> PartFolder:
 
 
 def check_hosts(copies: int, hosts: Hosts) -> None:
-    """Raises ValueError unless there are as many hosts as copies of each part."""
+    """Raise ValueError if there are fewer hosts than copies of each part."""
     if copies > len(hosts.names):
         raise ValueError(
             f"copies is {copies}, but the ranks are on {len(hosts.names)} host{'s' * (len(hosts.names) > 1)} "
@@ -184,15 +187,15 @@ class _Asked:
 
 
 class PartStaging(LocalStaging):
-    """A part under way, see `Staging`.
+    """The staging folder of a part, see `Staging`.
 
     Args:
         folder: The part's folder.
-        nonce: The save's.
+        nonce: Nonce of the save.
         files: The files with tensors.
-        homes: By name of a file: for each block, the part that it is in.
-        copies: On how many hosts each part is to be.
-        overwrite: Whether to replace a part that is there.
+        homes: Number of the part that stores each block, by name of the file.
+        copies: Number of hosts that keep each part.
+        overwrite: Whether to replace an existing part.
     """
 
     def __init__(
@@ -210,28 +213,31 @@ class PartStaging(LocalStaging):
         self.copies, self.overwrite = copies, overwrite
         self.asked = _Asked()
 
+    # Only rank 0 calls `create`, `allocate` and `write`, but each host has its own disk. So these methods record the
+    # requests, `invite` sends them to all ranks, and the first rank of each host carries them out.
+
     def create(self, names: Iterable[str], needed: int) -> None:
-        """Notes what is asked for."""
+        """Record the names of the files and the bytes of the small ones."""
         self.asked.names = tuple(names)
         self.asked.needed = needed - sum(file.size for file in self.files)
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
-        """Notes what is asked for."""
+        """Record the size of a file."""
         del head, block
         self.asked.sizes[name] = size
 
     def write(self, name: str, data: bytes) -> None:
-        """Notes a small file, which every part has."""
+        """Record a small file, which every part contains."""
         self.asked.small[name] = data
 
     def invite(self) -> _Asked:  # type: ignore[override]
-        """What every host does."""
+        """Return the requests that every host carries out."""
         return self.asked
 
     def attach(self, invitation: _Asked | None = None) -> None:
-        """The first rank of a host makes the part's staging folder there, and all of its ranks see it."""
+        """Create the part's staging folder on the first rank of each host, and wait for it on the other ranks."""
         if invitation is None:
-            raise RuntimeError("a part cannot be staged without what all parts have in common; a bug of par-checkpoint")
+            raise RuntimeError("attach() of a part needs an invitation; this is a bug in par-checkpoint")
         self.asked = invitation
         if self.folder.hosts.leads:
             self.folder.check_target(overwrite=self.overwrite)
@@ -241,7 +247,7 @@ class PartStaging(LocalStaging):
         super().attach()
 
     def _needed(self) -> int:
-        """Bytes of this part, and of those that come after it from the hosts before."""
+        """Return the bytes that this host needs: for its own part and for the copies that it keeps for other hosts."""
         count, copies = len(self.folder.hosts.names), self.copies
         parts = {(self.folder.part - distance) % count for distance in range(copies)}
         own = 0
@@ -252,7 +258,7 @@ class PartStaging(LocalStaging):
         return own + copies * (self.asked.needed + sum(file.data_begin for file in self.files))
 
     def check_local(self) -> None:
-        """Raises if another host's part is being staged in this host's folder: then they share it."""
+        """Raise ValueError if another host stages its part in the same folder: the hosts then share the tier."""
         hosts = self.folder.hosts
         for number, name in enumerate(hosts.names):
             beside = part_name(number, len(hosts.names))
@@ -263,18 +269,18 @@ class PartStaging(LocalStaging):
                 )
 
     def writer(self, name: str) -> LocalWriter:
-        """A file of the part to write into, with the places of the whole file."""
+        """Open a file of the part for writing. Its offsets are the offsets of the full file."""
         return super().writer(f"{name}{SUFFIX}")
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
-        """Does nothing yet: `complete_part` and `publish_part` do it on every host."""
+        """Do nothing, because `complete_part` and `publish_part` publish the part on every host."""
 
     def newest(self) -> int:
-        """When the latest save was committed of which this host has a part under the checkpoint's name; 0 for none."""
+        """Return the commit time of the latest save that has a part on this host, or 0 without a part."""
         newest = 0
         for name in self.folder.whole.folders():
             if part_of(name) is not None:
-                with suppress(CheckpointError, OSError):  # what is broken is not loaded
+                with suppress(CheckpointError, OSError):  # no load uses a broken part
                     path = self.folder.whole.path / name / RECORD
                     newest = max(newest, decode_part(path.read_bytes(), str(path)).written)
         return newest
@@ -283,9 +289,10 @@ class PartStaging(LocalStaging):
         """Return the common content of all shards, on the first rank after all requests.
 
         Args:
-            newest: When the latest save was committed of which any host has a part. The present one counts as later,
-                whatever the clock says: it may have been set back.
+            newest: Commit time of the latest save that has a part on any host.
         """
+        # A load takes the save with the greatest time. The clock may have been set back since the last save, and the
+        # maximum makes this save the newest one anyway.
         return Common(small=self.asked.small, written=max(time.time_ns(), newest + 1))
 
     def record(self, common: Common) -> PartRecord:
@@ -301,23 +308,26 @@ class PartStaging(LocalStaging):
         )
 
     def complete_part(self, common: Common) -> None:
-        """The first rank of the host writes what all parts have: headers, small files, and the part's record."""
+        """Write the content that all parts have, on the first rank of the host: headers, small files and the record."""
         if not self.folder.hosts.leads:
             return
         for file in self.files:
-            if file.name not in common.small:  # one without blocks is among these
+            if file.name not in common.small:  # a file without blocks is a small file
                 writer = self.writer(file.name)
                 writer.write_at(0, memoryview(file.header))
                 writer.finish()
         for name, data in common.small.items():
             super().write(name, data)
+        # The record is the last file. A folder without one is no part, so a crash before this point leaves a staging
+        # folder that no load takes for a part.
         writer = LocalStaging.writer(self, RECORD)
         writer.write_at(0, memoryview(encode_part(self.record(common))))
         writer.finish()
 
     def publish_part(self) -> None:
-        """The first rank of the host makes the staged part the part."""
+        """Commit the staged part, on the first rank of the host."""
         if self.folder.hosts.leads:
+            # A process that was stopped for minutes may have lost its lease, and its staging folder may be half swept.
             if self._lease is not None:
                 self._lease.check()
             replaces = self.folder.exists()
@@ -327,11 +337,12 @@ class PartStaging(LocalStaging):
         self.close()
 
     def discard(self) -> None:
-        """Every rank: ends it, see `close`."""
+        """End the staging on this rank, see `close`."""
         self.close()
 
     def close(self) -> None:
-        """Ends the lease; the rank that holds it removes a staging folder that was not committed."""
+        """End the lease. The rank that holds it removes a staging folder that was not committed."""
+        # The lease goes last: a folder without a lease could be swept by another process at the same time.
         if self._lease is not None:
             erase(self._path)
         super().close()
@@ -339,10 +350,10 @@ class PartStaging(LocalStaging):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedShards:
-    """A save whose parts are there.
+    """A save with committed parts on all hosts.
 
     Args:
-        staging: That of this host's part.
+        staging: Staging of this host's part.
         common: Content that all shards have in common.
     """
 
@@ -351,10 +362,9 @@ class SavedShards:
 
 
 def commit_parts(staging: PartStaging, ranks: Ranks) -> SavedShards:
-    """Commits the part of each host, once the first rank has said what all parts have. Collective.
-
-    All hosts finish every step that needs disk space before one of them renames its shard.
-    """
+    """Commit the part of each host. Collective."""
+    # All hosts finish every step that needs disk space before the first host renames its part. If a host ran out of
+    # space after another one had renamed, the old checkpoint would be incomplete and the new one, too.
     newest = max(of_rank for _, of_rank in ranks.distinct(staging.newest() if staging.folder.hosts.leads else 0))
     common = ranks.on_first(lambda: staging.common(newest))
     ranks.agree(lambda: staging.complete_part(common))

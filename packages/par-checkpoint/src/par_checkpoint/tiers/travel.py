@@ -1,4 +1,4 @@
-"""Blocks on their way from rank to rank, all ranks in one order."""
+"""Transfers of blocks between ranks. All ranks follow one order, so that they cannot deadlock."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -8,19 +8,19 @@ import torch
 
 from ..transfer.ranks import PeerTransfer, Ranks
 
-_UNDER_WAY = 4  # blocks of a rank that are sent or received at a time
+_UNDER_WAY = 4  # number of blocks that a rank sends or receives at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A block that one rank reads and one takes, perhaps the same.
+    """The transfer of a block from the rank that reads it to the rank that takes it, which may be the same rank.
 
     Args:
-        file: The file.
-        number: The number of the block in it.
-        size: Its bytes.
-        source: The rank that reads it.
-        owner: The rank that takes it.
+        file: Name of the file.
+        number: Number of the block in the file.
+        size: Bytes of the block.
+        source: The rank that reads the block.
+        owner: The rank that takes the block.
     """
 
     file: str
@@ -36,22 +36,19 @@ def travel(
     read: Callable[[Move, torch.Tensor], None],
     take: Callable[[Move, torch.Tensor], None],
 ) -> BaseException | None:
-    """Makes the moves in which this rank takes part. Every rank calls it, with its part of one list of all moves.
+    """Carry out the moves of this rank. Every rank calls it with its part of one list of all moves.
 
-    All go through that list in its order, and wait for their oldest block alone when several are under way. So of all
-    blocks under way the first one in the list has both its ranks waiting for it, and nobody waits in a circle.
-
-    Whatever fails here, this rank goes on giving and receiving until the end, so that no other waits for it, or calls
-    what it gives broken; it takes no more.
+    After an error this rank still sends and receives until the end, so that no other rank waits for it. It takes no
+    further blocks.
 
     Args:
-        moves: The moves of this rank, in the order of the list.
-        ranks: The ranks, through a communicator that nothing else uses meanwhile.
-        read: Reads a block into a buffer of its size.
-        take: Does something with a block that has arrived.
+        moves: Moves of this rank, in the order of the list.
+        ranks: The ranks, with a communicator that no other call uses at the same time.
+        read: Function that reads a block into a buffer of the block's size.
+        take: Function that takes a block that has arrived.
 
     Returns:
-        The first error on this rank, if there was one.
+        The first error on this rank, or None.
 
     Raises:
         RuntimeError: Another rank is gone.
@@ -63,7 +60,7 @@ def travel(
         nonlocal error
         try:
             act(move, block)
-        except Exception as failure:  # the others still count on this rank's messages
+        except Exception as failure:  # the other ranks still wait for this rank's messages
             error = error or failure
 
     def finish() -> None:
@@ -73,7 +70,11 @@ def travel(
         if move.owner == ranks.rank and error is None:
             attempted(take, move, block)
 
+    # All ranks follow one list, and each rank waits only for its oldest block. So both ranks of the first unfinished
+    # block in the list always wait for that block, and it can finish: no circle of waiting ranks is possible.
     for move in moves:
+        # A block that cannot be read is sent as zeros. Its owner finds the wrong checksum, and both ranks report
+        # errors.
         block = torch.zeros(move.size, dtype=torch.uint8, device="cpu")
         transfer = None
         if move.source == ranks.rank:

@@ -1,4 +1,4 @@
-"""Work of a save that goes on in a thread after `save` has returned, and whom its failure is reported to."""
+"""Work of a save that continues in a thread after `save` has returned, and the report of its failure."""
 
 import atexit
 import sys
@@ -39,7 +39,7 @@ class BackgroundTask:
         on_heard: Called in the trainer's thread when it asks for the outcome.
 
     Attributes:
-        error: Error that ended the work; None while the work goes on, and after a success.
+        error: Error that ended the work; None while the work is running, and after a success.
     """
 
     def __init__(self, name: str, failure: str, on_heard: Callable[[], None] = lambda: None) -> None:
@@ -86,10 +86,10 @@ class BackgroundTask:
             self._thread.join()
 
     def hear(self) -> tuple[BaseException | None, bool]:
-        """Wait for the end, and note that the trainer has heard of the outcome on this rank.
+        """Wait for the end, and mark the outcome as reported to the trainer on this rank.
 
         Returns:
-            The error, and whether nothing of the outcome is new to the trainer.
+            The error, and whether there was no unreported error.
         """
         self.join()
         atexit.unregister(self._report)
@@ -98,11 +98,11 @@ class BackgroundTask:
         return self.error, before or self.error is None
 
     def is_unheard(self) -> bool:
-        """Whether the work has failed and the trainer has not heard of it on this rank."""
+        """Return whether the work has failed with an error that was not reported to the trainer on this rank."""
         return self.done() and self.error is not None and not self._heard
 
     def reports_to(self, thread: threading.Thread) -> bool:
-        """Whether a thread is the one to raise the error: it has called `save`, or that thread has ended."""
+        """Return whether a thread is to raise the error, because it called `save` or that thread has ended."""
         return thread is self._caller or not self._caller.is_alive()
 
     def then(self, act: Callable[[], object]) -> None:
@@ -117,7 +117,9 @@ class BackgroundTask:
         if self.error is None:
             try:
                 act()
-            except Exception as error:  # raised as if the thread had called it, whichever of the two was earlier
+            except Exception as error:
+                # Whether the work ended just before or just after this call is a matter of chance. The error is kept as
+                # if the work's thread had made the call, so that the trainer sees the same in both cases.
                 self.error = error
 
     def _take_next(self) -> list[Callable[[], object]]:

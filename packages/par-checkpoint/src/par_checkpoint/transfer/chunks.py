@@ -1,4 +1,4 @@
-"""Memory for a copy, in chunks: torch rounds pinned memory up to powers of two, and so 17 GB in one piece take 32."""
+"""Memory for a copy, in chunks. torch rounds pinned memory up to powers of two, so 17 GB in one piece would take 32."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,18 +7,16 @@ import torch
 from .._torch_private import empty_pinned_cache
 
 CHUNK = 256 << 20
-"""Bytes of a chunk; the last ones are smaller, and one for a larger part is as large as that."""
+"""Bytes of a chunk. The last chunks are smaller, and a part that does not fit has a larger chunk of its own."""
 
-_ALIGNMENT = 64  # bytes, of a part, as torch's own memory is aligned
+_ALIGNMENT = 64  # bytes; a part begins at a multiple of it, as torch's own memory does
 
 
 class Chunks:
-    """Memory in chunks, in which parts lie, each in one piece. Existing memory is reused.
-
-    Its pages exist, so that copies meet no page faults.
+    """Memory in chunks. Each part is contiguous in one chunk, and existing memory is reused.
 
     Args:
-        pinned: Whether copies from a GPU go there without a detour.
+        pinned: Whether the memory is pinned, so that a GPU copies into it directly.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -26,10 +24,12 @@ class Chunks:
         self.memory: list[torch.Tensor] = []
 
     def split(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Gives parts of these sizes in bytes, and makes what memory they need beyond what is there."""
+        """Yield parts of the given sizes in bytes, and allocate new chunks if the existing ones do not fit."""
         needed = chunk_sizes(sizes)
         if [chunk.numel() for chunk in self.memory[: len(needed)]] != needed:
-            self.memory.clear()  # gone before the new ones come
+            # The old chunks are freed first, or the host would need memory for both. `fill_` touches every page, so
+            # that the copy, for which the trainer may wait, meets no page faults.
+            self.memory.clear()
             self.memory += [
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned).fill_(1) for size in needed
             ]
@@ -42,17 +42,17 @@ class Chunks:
             begin += _aligned(size)
 
     def release(self) -> None:
-        """Gives the memory back to the system, once nobody holds parts of it."""
+        """Return the memory to the system, once no caller holds a part of it."""
         self.memory.clear()
         if self.pinned:
             empty_pinned_cache()
 
 
 def chunk_sizes(sizes: Sequence[int]) -> list[int]:
-    """The sizes of the chunks in which parts of some sizes lie one after the other: powers of two, so none is rounded.
+    """Return the sizes of the chunks that hold some parts one after the other. They are powers of two.
 
     Args:
-        sizes: Bytes of each part, in their order.
+        sizes: Bytes of each part, in order.
     """
     chunks: list[int] = []
     left, room = sum(map(_aligned, sizes)), -1
@@ -66,5 +66,5 @@ def chunk_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _aligned(size: int) -> int:
-    """The next multiple of what parts are aligned to."""
+    """Round a size up to a multiple of the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

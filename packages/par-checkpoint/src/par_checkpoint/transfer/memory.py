@@ -1,4 +1,4 @@
-"""The memory of one rank: local tensors, blocks, and buffers that ranks send each other, and copies between them."""
+"""Memory of one rank: views of local tensors, of blocks and of message buffers, and copies between them."""
 
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,16 +13,16 @@ from ..format.bytes import copy_elements_
 from ..plan.claims import GlobalTensor, LocalTensor, row_major
 from ..plan.tasks import BlockPiece
 
-_ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed as its dtype
+_ALIGNMENT = 8  # bytes; a piece in a message buffer begins at a multiple of it, so that it can be viewed as its dtype
 
 
 class MemoryPool:
-    """Pieces of memory of one size, as many as are used at a time. Threads may share it.
+    """Reusable buffers of one size. The pool grows to the number of buffers in use at a time, and threads may share it.
 
     Memory that is freed and allocated again in each round would fragment the heap, and the heap would grow.
 
     Args:
-        size: Bytes of each piece.
+        size: Bytes of each buffer.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,19 +30,19 @@ class MemoryPool:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
     def take(self) -> torch.Tensor:
-        """A free piece, or a new one."""
+        """Return a free buffer, or a new one."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
             return torch.empty(self._size, dtype=torch.uint8, device="cpu")
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Frees a piece that `take` gave."""
+        """Return a buffer from `take` to the pool."""
         self._free.put(memory)
 
     @contextmanager
     def lent(self) -> Iterator[torch.Tensor]:
-        """A piece for as long as the context lasts."""
+        """Yield a buffer, and return it to the pool at the end of the context."""
         memory = self.take()
         try:
             yield memory
@@ -56,9 +56,9 @@ class LocalBox:
 
     Args:
         box: The box.
-        local: The local tensor that the box lies in.
-        flat: The local tensor's bytes, where they are those of the files: contiguous, on the CPU, of the same dtype.
-        steady: The trainer's tensor, if it changes in an optimizer's steps alone; else None.
+        local: The local tensor that contains the box.
+        flat: Bytes of the local tensor if it is contiguous, on the CPU and of the dtype on disk; else None.
+        steady: The trainer's tensor if only optimizer steps change it; else None.
     """
 
     box: Box
@@ -67,7 +67,7 @@ class LocalBox:
     steady: torch.Tensor | None
 
     def holds(self, piece: BlockPiece) -> bool:
-        """Whether a piece lies in the box."""
+        """Return whether the box contains a piece."""
         box = self.box
         return all(
             a <= b and b + m <= a + n for a, n, b, m in zip(box.start, box.size, piece.start, piece.size, strict=True)
@@ -80,7 +80,7 @@ class LocalState:
 
     Args:
         tensors: All tensors of the checkpoint.
-        parts: By number of a tensor: this rank's boxes of it.
+        parts: This rank's boxes of each tensor, by the tensor's number.
     """
 
     tensors: Sequence[GlobalTensor]
@@ -88,7 +88,7 @@ class LocalState:
 
     @classmethod
     def of(cls, entries: Iterable[LocalTensor], tensors: Sequence[GlobalTensor]) -> "LocalState":
-        """What a rank with these entries holds; entries of other tensors do not count."""
+        """Return the local state of a rank with these entries, without entries of other tensors."""
         numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
         parts: dict[int, list[LocalBox]] = {}
         for entry in entries:
@@ -102,16 +102,15 @@ class LocalState:
         return cls(tensors=tensors, parts=parts)
 
     def wait_for_streams(self) -> None:
-        """Waits for all that the calling thread has enqueued on the GPUs that hold something.
-
-        Threads that copy have streams of their own, which would not: a trainer may have others than the usual one.
-        """
+        """Wait for all work that the calling thread has enqueued on the GPUs of the local tensors."""
+        # The threads that copy use CUDA streams of their own, which are not ordered after the trainer's. Without this
+        # wait, a save would read weights that a kernel of the optimizer is still writing.
         for device in sorted({str(part.local.device) for parts in self.parts.values() for part in parts}):
             if device.startswith("cuda"):
                 torch.cuda.current_stream(device).synchronize()
 
     def view(self, piece: BlockPiece) -> torch.Tensor:
-        """A piece as a view of the local tensor that holds it."""
+        """Return a piece as a view of the local tensor that holds it."""
         part = self._part(piece)
         view = part.box.of(part.local)
         for dim, (first, length) in enumerate(zip(piece.start, piece.size, strict=True)):
@@ -121,16 +120,20 @@ class LocalState:
     def direct(
         self, pieces: Iterable[BlockPiece], size: int, spare: torch.Tensor | None = None
     ) -> list[torch.Tensor] | None:
-        """The bytes of a block where they lie in the local tensors, run by run; None if they do not lie in runs.
+        """Return the bytes of a block as views of the local tensors, or None if a piece is not contiguous there.
+
+        The views save a copy through a buffer: a file is read into them, or written from them.
 
         Args:
-            pieces: The pieces of the block that this rank has.
+            pieces: The pieces of the block that this rank holds.
             size: Bytes of the block.
-            spare: Memory that takes the place of what this rank does not have; None: it must have all of the block.
+            spare: Memory that stands in for bytes that this rank does not hold; None: the rank must hold the full
+                block.
         """
         runs: list[torch.Tensor] = []
         end = 0
         for piece in sorted(pieces, key=lambda piece: piece.at):
+            # A checksum covers the full block, so the bytes between two pieces are read, too. They go to spare memory.
             if spare is not None and piece.at > end:
                 runs.append(spare[: piece.at - end])
                 end = piece.at
@@ -145,11 +148,11 @@ class LocalState:
         return runs if end == size else None
 
     def _run(self, piece: BlockPiece) -> torch.Tensor | None:
-        """The bytes of a piece, if they lie in its local tensor as they do in the whole one, without a gap."""
+        """Return the bytes of a piece if they are contiguous both in the local tensor and in the global one."""
         return self.place([piece]) if _is_run(piece.size, row_major(self.tensors[piece.tensor].shape)) else None
 
     def place(self, pieces: Sequence[BlockPiece]) -> torch.Tensor | None:
-        """The bytes of a single piece where they lie in its local tensor as they do in a buffer; else None."""
+        """Return the bytes of a single piece if they are contiguous in its local tensor; else None."""
         if len(pieces) != 1:
             return None
         [piece] = pieces
@@ -162,22 +165,24 @@ class LocalState:
         return part.flat[first : first + self._bytes(piece)]
 
     def _part(self, piece: BlockPiece) -> LocalBox:
-        """The box of this rank that holds a piece."""
+        """Return the box of this rank that holds a piece."""
         for part in self.parts[piece.tensor]:
             if part.holds(piece):
                 return part
         raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}; a bug of par-checkpoint")
 
     def in_block(self, piece: BlockPiece, block: torch.Tensor) -> torch.Tensor:
-        """A piece as a view of the block's bytes, in which it lies with the strides of the whole tensor."""
+        """Return a piece as a strided view of a block's bytes."""
         tensor = self.tensors[piece.tensor]
         width, strides = tensor.dtype.itemsize, row_major(tensor.shape)
-        reach = sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1  # its last element
+        # A file stores the global tensor in row-major order, so the piece has the global strides inside the block. The
+        # slice ends with the piece's last element, because a slice up to a full row could exceed the block.
+        reach = sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1
         typed = block[piece.at : piece.at + reach * width].view(tensor.dtype)
         return typed.as_strided(piece.size, strides, typed.storage_offset())
 
     def packed(self, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces as views of a buffer in which they lie one after the other."""
+        """Return the pieces as views of a buffer that stores them one after the other."""
         views, begin = [], 0
         for piece in pieces:
             size = self._bytes(piece)
@@ -186,29 +191,29 @@ class LocalState:
         return views
 
     def packed_size(self, pieces: Sequence[BlockPiece]) -> int:
-        """Bytes of a buffer in which pieces lie one after the other."""
+        """Return the bytes of a buffer that stores pieces one after the other."""
         return sum(-(-self._bytes(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces)
 
     def to_block_(self, pieces: Iterable[BlockPiece], block: torch.Tensor) -> None:
-        """Copies pieces from the local tensors into a block."""
+        """Copy pieces from the local tensors into a block."""
         for piece in pieces:
             copy_elements_(self.in_block(piece, block), self.view(piece))
 
     def from_block_(self, pieces: Iterable[BlockPiece], block: torch.Tensor) -> None:
-        """Copies pieces from a block into the local tensors."""
+        """Copy pieces from a block into the local tensors."""
         for piece in pieces:
             copy_elements_(self.view(piece), self.in_block(piece, block))
 
     def _bytes(self, piece: BlockPiece) -> int:
-        """Bytes of a piece's elements."""
+        """Return the bytes of a piece's elements."""
         return self.tensors[piece.tensor].dtype.itemsize * piece.count
 
 
 def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements of a rectangle follow each other in memory, in row-major order and without a gap."""
+    """Return whether the elements of a rectangle are contiguous in memory, in row-major order."""
     expected = 1
     for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected:
+        if length != 1 and step != expected:  # the stride of a dim of length 1 is never used
             return False
         expected *= length
     return True

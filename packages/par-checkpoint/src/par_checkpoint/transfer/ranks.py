@@ -1,10 +1,10 @@
-"""The ranks that save or load together: their communicator, and how they agree on errors.
+"""The communicator of the ranks that save or load together, and their agreement on errors.
 
-All of it is bytes of the CPU over gloo, whatever the backend of the group: a save in the background must never wait for
+All messages are CPU bytes over gloo, whatever the backend of the group: a save in the background must never wait for
 the trainer's collectives.
 
-No rank collects an object of each other one. What must be the same everywhere is compared by sums; what differs is told
-once by each kind of rank; of what every rank tells, as many integers travel as are needed.
+No rank collects one object from every other rank, because that would not scale to thousands of ranks. Ranks compare
+equal values by sums of digests. If values differ, one rank of each kind broadcasts its value.
 """
 
 import hashlib
@@ -36,26 +36,26 @@ Value = TypeVar("Value")
 _logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<qII")
-_ROOM = 1008  # bytes of a message that go with its head
-_FEW = 16  # ranks that tell something one after the other; more do so at once
-_PATIENCE = timedelta(days=1)  # of gloo, while two ranks connect: how long that may take, `Ranks` decides
-_NOTICE = timedelta(seconds=60)  # after which a warning names ranks that have not come to a call
+_ROOM = 1008  # bytes of a broadcast message that are sent together with its head
+_FEW = 16  # number of distinct values up to which their ranks broadcast them one after the other
+_PATIENCE = timedelta(days=1)  # gloo's own timeout while two ranks connect; `Ranks` applies the shorter, real one
+_NOTICE = timedelta(seconds=60)  # time after which a warning names ranks that have not joined a call
 
 
 class PeerTransfer:
-    """Bytes under way to or from another rank.
+    """A transfer of bytes to or from another rank.
 
     Args:
-        work: The handle that torch gave for them.
-        timeout: How long to wait at most.
-        lost: Makes the error for a rank that does not answer of torch's error.
+        work: Handle from torch.
+        timeout: Maximum time to wait.
+        lost: Function that converts torch's error into the error for a rank that does not answer.
     """
 
     def __init__(self, work: Any, timeout: timedelta, lost: Callable[[Exception], CheckpointError]) -> None:
         self._work, self._timeout, self._lost = work, timeout, lost
 
     def wait(self) -> None:
-        """Returns when the buffer may be used again.
+        """Wait until the buffer may be used again.
 
         Raises:
             CheckpointError: The other rank is gone, or does not answer.
@@ -67,16 +67,16 @@ class PeerTransfer:
 
 
 class Ranks:
-    """The ranks of a group, or this process alone, and bytes of the CPU between them, whatever their backend.
+    """The ranks of a group, or a single process, with a gloo communicator of their own.
 
-    They have a communicator of their own. On the group's, a save would meet whatever collective the trainer calls on
-    another rank or in another thread at that moment, and gloo ends the process where two kinds meet.
+    On the group's communicator, a message of a save could match a collective that the trainer calls on another rank or
+    in another thread. gloo ends the process if two kinds of operations match.
 
     Args:
-        group: The ranks that take part; None: this process alone.
+        group: The ranks that take part; None: only this process.
         timeout: Seconds after which a transfer with a rank that does not answer raises.
-        roll: What notes which ranks have come to the present call. None: a new one.
-        in_background: Whether ranks meet here beside the calls, so that nobody has to come to one.
+        roll: The roll of the ranks that have joined the present call; None: a new roll.
+        in_background: Whether the communicator is for background work, which ranks do not join by a call.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Ranks:
                 self._make()
 
     def set_timeout(self, timeout: float) -> None:
-        """Has all calls from now on wait so many seconds for a rank that does not answer."""
+        """Set the seconds that all later calls wait for a rank that does not answer."""
         if self._timeout != timedelta(seconds=timeout):
             self._timeout = timedelta(seconds=timeout)
             if self._gloo is not None:
@@ -115,9 +115,12 @@ class Ranks:
         try:
             self._gloo = gloo_among(self._name, self.rank, self.size, _PATIENCE)
             set_timeout_of(self._gloo, self._timeout)
+            # A rank connects only with ranks that have published their side. gloo would otherwise wait inside the
+            # store's client, which blocks every other thread of this process that uses the store.
             self._roll.publish(self._name)
             self._meet()
         except BaseException:
+            # Ranks that join later compute the same name only if this attempt does not count.
             self._roll.give_back()
             raise
 
@@ -137,10 +140,10 @@ class Ranks:
         return gloo
 
     def _lost(self, error: Exception | str) -> CheckpointError:
-        """The error for a rank that does not answer; it names those that have not come to the call.
+        """Return the error for a rank that does not answer. It names the ranks that have not joined the call.
 
         Args:
-            error: What torch says, or what has not happened, in words.
+            error: The error from torch, or the cause as a text.
         """
         if isinstance(error, CheckpointError):
             return error
@@ -156,13 +159,13 @@ class Ranks:
         where = "a save in the background" if self._in_background else f"{self._roll.call}, to which all ranks came"
         return CheckpointError(
             f"timeout={seconds}: in {where}, a rank of {self.size} does not answer ({error!s:.200}); look at the "
-            "logs of the other ranks and start the run anew, or pass a larger timeout"
+            "logs of the other ranks and restart the run, or pass a larger timeout"
         )
 
     def _wait(self, work: Any) -> None:
-        """Waits for a collective.
+        """Wait for a collective.
 
-        A warning names ranks that have not come after a while, long before the timeout of half an hour.
+        After a minute, long before the timeout, a warning names the ranks that have not joined the call.
         """
         left = self._timeout
         try:
@@ -170,7 +173,8 @@ class Ranks:
                 with suppress(RuntimeError):
                     work.wait(_NOTICE)
                     return
-                if not work.is_completed():  # else it has failed, and says so below
+                # A work that is completed here has failed, and the wait below raises its error.
+                if not work.is_completed():
                     self._warn()
                 left -= _NOTICE
             work.wait(left)
@@ -178,10 +182,11 @@ class Ranks:
             raise self._lost(error) from error
 
     def _warn(self) -> None:
-        """Warns of ranks that have not come to the call, on the first rank that has."""
+        """Log a warning that names the ranks that have not joined the call, on the first rank that has joined."""
         absent = self._roll.absent()
         if absent and self._roll.is_first_of_others(absent):
-            _logger.warning(  # a warning could be made an error, which the other ranks would wait for
+            # `warnings.warn` may be configured to raise, and the other ranks would then wait for this one.
+            _logger.warning(
                 "%s has waited %g s for %s, which %s not called it; call it on every rank of its group",
                 self._roll.call,
                 _NOTICE.total_seconds(),
@@ -190,10 +195,9 @@ class Ranks:
             )
 
     def _meet(self) -> None:
-        """Connects with the ranks that this one meets in collectives: those 1, 2, 4, ... away, on either side.
-
-        A collective would connect in a thread of gloo's, which nobody could stop.
-        """
+        """Connect with the ranks that collectives of this rank use: those 1, 2, 4, ... away, on either side."""
+        # A collective would connect lazily, in a thread of gloo that no timeout can stop. These messages connect in a
+        # thread of ours, which `_begun` can leave behind.
         self._met.clear()
         byte, other = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
         for step in (1 << power for power in range((self.size - 1).bit_length())):
@@ -202,27 +206,29 @@ class Ranks:
             receiving.wait()
 
     def total(self, values: Sequence[int]) -> list[int]:
-        """The sums of integers over all ranks, which must fit in 64 bits.
+        """Return the sums of integers over all ranks. The sums must fit in 64 bits.
 
         Raises:
-            RuntimeError: Another rank is gone. gloo has been seen to tell so by a result that not all took part in.
+            RuntimeError: Another rank is gone.
         """
         if self._gloo is None:
             return list(values)
+        # Each rank adds a 1. If a rank dies, gloo may return a sum without its values instead of an error, and only the
+        # count shows it.
         sums = torch.tensor([1, *values], dtype=torch.int64, device="cpu")
         self._wait(self._gloo.allreduce([sums]))
         count, *totals = sums.tolist()
         if count != self.size:
             raise RuntimeError(
-                f"{count} of {self.size} ranks of the group have taken part in a sum; start the run anew with all"
+                f"{count} of {self.size} ranks of the group have taken part in a sum; restart the run with all ranks"
             )
         return totals
 
     def tell(self, act: Callable[[], tuple[Value, Sequence[int]]], count: int) -> tuple[Value, list[int]]:
-        """Calls something that may fail on this rank, and adds up over all ranks what it tells them.
+        """Call a function that may fail on this rank, and sum its integers over all ranks.
 
         Args:
-            act: Returns what this rank keeps for itself, and integers.
+            act: Function that returns a value for this rank, and integers.
             count: Number of the integers.
 
         Returns:
@@ -231,6 +237,8 @@ class Ranks:
         Raises:
             Exception: `act` failed on some rank; every rank raises that error.
         """
+        # A rank that failed still takes part in the sum, with zeros. If it raised first, the other ranks would wait for
+        # it until the timeout.
         result, error = attempt(act)
         failed, *sums = self.total([0, *result[1]] if result is not None else [1] + [0] * count)
         if failed:
@@ -238,33 +246,35 @@ class Ranks:
         return cast("tuple[Value, Sequence[int]]", result)[0], sums
 
     def agree(self, act: Callable[[], Value]) -> Value:
-        """Calls something that may fail on this rank. If it failed on any rank, every rank raises that error."""
+        """Call a function that may fail on this rank. If it failed on any rank, every rank raises that error."""
         return self.tell(lambda: (act(), ()), 0)[0]
 
     def raise_first(self, error: BaseException | None) -> None:
-        """Raises on every rank if some rank has an error: the error of the first such rank, with its number."""
+        """Raise the error of the first rank that has one, on every rank and with the rank's number."""
         if self.total([int(error is not None)])[0]:
             self._raise(error)
 
     def _raise(self, mine: BaseException | None) -> None:
-        """Raises the error of the first rank that has one; some rank has."""
+        """Raise the error of the first rank that has one, after the ranks know that some rank has one."""
         errors = self.distinct(None if mine is None else _portable(mine))
+        # This rank raises its own KeyboardInterrupt or SystemExit unchanged, but only after the collective, so that the
+        # other ranks receive an error instead of waiting.
         if mine is not None and not isinstance(mine, Exception):
             raise mine
         rank, first = next((ranks[0], error) for ranks, error in errors if error is not None)
         raise first.error("" if len(errors) == 1 else f"rank {rank}: ") from mine
 
     def distinct(self, value: Value) -> list[tuple[Sequence[int], Value]]:
-        """The values of all ranks, equal ones once, each with the ranks that have it, by the first of them."""
+        """Return the distinct values of all ranks with the ranks that have each value, by their first rank."""
         return [(ranks, pickle.loads(data)) for ranks, data in self.distinct_bytes(pickle.dumps(value))]  # noqa: S301
 
     def distinct_bytes(self, mine: bytes) -> list[tuple[Sequence[int], bytes]]:
-        """The bytes of all ranks, equal ones once, each with the ranks that have them, by the first of them.
+        """Return the distinct bytes of all ranks with the ranks that have them, by their first rank.
 
-        Every rank sends a digest. Of each distinct value, the first rank that has it broadcasts it.
+        Every rank sends a digest. The first rank of each distinct value then broadcasts the value.
 
         Raises:
-            RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
+            RuntimeError: Another rank is gone.
         """
         if self._gloo is None:
             return [(range(1), mine)]
@@ -277,7 +287,9 @@ class Ranks:
         if len(alike) == 1:
             return [(range(self.size), mine)]
         firsts = {ranks[0]: size for (_, _, size), ranks in alike.items()}
-        usual = 4 * -(-sum(firsts.values()) // len(firsts))  # who has more than that, tells it alone
+        # One gather brings all short values, padded to the longest of them. A value that is far longer than the mean is
+        # broadcast separately, because it would make the padding of every rank as long.
+        usual = 4 * -(-sum(firsts.values()) // len(firsts))
         long = {rank for rank, size in firsts.items() if len(firsts) <= _FEW or size > usual}
         found = {rank: bytes(self._broadcast(mine, size, rank)) for rank, size in firsts.items() if rank in long}
         if short := {rank: size for rank, size in firsts.items() if rank not in long}:
@@ -286,26 +298,27 @@ class Ranks:
             self._gather(memory, _padded(mine if self.rank in short else b"", room))
             every = bytes_of(memory)
             found.update({rank: bytes(every[rank * room : rank * room + size]) for rank, size in short.items()})
+        # If a rank dies, gloo may complete without filling the buffer. Comparing the digests detects it.
         for (high, low, _), ranks in alike.items():
             if _halves(found[ranks[0]]) != (high, low):
                 raise _broken(ranks[0])
         return [(ranks, found[ranks[0]]) for ranks in alike.values()]
 
     def hosts(self) -> list[int]:
-        """For each rank, the number of its machine. Collective the first time."""
+        """Return the number of each rank's machine. The first call is collective."""
         machine = {rank: number for number, (ranks, _) in enumerate(self.machines()) for rank in ranks}
         return [machine[rank] for rank in range(self.size)]
 
     def machines(self) -> list[tuple[Sequence[int], str]]:
-        """The machines by number: the ranks of each, and its name, by which it is known. Collective the first time."""
+        """Return the ranks and the host name of each machine, by its number. The first call is collective."""
         if self._machines is None:
             self._machines = self.distinct(socket.gethostname())
         return self._machines
 
     def to_first(self, mine: bytes) -> list[memoryview]:
-        """On rank 0, the bytes of every rank, in any order; elsewhere nothing.
+        """Return the bytes of every rank on rank 0, in any order, and an empty list on the other ranks.
 
-        They travel up a tree, so that no rank receives from many ranks.
+        The bytes travel up a binary tree, so that no rank receives from many ranks.
         """
         parts = [memoryview(mine)]
         step = 1
@@ -334,16 +347,18 @@ class Ranks:
         return parts
 
     def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
-        """The bytes of rank `root`, on every rank."""
+        """Return the bytes of rank `root` on every rank."""
         memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
         if size:
             self._wait(self._gloo.broadcast(memory, root))
         return bytes_of(memory)
 
     def broadcast(self, value: Value | None) -> Value:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self._gloo is None:
             return cast("Value", value)
+        # The other ranks do not have the size of the value yet. The first message has a fixed size and carries the head
+        # and the first bytes, so that a short value needs only one message.
         data = pickle.dumps(value) if self.rank == 0 else b""
         frame = self._broadcast(_head(data) + data[:_ROOM], _HEAD.size + _ROOM, 0)
         size, crc = _checked(frame, 0)
@@ -353,7 +368,7 @@ class Ranks:
         return cast("Value", pickle.loads(message))  # noqa: S301 - from a rank
 
     def on_first(self, act: Callable[[], Value]) -> Value:
-        """Calls something on rank 0 alone. Every rank returns its result, or raises its error."""
+        """Call a function only on rank 0. Every rank returns its result, or raises its error."""
         result, error = attempt(act) if self.rank == 0 else (None, None)
         outcome = self.broadcast((result, None if error is None else _portable(error)))
         if outcome[1] is not None:
@@ -363,19 +378,19 @@ class Ranks:
         return cast("Value", outcome[0])
 
     def send(self, buffer: torch.Tensor, to: int) -> PeerTransfer:
-        """Begins to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
+        """Begin to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
         return self._begun(lambda: self._gloo.send([buffer], to, 0), to)
 
     def receive(self, buffer: torch.Tensor, source: int) -> PeerTransfer:
-        """Begins to receive what that rank sends next into a contiguous uint8 tensor."""
+        """Begin to receive the next message of a rank into a contiguous uint8 tensor."""
         return self._begun(lambda: self._gloo.recv([buffer], source, 0), source)
 
     def _begun(self, begin: Callable[[], Any], peer: int) -> PeerTransfer:
-        """A transfer that has begun, after two ranks have connected if it is their first one.
+        """Begin a transfer, after the two ranks have connected if it is their first one.
 
         Raises:
-            CheckpointError: They have not connected in time. The thread goes on waiting, as gloo cannot be told to
-                stop.
+            CheckpointError: The ranks have not connected in time. The thread continues to wait, because gloo cannot
+                cancel a connection.
         """
         if peer in self._met:
             return PeerTransfer(begin(), self._timeout, self._lost)
@@ -387,16 +402,13 @@ class Ranks:
         if not wait([begun], seconds).done:
             connecting.leave()
             raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")
-        connecting.close()  # torch aborts a thread that lets go of a work while the interpreter ends
+        connecting.close()  # torch aborts a thread that releases a work while the interpreter ends
         transfer = PeerTransfer(begun.result(), self._timeout, self._lost)
         self._met.add(peer)
         return transfer
 
     def _is_there(self, peer: int) -> bool:
-        """Whether a rank has made its side of the communicator, within the timeout.
-
-        gloo would wait for that in the store, where it keeps all other threads of the process waiting, too.
-        """
+        """Return whether a rank makes its side of the communicator within the timeout."""
         notice = min(self._timeout, _NOTICE)
         if self._roll.wait_for(peer, self._name, notice):
             return True
@@ -407,7 +419,7 @@ class Ranks:
         return self._roll.wait_for(peer, self._name, self._timeout - notice)
 
     def _gather(self, every: torch.Tensor, mine: torch.Tensor) -> None:
-        """Gathers equal numbers of bytes of all ranks into one tensor."""
+        """Gather the same number of bytes from every rank into one tensor."""
         try:
             all_gather_into(self._gloo, every, mine, self._timeout)
         except RuntimeError as error:
@@ -415,7 +427,7 @@ class Ranks:
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
-    """Bytes and zeros behind them, as a uint8 tensor of that size."""
+    """Return bytes as a uint8 tensor of a given size, padded with zeros."""
     padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
     bytes_of(padded)[: len(data)] = data
     return padded
@@ -427,19 +439,19 @@ def words(data: bytes) -> list[int]:
 
 
 def _halves(data: bytes) -> tuple[int, int]:
-    """Two integers of 64 bits that stand for some bytes."""
+    """Return a digest of some bytes as two integers of 64 bits."""
     high, low = struct.unpack_from("<qq", hashlib.sha256(data).digest())
     return high, low
 
 
 def _head(data: bytes) -> bytes:
-    """Length and checksum of a message, and a checksum of the two."""
+    """Return the head of a message: its length, its checksum, and a checksum of these two."""
     size, crc = len(data), crc32c(data)
     return _HEAD.pack(size, crc, crc32c(b"%d %d" % (size, crc)))
 
 
 def _checked(frame: memoryview, rank: int) -> tuple[int, int]:
-    """Length and checksum of a message, from the frame that a rank has sent."""
+    """Return the length and the checksum of a message from a head that a rank has sent."""
     size, crc, check = _HEAD.unpack_from(frame)
     if crc32c(b"%d %d" % (size, crc)) != check:
         raise _broken(rank)
@@ -447,12 +459,12 @@ def _checked(frame: memoryview, rank: int) -> tuple[int, int]:
 
 
 def _broken(rank: int) -> RuntimeError:
-    """The error for a message that is not what its rank has sent."""
-    return RuntimeError(f"the message of rank {rank} never arrived whole: a rank of the group is gone; start anew")
+    """Return the error for a message that differs from the one that its rank has sent."""
+    return RuntimeError(f"the message of rank {rank} arrived incomplete: a rank of the group is gone; restart the run")
 
 
 def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
-    """The result of a call and None, or None and what it raised."""
+    """Return the result of a call and None, or None and the error that the call raised."""
     try:
         return act(), None
     except BaseException as error:
@@ -464,22 +476,22 @@ _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError, FileE
 
 @dataclass(frozen=True)
 class _Portable:
-    """An error as every rank can raise it."""
+    """An error that every rank can raise."""
 
     kind: type[Exception]
     text: str
     number: int | None
 
     def error(self, prefix: str = "") -> Exception:
-        """The error itself, perhaps with a prefix that names its rank."""
+        """Return the error, with a prefix such as the number of its rank."""
         error = self.kind(prefix + self.text)
         if isinstance(error, OSError):
-            error.errno = self.number  # such as ENOSPC, which callers look at
+            error.errno = self.number  # callers check it, for example for ENOSPC
         return error
 
 
 def _portable(error: BaseException) -> _Portable:
-    """An error as other ranks can raise it: of its own kind where every process has that, with its text."""
+    """Return an error that other ranks can raise: with the same text, and of the same type if it is a built-in one."""
     number = error.errno if isinstance(error, OSError) else None
     text = error_text(error)
     if isinstance(error, CheckpointError):

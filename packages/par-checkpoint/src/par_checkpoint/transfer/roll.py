@@ -1,4 +1,4 @@
-"""Which ranks of a group have come to a call, as the store of torch.distributed knows it without asking them."""
+"""The roll of a call: the store of torch.distributed records which ranks of a group have joined it."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .._torch_private import store_of_world
 
 _SHOWN = 8  # ranks in an error
-_LONGEST = 0.5  # seconds between two looks into the store
+_LONGEST = 0.5  # seconds between two checks of the store
 
 
 class Roll:
@@ -22,8 +22,8 @@ class Roll:
 
     Attributes:
         call: The present call, as errors name it.
-        is_lost: Whether the store is gone, as after a torchrun that was killed. Then nobody can be named, but the ranks
-            that are left can still save.
+        is_lost: Whether the store is gone, as after a torchrun that was killed. Errors then cannot name ranks, but the
+            remaining ranks can still save.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,7 +35,7 @@ class Roll:
         self.call = "a call of par_checkpoint"
 
     def come(self, call: str) -> None:
-        """Notes that this rank has come to a call.
+        """Record that this rank has joined a call.
 
         Args:
             call: Name of the call in errors, such as "save('runs/step-10')".
@@ -45,13 +45,15 @@ class Roll:
             return
         try:
             self._store.set(f"{self._count}/{self._rank}", "")
-            if self._count > 2:  # no rank waits in a call that is two calls back: each call begins with an agreement
+            # Each call begins with an agreement, so all ranks have left the call before the previous one. Its keys
+            # would otherwise accumulate in the store for the whole run.
+            if self._count > 2:
                 self._store.delete_key(f"{self._count - 2}/{self._rank}")
         except dist.DistError:
             self.is_lost = True
 
     def absent(self) -> list[int]:
-        """The ranks of the group, numbered as in the world, that have not come to the present call."""
+        """Return the ranks, numbered as in the world, that have not joined the present call."""
         if not self._count or self.is_lost:
             return []
         try:
@@ -61,11 +63,13 @@ class Roll:
             return []
 
     def is_first_of_others(self, absent: Sequence[int]) -> bool:
-        """Whether this rank is the first of the group that is not absent."""
+        """Return whether this rank is the first rank of the group that is not absent."""
         return self._world_ranks[self._rank] == next(rank for rank in self._world_ranks if rank not in absent)
 
     def _absent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some ranks that have not come. One look tells whether all have, so halves are looked at."""
+        """Return the ranks among `ranks` that have not joined."""
+        # One request answers whether all of some keys exist. Usually few ranks are absent, so halving finds them with
+        # few requests, however many ranks there are.
         if self._store.check([f"{self._count}/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -74,11 +78,11 @@ class Roll:
         return self._absent(ranks[:middle]) + self._absent(ranks[middle:])
 
     def next_name(self) -> str:
-        """A name for a communicator that this group makes now, the same on all ranks that make it."""
+        """Return a name for a new communicator of this group, the same on all ranks that create it."""
         return f"{self._prefix}/{self._count_of(1)}"
 
     def give_back(self) -> None:
-        """Frees the last name again, as its communicator was not made: ranks that come to it later need the same."""
+        """Free the last name after a communicator failed, because ranks that join it later need the same name."""
         self._count_of(-1)
 
     def _count_of(self, step: int) -> int:
@@ -86,19 +90,19 @@ class Roll:
         return number
 
     def publish(self, name: str) -> None:
-        """Notes that this rank has made its side of a communicator, so that others can connect with it."""
+        """Record that this rank has created its side of a communicator, so that other ranks can connect with it."""
         self._store.set(f"{name}/{self._rank}", "")
 
     def wait_for(self, rank: int, name: str, timeout: timedelta) -> bool:
-        """Waits until a rank of the group has made its side of a communicator; whether it has.
-
-        Looks are repeated, for a store that blocks in one thread answers no other thread of the process.
+        """Wait until a rank of the group has created its side of a communicator, and return whether it has.
 
         Args:
-            rank: The rank, by its number in the group.
-            name: The communicator's name.
-            timeout: How long to wait at most.
+            rank: Number of the rank in the group.
+            name: Name of the communicator.
+            timeout: Maximum time to wait.
         """
+        # The store's own `wait` would hold its client's lock, and every other thread of the process that uses the store
+        # would wait, too. So this thread polls.
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
         while not self._store.check([f"{name}/{rank}"]):
             if time.monotonic() > deadline:
@@ -109,7 +113,7 @@ class Roll:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Some ranks in words."""
+    """Return a text that names some ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""

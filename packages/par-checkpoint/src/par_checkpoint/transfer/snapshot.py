@@ -1,4 +1,4 @@
-"""A copy of what a rank gives to a save, so that the trainer may go on."""
+"""A rank's copy of the data that it saves, so that the trainer can continue during the write."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,19 +16,19 @@ from .workers import Workers
 
 
 class Snapshot:
-    """A copy of all that this rank gives, in memory of its own.
+    """A copy of all pieces that this rank writes or sends, in separate memory.
 
     Args:
-        plan: This rank's part.
-        local: What this rank holds.
-        rank: This rank.
-        memory: Chunks to copy into; made anew if they are not pinned, but should be.
-        late: Whether to leave what changes only in an optimizer's step to `finish`. Everything else is copied now.
+        plan: This rank's part of the save.
+        local: Tensors that this rank holds.
+        rank: Number of this rank.
+        memory: Chunks to copy into; None, or chunks that are not pinned but should be: new chunks.
+        late: Whether `finish` copies the tensors that only optimizer steps change. All other tensors are copied now.
         threads: Number of threads that copy now.
 
     Attributes:
-        memory: The chunks that the copy lies in.
-        blocks: By file and first byte: a block that this rank writes, with this rank's pieces in it.
+        memory: The chunks that hold the copy.
+        blocks: Blocks that this rank writes, with this rank's pieces in them, by file and first byte.
     """
 
     def __init__(
@@ -40,14 +40,16 @@ class Snapshot:
         on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
         self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
         self.blocks: dict[tuple[int, int], torch.Tensor] = {}
+        # If all tensors are copied later, their list and their memory can wait, too. Allocating gigabytes takes
+        # seconds, for which `save` would block the trainer.
         self._waits = late and not on_gpu and len(self._watched) == len(local.parts)
-        if not self._waits:  # to be listed, and for memory, until all of it is copied
+        if not self._waits:
             self._lay_out()
             with Workers(threads, "par-checkpoint-copy") as workers:
                 self._copy(lambda piece: piece.tensor not in self._watched, workers)
 
     def _lay_out(self) -> None:
-        """Lists what is to be copied, and where to; makes memory for it."""
+        """List the pieces to copy, and allocate memory for them."""
         local, rank = self._local, self._rank
         mine, others = list(self._plan.mine), list(self._plan.others)
         own = [[piece for piece in task.pieces if piece.source == rank] for task in mine]
@@ -60,26 +62,29 @@ class Snapshot:
         self._given = list(zip(self._packed.values(), given, strict=True))
 
     def finish(self) -> None:
-        """Copies what is left, in this thread; where that is everything, makes the memory for it, too.
+        """Copy the remaining tensors in this thread.
 
         Raises:
-            CheckpointError: It has changed since the snapshot was made.
+            CheckpointError: A tensor has changed since the snapshot was created.
         """
         if self._waits:
             self._lay_out()
         if not self._watched:
             return
         with ExitStack() as stack:
+            # These streams wait for the work that the trainer had enqueued when `save` was called. A copy on the
+            # current stream would also wait for the forward and backward passes that were enqueued since then.
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
             self._copy(lambda piece: piece.tensor in self._watched, None)
+        # The check follows the copy: a tensor may change at any moment before its last byte is copied.
         for number, versions in self._watched.items():
             if any(version_of(tensor) != version for tensor, version in versions):
                 raise CheckpointError(
                     f"{self._local.tensors[number].name!r} was changed while the save copied it in the background, and "
-                    "nothing was committed. Weights and optimizer state must stay as they are until the save's "
-                    "wait_for_copy() returns, which a torch optimizer's step() calls itself: call it before anything "
-                    "else that changes them, or save with copy='blocking'"
+                    "nothing was committed. Do not change weights and optimizer state before the save's "
+                    "wait_for_copy() returns. The step() of a torch optimizer calls it automatically. Call it before "
+                    "any other change, or save with copy='blocking'"
                 )
 
     def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
@@ -92,7 +97,7 @@ class Snapshot:
         return buffer
 
     def _copy(self, chosen: Callable[[BlockPiece], bool], workers: Workers | None) -> None:
-        """Copies the chosen pieces; if there are workers, they copy what lies in runs of bytes."""
+        """Copy the chosen pieces. Workers, if any, copy the blocks whose pieces are contiguous."""
         jobs = []
         for block, pieces in self._own:
             some = [piece for piece in pieces if chosen(piece)]
@@ -101,7 +106,9 @@ class Snapshot:
                 self._local.to_block_(some, block)
             elif workers is None:
                 join_(block, runs)
-            else:  # threads of torch would wait for each other at every block
+            else:
+                # Each thread copies full blocks with `memmove`. torch's own threads would split every single block, and
+                # would wait for each other at its end.
                 jobs.append(workers.submit(partial(join_, block, runs)))
         for buffer, pieces in self._given:
             for piece, view in zip(pieces, self._local.packed(pieces, buffer), strict=True):
@@ -112,21 +119,20 @@ class Snapshot:
 
 
 def _versions(local: LocalState) -> dict[int, list[tuple[torch.Tensor, int]]]:
-    """By number, for tensors that change only in an optimizer's step: their counts of changes, now.
-
-    A DTensor counts its changes itself, everything else counts those of its memory. An inference tensor counts nothing.
-    """
+    """Return the version counters of the tensors that only optimizer steps change, by the tensor's number."""
     found = {}
     for number, parts in local.parts.items():
+        # An inference tensor has no version counter, so a change to it would stay unnoticed.
         known = (part.steady for part in parts if part.steady is not None and not part.steady.is_inference())
         steady = [tensor for tensor in known if tensor.device.type in ("cpu", "cuda")]
         if len(steady) == len(parts):
+            # A DTensor has a counter separate from its local tensor's, so both are noted.
             found[number] = [(tensor, version_of(tensor)) for tensor in (*steady, *(part.local for part in parts))]
     return found
 
 
 def _streams(local: LocalState) -> list[torch.cuda.Stream]:
-    """A stream of each GPU, for copies beside the trainer's work, after what it has enqueued by now."""
+    """Return a stream per GPU that waits for the work that the trainer has enqueued so far."""
     devices = {part.local.device for parts in local.parts.values() for part in parts if part.local.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]
     for stream in streams:

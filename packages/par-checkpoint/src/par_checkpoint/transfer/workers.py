@@ -1,4 +1,4 @@
-"""Threads for a save that may outlive the main one."""
+"""Threads for a save that may outlive the main thread."""
 
 import queue
 import threading
@@ -11,10 +11,10 @@ Value = TypeVar("Value")
 
 
 class Workers:
-    """Threads that take jobs in turn.
+    """A pool of threads that works until it is closed, even while the interpreter ends.
 
-    An executor refuses jobs as soon as the interpreter begins to end, and late Pythons start no thread then. These are
-    started at once, and work until they are closed.
+    An executor refuses jobs as soon as the interpreter begins to end, and recent Python versions start no threads then.
+    These threads are started immediately.
 
     Args:
         count: Number of threads.
@@ -28,19 +28,19 @@ class Workers:
             thread.start()
 
     def submit(self, act: Callable[[], Value]) -> Future[Value]:
-        """Have a thread call a function; the result raises its error."""
+        """Have a thread call a function, and return a future of the result or the error."""
         future: Future[Value] = Future()
         self._jobs.put((future, act))
         return future
 
     def close(self) -> None:
-        """Waits for all jobs, and ends the threads."""
+        """Wait for all jobs, and end the threads."""
         self.leave()
         for thread in self._threads:
             thread.join()
 
     def leave(self) -> None:
-        """Has the threads end after all jobs, and waits for nothing."""
+        """Make the threads end after all jobs, without waiting for them."""
         for _ in self._threads:
             self._jobs.put(None)
 
@@ -53,11 +53,13 @@ class Workers:
         self.close()
 
     def _work(self) -> None:
-        """What each thread does: job after job, until it is told to end."""
+        """Run jobs until the end marker arrives. Each thread calls it."""
         while (job := self._jobs.get()) is not None:
             future, act = job
             try:
                 future.set_result(act())
-            except BaseException as error:  # raised to whoever asks for the result
+            except BaseException as error:  # `Future.result` raises it in the thread that needs the result
                 future.set_exception(error)
-            del job, future, act  # nothing is kept alive while it waits
+            # The thread may wait for its next job for minutes. These names would keep a block's memory alive until
+            # then.
+            del job, future, act

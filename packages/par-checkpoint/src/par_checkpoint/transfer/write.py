@@ -1,4 +1,4 @@
-"""Writing blocks: assembled, checksummed from memory, and written, while the next ones are assembled."""
+"""Writing blocks: each block is assembled, checksummed in memory and written while later blocks are assembled."""
 
 import queue
 import threading
@@ -24,8 +24,8 @@ from .ranks import Ranks
 from .snapshot import Snapshot
 from .workers import Workers
 
-_AHEAD = 256  # blocks that may wait to be written from where they lie
-_ROUNDS = 4  # at least, where ranks send each other pieces, so that they do so while they write
+_AHEAD = 256  # blocks that may wait to be written from the local tensors
+_ROUNDS = 4  # minimum number of rounds if ranks send each other pieces, so that sending overlaps with writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class WriteContext:
 
     Args:
         files: All files.
-        local: What this rank holds.
+        local: Tensors that this rank holds.
         ranks: The ranks that write together.
         staging: The folder to write to.
-        budget: Bytes that may be held beside the state.
-        workers: The threads that write; one alone where a stream is written in order.
+        budget: Bytes of memory for buffers, in addition to the state.
+        workers: The threads that write; a single thread if files are written in order as streams.
         progress: Function that takes the bytes of each block that was written.
     """
 
@@ -59,17 +59,17 @@ class WriteContext:
 def write_blocks(
     plan: RankPlan, work: WriteContext, snapshot: Snapshot | None = None
 ) -> tuple[list[Crc], BaseException | None]:
-    """Writes this rank's blocks and sends others their pieces.
+    """Write this rank's blocks, and send the other ranks the pieces of theirs.
 
     After an error this rank still sends and receives until the end, so that no rank waits for it.
 
     Args:
         plan: This rank's part.
         work: Context of the write.
-        snapshot: The copy to write from; None: straight from the local tensors.
+        snapshot: The copy to write from; None: the local tensors.
 
     Returns:
-        The checksums of what this rank has written, and the first error if there was one.
+        The checksums of the blocks that this rank has written, and the first error or None.
 
     Raises:
         RuntimeError: Another rank is gone.
@@ -77,8 +77,10 @@ def write_blocks(
     if snapshot is None:
         work.local.wait_for_streams()
     writing = _BlockWriter(work, snapshot, Counter(plan.files()))
-    blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
-    if plan.peers:  # the first blocks are being written when the next ones are exchanged
+    # The budget holds the blocks of a round, half of it as bounce buffers, and the two message buffers. With a snapshot
+    # the blocks are in memory already, so only the message buffers count.
+    blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))
+    if plan.peers:  # several rounds let the blocks of one round be written while the next pieces are exchanged
         blocks = min(blocks, max(1, plan.turns // _ROUNDS))
     try:
         for tasks, of_others in plan.rounds(blocks):
@@ -95,7 +97,7 @@ class _BlockWriter:
     Args:
         work: Context of the write.
         snapshot: The copy to write from, or None.
-        blocks: By file: the number of blocks that this rank writes.
+        blocks: Number of blocks that this rank writes, by file.
     """
 
     def __init__(self, work: WriteContext, snapshot: Snapshot | None, blocks: Mapping[int, int]) -> None:
@@ -107,24 +109,27 @@ class _BlockWriter:
         self._error: BaseException | None = None
         self._free_bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
-        self._scratches = MemoryPool(work.block)  # one a thread at most
-        self._exchange = PieceExchange(work.ranks, work.local.packed_size)  # all in one: a copy is packed already
+        self._scratches = MemoryPool(work.block)  # at most one buffer per thread
+        # A snapshot holds the pieces of a task packed in one buffer. So the pieces for a rank are sent in one message.
+        self._exchange = PieceExchange(work.ranks, work.local.packed_size)
         self._opening = threading.Lock()
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
-        """Writes the blocks of one round.
+        """Write the blocks of one round.
 
         Args:
             tasks: This rank's blocks.
-            others: Blocks of other ranks, to which this rank gives pieces.
-            peers: Whether any rank sends anything to another.
+            others: Blocks of other ranks, to which this rank sends pieces.
+            peers: Whether any rank sends pieces to another rank.
         """
+        # The plan lists the pieces of a round lazily. Without a limit, the lists of all rounds would be in memory while
+        # the disk is still busy with the first blocks.
         if len(self._jobs) > _AHEAD:
-            wait(self._jobs[-_AHEAD - 1 : -_AHEAD])  # lists of what comes next take memory, too
-        waiting = []  # for pieces of others, or for their turn in a stream
+            wait(self._jobs[-_AHEAD - 1 : -_AHEAD])
+        waiting = []  # blocks that need pieces of other ranks, or that a stream must receive in order
         for task in tasks:
             if task.has_gaps:
-                self._note(RuntimeError(f"nobody gives all of {task.block}, a bug of par-checkpoint"))
+                self._note(RuntimeError(f"no rank holds all of {task.block}; this is a bug in par-checkpoint"))
             is_own = all(piece.source == self._rank for piece in task.pieces)
             if self._work.staging.positional and self._snapshot is None and is_own:
                 self._jobs.append(self._work.workers.submit(partial(self._write_own, task)))
@@ -136,7 +141,7 @@ class _BlockWriter:
             self._jobs.append(self._work.workers.submit(partial(self._write_bounced, task, block, bounce)))
 
     def finish(self) -> tuple[list[Crc], BaseException | None]:
-        """Waits for everything and makes it durable; the checksums, and the first error if there was one."""
+        """Wait for all writes, flush the files, and return the checksums and the first error or None."""
         crcs: list[Crc] = []
         wait(self._jobs)
         for job in self._jobs:
@@ -153,31 +158,35 @@ class _BlockWriter:
         return crcs, self._error
 
     def abort(self) -> None:
-        """Closes the files, for what is removed but open still takes room; nothing may be writing to them then."""
+        """Close the files without flushing them."""
+        # A removed file occupies the disk as long as it is open. A thread that still writes must end first: after the
+        # close, its file number may belong to another file.
         wait(self._jobs)
         for writer in self._writers.values():
             writer.abort()
 
     def _note(self, error: BaseException | None) -> None:
-        """Keeps an error, if it is the first."""
+        """Keep an error if it is the first one."""
         self._error = self._error or error
 
     def _assembled(self, task: Task) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A block with this rank's pieces in it, and the bounce buffer that it lies in, if in one."""
+        """Return a block with this rank's pieces in it, and its bounce buffer unless it is in the snapshot."""
         if self._snapshot is not None:
             return self._snapshot.blocks[task.block.file, task.block.begin], None
+        # Bounce buffers use up to half of the budget. When all of them are in use, `get` waits until a block is
+        # written, which slows the assembly down to the speed of the disk.
         if self._bounces < max(2, self._work.budget // (2 * self._work.block)) and self._free_bounces.empty():
-            self._bounces += 1  # up to half of the budget
+            self._bounces += 1
             bounce = torch.empty(self._work.block, dtype=torch.uint8, device="cpu")
         else:
-            bounce = self._free_bounces.get()  # waits for one that is being written
+            bounce = self._free_bounces.get()
         block = bounce[: task.block.size]
         own = (piece for piece in task.pieces if piece.source == self._rank)
         self._try(partial(self._work.local.to_block_, own, block))
         return block, bounce
 
     def _swap(self, waiting: Sequence[tuple[Task, torch.Tensor, torch.Tensor | None]], others: Sequence[Task]) -> None:
-        """Gives other ranks this rank's pieces of their blocks, and takes theirs of its own blocks."""
+        """Send this rank's pieces of the other ranks' blocks, and receive their pieces of its own blocks."""
         local, snapshot = self._work.local, self._snapshot
         block_of = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
 
@@ -187,6 +196,7 @@ class _BlockWriter:
 
         def fill(to: int, pieces: Sequence[BlockPiece], buffer: torch.Tensor) -> torch.Tensor:
             if snapshot is not None:
+                # The order of turns is the order in which `by_wave` lists the pieces on the receiving rank.
                 return snapshot.outgoing(
                     sorted((task for task in others if task.rank == to), key=lambda task: task.turn), buffer
                 )
@@ -201,14 +211,14 @@ class _BlockWriter:
             self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
     def _try(self, act: Callable[[], object]) -> None:
-        """Calls something, and keeps what it raises."""
+        """Call a function, and keep the error that it raises."""
         try:
             act()
-        except Exception as error:  # the others still count on this rank's messages
+        except Exception as error:  # the other ranks still wait for this rank's messages
             self._note(error)
 
     def _write_own(self, task: Task) -> Crc:
-        """Writes a block of which this rank has all: straight from the tensors, or put together by this thread."""
+        """Write a block that this rank holds completely: from the tensors if they are contiguous, else from a copy."""
         direct = self._work.local.direct(task.pieces, task.block.size)
         if direct is not None:
             return self._write(task.block, direct)
@@ -218,7 +228,7 @@ class _BlockWriter:
             return self._write(task.block, [block])
 
     def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> Crc:
-        """Writes a block that is assembled, and frees its bounce buffer."""
+        """Write an assembled block, and free its bounce buffer."""
         try:
             return self._write(task.block, [block])
         finally:
@@ -226,13 +236,16 @@ class _BlockWriter:
                 self._free_bounces.put(bounce)
 
     def _write(self, block: FileBlock, runs: Iterable[torch.Tensor]) -> Crc:
-        """Checksums a block and writes it, from one or several runs of memory. After an error nothing is written."""
+        """Checksum a block and write it, from one or several runs of memory. After an error nothing is written."""
         begin, crc = block.begin, 0
         file = self._work.files[block.file]
         try:
-            if begin == file.data_begin and self._error is None:  # the header goes with the first block
+            # Exactly one rank has the first block of a file, so the header is written exactly once.
+            if begin == file.data_begin and self._error is None:
                 self._writer(block.file).write_at(0, memoryview(file.header))
             for memory in map(bytes_of, runs):
+                # The checksum is computed from the memory that is written, and not from the file afterwards. So it also
+                # finds bytes that change on their way to the disk.
                 crc = crc32c(memory, crc)
                 if self._error is None:
                     self._writer(block.file).write_at(begin, memory)
@@ -245,7 +258,8 @@ class _BlockWriter:
         return block.file, block.begin, block.size, crc
 
     def _close_after_last(self, file: int) -> None:
-        """Makes a file durable when its last block is there: a process may not have many open."""
+        """Flush and close a file after its last block, because a process may have only so many open files."""
+        # `finish` aborts all files after an error, and it also closes streams.
         with self._opening:
             self._blocks_left[file] -= 1
             keep = self._blocks_left[file] or self._error is not None or not self._work.staging.positional
@@ -254,8 +268,8 @@ class _BlockWriter:
             writer.finish()
 
     def _writer(self, file: int) -> Writer:
-        """The open file of that number."""
-        with self._opening:
+        """Return the writer of a file, and open the file if it is not open."""
+        with self._opening:  # two threads may need the same file for the first time at the same moment
             if file not in self._writers:
                 self._writers[file] = self._work.staging.writer(self._work.files[file].name)
             return self._writers[file]
