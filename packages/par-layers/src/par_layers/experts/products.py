@@ -1,4 +1,4 @@
-"""Products of rows with a matrix for each expert, where rows lie expert by expert, and the activation between two."""
+"""Grouped matmuls: routed tokens, sorted by expert, times one matrix per expert; and the activation between two."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from .._once import once_differentiable
 from .._torch_private import apart, assert_async, gelu_backward, silu_backward
 
 ROWS_ONE_BY_ONE = 256
-"""Mean number of rows of an expert from which on a CPU is quicker with one expert after the other (measured)."""
+"""Mean number of rows per expert from which a CPU is faster with one expert after another (measured)."""
 
 ALIGNED = 16
-"""Bytes of which `grouped_mm` wants each row to have a multiple."""
+"""Alignment of rows that `grouped_mm` requires, in bytes."""
 
 
 class ExpertSegments:
-    """Which rows are whose: those of each expert follow those of the one before.
+    """Consecutive segments of rows, one for each expert.
 
     Args:
-        counts: Number of rows of each expert, int64 [E], in the host's memory or on the device; or a list of them.
+        counts: Number of rows of each expert, int64 [E], in host memory or on the device; or a list.
         rows: Number of all rows, R.
-        like: A tensor of their dtype, where they are.
-        weights: The weights of all experts with which they are multiplied; one product of all experts is computed if
-            torch can, and else a product for each.
+        like: Tensor with the dtype and device of the rows.
+        weights: Weights of all experts in the matmuls. Each matmul is one call for all experts if torch supports it,
+            else one call for each expert.
 
     Raises:
         ValueError: The counts do not add up to the rows.
@@ -50,7 +50,7 @@ class ExpertSegments:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Number of rows of each expert, for the host, which waits for the device if they are there."""
+        """Number of rows of each expert, on the host. The host waits if the counts are on the device."""
         return self._counts.tolist() if isinstance(self._counts, Tensor) else list(self._counts)
 
     @cached_property
@@ -61,30 +61,31 @@ class ExpertSegments:
         return offsets if self._device.type == "cpu" else offsets.to(self._device, non_blocking=True)
 
     def of(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """For each expert its rows of every tensor."""
+        """Return, for each expert, its rows of every tensor."""
         return zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True)
 
 
 def is_one_by_one(rows: int, experts: int, device: str) -> bool:
-    """Whether to compute both products of one expert after those of another, not one product of all experts. Pure.
+    """Return whether to compute both matmuls expert by expert, instead of each matmul for all experts at once. Pure.
 
-    On a CPU the rows of an expert stay in cache that way; where they are few, the calls cost more than that saves.
+    On a CPU the rows of an expert then stay in cache. With few rows, the additional calls cost more time than this
+    saves.
 
     Args:
         rows: Number of rows.
         experts: Number of experts.
-        device: The type of the device.
+        device: Type of the device.
     """
     return device == "cpu" and rows >= ROWS_ONE_BY_ONE * experts
 
 
 def can_be_grouped(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch's `grouped_mm` multiplies rows of such widths: of a multiple of 16 bytes. Pure, but for the GPU.
+    """Return whether torch's `grouped_mm` supports the tensors: widths must be a multiple of 16 bytes.
 
     Args:
-        device: Where they are.
-        dtype: Their dtype.
-        widths: All widths of rows and matrices.
+        device: Device of the tensors. Only for a GPU it reads a property of the device.
+        dtype: Dtype of the tensors.
+        widths: Widths of all rows and matrices, in elements.
     """
     if dtype not in _DTYPES.get(device.type, ()) or any(width * dtype.itemsize % ALIGNED for width in widths):
         return False
@@ -95,7 +96,7 @@ _DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch
 
 
 def is_aligned(weight: Tensor) -> bool:
-    """Whether matrices [E, n, k] lie in memory as `grouped_mm` takes them, transposed or not."""
+    """Return whether matrices [E, n, k] have a memory layout that `grouped_mm` supports, transposed or not."""
     _, outer, inner = weight.shape
     lies = weight.stride() in ((outer * inner, inner, 1), (outer * inner, 1, outer))
     return lies and not weight.storage_offset() * weight.element_size() % ALIGNED
@@ -232,18 +233,18 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def scaled(x: Tensor, gates: Tensor) -> Tensor:
-    """Rows [R, n] times their gates [R], in the dtype of rows."""
+    """Multiply rows [R, n] by their routing weights [R], and return the dtype of the rows."""
     return (x * gates.unsqueeze(1)).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What an expert computes between its products, for each row by itself.
+    """Activation between the two matmuls of an expert. It must process each row separately.
 
     Args:
-        forward: From the result of the first product [R, n], as it lies in memory, to [R, f].
-        backward: From that same [R, n] and the gradient of the activation [R, f] to the gradient of the former, [R, n].
-            None: autograd goes through `forward` once more.
+        forward: Function from the first matmul's result [R, n], in its memory layout, to the activation [R, f].
+        backward: Function of the same [R, n] and the gradient of the activation [R, f], which returns the gradient of
+            the first matmul's result, [R, n]. None recomputes `forward` with autograd.
         gated: Whether n is 2 f, a gate and an up part; else n is f.
     """
 
@@ -252,22 +253,22 @@ class Activation:
     gated: bool = True
 
     def differentiable(self, x: Tensor) -> Tensor:
-        """The activation [R, f] of [R, n], through which autograd and torch.compile go."""
+        """Compute the activation [R, f] of [R, n], differentiable by autograd and traceable by torch.compile."""
         if self.backward is None:
             return self.forward(x)
         y: Tensor = _Activated.apply(x, self.forward, self.backward)  # type: ignore[no-untyped-call]
         return y
 
     def scaled(self, x: Tensor, gates: Tensor) -> Tensor:
-        """The activation [R, f] of [R, n] times gates [R]."""
+        """Compute the activation [R, f] of [R, n], times routing weights [R]."""
         return scaled(self.forward(x), gates)
 
     def again(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Makes the activation once more.
+        """Recompute the activation in backward.
 
         Returns:
-            The activation [R, f] of [R, n], which may be overwritten; and a function from its gradient to that of x,
-            which may overwrite the former.
+            The activation [R, f], which the caller may overwrite, and a function from its gradient to the gradient of
+            x. The function may overwrite its argument.
         """
         if self.backward is not None:
             backward = self.backward
@@ -356,15 +357,15 @@ def _gelu_backward(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def activation_of(named: "str | Activation", *, interleaved: bool) -> Activation:
-    """The activation of a name.
+    """Return the activation of a name.
 
     Args:
-        named: "swiglu" or "clamped_swiglu", whose rows are a gate and an up part; "gelu", which has no gate; or an
-            activation, which is given back.
-        interleaved: Whether gate and up alternate, feature by feature, rather than lie one after the other.
+        named: "swiglu" or "clamped_swiglu" (with a gate), "gelu" (without a gate), or an `Activation`, which is
+            returned unchanged.
+        interleaved: Whether gate and up features alternate. If False, all gate features come first.
 
     Raises:
-        ValueError: There is no such activation, or it has nothing to interleave.
+        ValueError: The name is unknown, or the activation has no gate to interleave.
     """
     if isinstance(named, Activation):
         return named

@@ -1,7 +1,7 @@
-"""A look at autograd's graph of a region, at its first forward: whether its plan gives whole gradients.
+"""Check of a region's autograd graph, at its first forward: the plan must give full gradients.
 
-Between a Column and a Row every rank has a part of the features, so what is used there has a partial gradient. A plan
-that overlooks it would be wrong without a word.
+Between a Column and a Row each rank has a part of the features, so a parameter that is used there has a partial
+gradient. Without this check, a plan that omits such a parameter would give wrong gradients without an error.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from ..layers.parallel_layer import ParallelLayer
 
 
 class Proof:
-    """What happens in a region, as nodes of autograd's graph.
+    """Nodes of autograd's graph at the inputs, Columns and Rows of a region.
 
     Args:
-        name: The name of the module, for messages.
-        closed: Whether its input is entered once, so that all of the input's gradient must be partial.
+        name: Name of the module, for messages.
+        closed: Whether the region copies its input once, so that all of the input's gradient must be partial.
     """
 
     def __init__(self, name: str, *, closed: bool) -> None:
@@ -31,25 +31,26 @@ class Proof:
         self.rows: list[Any] = []
 
     def begin(self) -> None:
-        """Forgets what was before."""
+        """Clear the nodes of the last forward."""
         self.entered, self.columns, self.rows = [], [], []
 
     def enter(self, x: Tensor) -> Tensor:
-        """Notes what enters; gives it back, as a tensor that nobody else has."""
+        """Register an input of the region, and return a view of it."""
+        # The view adds a node of its own to the graph, so that other uses of the same tensor do not count as inputs.
         x = x.view_as(x)
         self.entered.append(x.grad_fn)
         return x
 
     def check(self, module: nn.Module, output: Any) -> None:
-        """Raises unless all gradients will be right.
+        """Raise unless all gradients will be right.
 
         Args:
             module: The module.
-            output: What it gave.
+            output: Output of its forward.
 
         Raises:
-            ValueError: A parameter without a rule has a partial gradient, or the module uses its input, or what its Row
-                gave, in a way that the plan does not know.
+            ValueError: A parameter without a rule has a partial gradient. Or the module uses its input or the output of
+                its Row in a way that the plan does not cover.
         """
         first = output if isinstance(output, Tensor) else output[0]
         rows, columns, entered = _nodes(self.rows), _nodes(self.columns), _nodes(self.entered)
@@ -88,7 +89,7 @@ class Proof:
 
 
 def is_provable() -> bool:
-    """Whether there is a graph to look at."""
+    """Return whether autograd records a graph."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -97,7 +98,8 @@ def _nodes(found: Iterable[Any]) -> set[Any]:
 
 
 def _before(ends: Iterable[Any], stop: set[Any]) -> set[Any]:
-    """The nodes from which `ends` were computed, not looking beyond those in `stop`, nor beyond a collective."""
+    """Return the nodes from which `ends` were computed, up to the nodes in `stop` and up to collectives."""
+    # Behind a collective, gradients are full again (`copy_to`) or the tensor belongs to another region.
     seen: set[Any] = set()
     waiting = [(node, True) for node in ends]
     while waiting:

@@ -1,4 +1,4 @@
-"""Regions while they run: what enters is copied, or gathered along the sequence, once for all that is inside."""
+"""Hooks of regions: they copy a region's input, or gather it along the sequence, once for all of its Columns."""
 
 import hashlib
 import inspect
@@ -19,16 +19,16 @@ from .sequence import CutSequence
 
 
 class Region(Hook):
-    """The entry and the end of a module that directly holds Columns.
+    """Hooks before and after a region, a module with Columns as direct children.
 
     Args:
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        name: The name of the module, for messages.
-        entry: What its columns share; None where each of them copies its input for itself.
-        sequence: Says whether activations around it are cut along the sequence; None where they never are.
-        inner_dropout: Whether code between entry and Row draws random numbers for what is cut over the ranks.
-        proof: Looks at the first forward with a gradient; None where nothing can be wrong.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group.
+        name: Name of the module, for messages.
+        entry: Shared input of the Columns; None if each Column copies its own input.
+        sequence: Switch for activations split along the sequence; None if they never are.
+        inner_dropout: Whether code between entry and Row draws random numbers for sharded activations.
+        proof: Check of the first forward with a gradient; None if the plan needs no check.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Region(Hook):
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends the region.
+        """End the region, and check its graph once.
 
         Raises:
-            ValueError: The plan would give wrong gradients here.
+            ValueError: The plan would give wrong gradients in this region.
         """
         del args
         self.end_inner()
@@ -91,7 +91,7 @@ class Region(Hook):
             self.proof = None
 
     def column(self, y: Tensor) -> None:
-        """What a Column of the module gave.
+        """Register the output of a Column for the check.
 
         Args:
             y: The Column's output.
@@ -100,7 +100,7 @@ class Region(Hook):
             self.proof.columns.append(y.grad_fn)
 
     def row(self, y: Tensor) -> None:
-        """What the module's Row gave.
+        """Register the output of the Row for the check, and end the sharded part of the region.
 
         Args:
             y: The Row's output.
@@ -110,26 +110,26 @@ class Region(Hook):
             self.proof.rows.append(y.grad_fn)
 
     def after_row(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The end of a linear that is a Row, where one rank is alone and it stays what it was."""
+        """End the sharded part of the region after an unconverted Row, on a tensor group of one rank."""
         del module, args, output
         self.end_inner()
 
     def end_inner(self) -> None:
-        """From the Row on, all ranks have the same again, and draw the same random numbers."""
+        """Restore the random state of the tensor group: after the Row all ranks hold and draw the same values."""
         self.inside = False
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
 
     def _entered(self, x: Tensor, *, gathering: bool) -> Tensor:
-        if self.entry is None:  # its columns copy; the gradient that comes back here is whole
+        if self.entry is None:  # Each Column copies its own input, so the gradient that arrives here is full.
             return gather_from(x, self.grid.group(self.axes), SEQUENCE) if gathering else x
         if gathering:
             return self.entry.gather(x)
         return self.copy(x) if x.requires_grad else x
 
     def _copied(self, value: Any) -> Any:
-        """What comes in beside the first tensor; where that is entered, so are those that a gradient may go back to."""
+        """Copy an additional input that needs a gradient, if the region's first input is copied, too."""
         if isinstance(value, Tensor) and value.requires_grad:
             copied = value if self.entry is None else self.copy(value)
             return copied if self.proof is None or not is_provable() else self.proof.enter(copied)
@@ -138,7 +138,7 @@ class Region(Hook):
         return value
 
     def _begin_inner(self, device: torch.device) -> None:
-        """Other random numbers on each tensor rank, from a key that all of them draw alike."""
+        """Seed each tensor rank differently, from one key that all ranks draw identically."""
         text = f"{draw_key().item()}/{self.grid.index(self.axes)}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
         generator = torch.default_generator
@@ -151,13 +151,13 @@ class Region(Hook):
 
 
 class FullSequenceBlock(Hook):
-    """A module inside which everything is as without sequence parallelism: experts, open regions with Rows, others.
+    """Hooks of a module that runs on full sequences, such as experts or an open region with Rows.
 
     Args:
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        name: The name of the module, for messages.
-        sequence: Says whether activations around it are cut along the sequence.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group.
+        name: Name of the module, for messages.
+        sequence: Switch for activations split along the sequence around the module.
     """
 
     def __init__(self, grid: Grid, axes: Axes, name: str, sequence: CutSequence) -> None:
@@ -168,20 +168,20 @@ class FullSequenceBlock(Hook):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gathers the first tensor along the sequence.
+        """Gather the first tensor along the sequence.
 
         Raises:
-            ValueError: It is not [B, S/p, ...].
+            ValueError: The tensor is not [B, S/p, ...].
         """
         if not self.sequence.is_cut(module):
             return args, kwargs
         return _with_first(module, args, kwargs, self.name, self._gathered)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """This rank's part of the sequence, of an output [B, S, ...] or [B S, h].
+        """Return this rank's part of the sequence, of an output [B, S, ...] or [B S, h].
 
         Raises:
-            ValueError: The output is neither.
+            ValueError: The output has another shape.
         """
         del args
         if not self.sequence.is_cut(module):
@@ -212,12 +212,12 @@ class FullSequenceBlock(Hook):
 
 
 class _EndOfLayers(Hook):
-    """One end of the layers.
+    """Hook at the first or the last layer.
 
     Args:
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        sequence: Says whether activations between the layers are cut along the sequence.
+        grid: This rank's coordinates.
+        axes: Axes of the tensor group.
+        sequence: Switch for activations split along the sequence between the layers.
     """
 
     def __init__(self, grid: Grid, axes: Axes, sequence: CutSequence) -> None:
@@ -251,10 +251,10 @@ class FirstLayer(_EndOfLayers):
 
 
 class LastLayer(_EndOfLayers):
-    """After the last layer, activations are whole again."""
+    """Hook that gathers activations along the sequence after the last layer."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Gathers along the sequence."""
+        """Gather the output along the sequence."""
         del args
         if not self.sequence.is_cut(module):
             return output
@@ -262,19 +262,19 @@ class LastLayer(_EndOfLayers):
 
 
 def first_tensor(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
-    """Where the activations are among the arguments: the first one, else `hidden_states`, else the first by name.
+    """Find the activations among a call's arguments: the first argument, `hidden_states`, or the first by name.
 
     Args:
-        module: The module that is called.
-        args: Its positional arguments, in a list.
-        kwargs: Its keyword arguments.
-        name: Its name, for the message.
+        module: The called module.
+        args: Positional arguments, in a list.
+        kwargs: Keyword arguments.
+        name: Name of the module, for the message.
 
     Returns:
-        The list or dict, and the place in it.
+        The list or dict, and the index or key in it.
 
     Raises:
-        TypeError: There is no tensor in any of these places.
+        TypeError: None of these arguments is a tensor.
     """
     if args and isinstance(args[0], Tensor):
         return args, 0
@@ -291,7 +291,7 @@ def first_tensor(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str
 
 
 def of_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The output of a layer, its first tensor changed."""
+    """Return the output of a layer with a function applied to its first tensor."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, (tuple, list)):

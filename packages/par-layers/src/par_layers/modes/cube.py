@@ -29,13 +29,13 @@ from .product_1d import save_operands
 
 @dataclass(frozen=True)
 class Cube:
-    """The product on a cube of d x d x d ranks.
+    """Matmul on a cube of d x d x d ranks.
 
     Args:
-        gather: The group over which activations come in cut by tokens; "input" for a column.
-        scatter: The group over which they leave cut by tokens; "output" for a column.
-        weight: The group over which the weight is cut a second time.
-        weight_dim: The dim of the weight that is cut a second time: 1 (K), or 0 (N) where a table's own cut is used.
+        gather: Group that splits the tokens of the input; the axis "input" for a column layer.
+        scatter: Group that splits the tokens of the output; the axis "output" for a column layer.
+        weight: Group that shards the weight a second time.
+        weight_dim: Dim of the weight that is sharded a second time: 1 (K), or 0 (N) for an embedding table.
     """
 
     gather: dist.ProcessGroup

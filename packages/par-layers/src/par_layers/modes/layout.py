@@ -1,8 +1,8 @@
-"""Layouts: which axes cut which dims of an activation.
+"""Layouts of activations: the axes that split each dim.
 
-An activation is [batch, ..., features]; with a sequence it is [batch, sequence, features]. A mode is little more than
-two layouts, the residual one that blocks add to, and the inner one between a column and a row layer, and the product
-that leads from one to the other.
+An activation is [batch, ..., features]; with a sequence it is [batch, sequence, features]. A mode mainly consists of
+two layouts and the matmul between them. The residual layout is the layout of the residual stream, and the inner layout
+is the layout between a column and a row layer.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .grid import Axes, Grid
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """The axes that cut each dim of an activation, the slowest first.
+    """Axes that split each dim of an activation, the slowest axis first.
 
     Args:
-        batch: Axes over which the first dim is cut.
-        sequence: Axes over which the second dim is cut.
-        features: Axes over which the last dim is cut.
-        context: Axes over which the second dim was cut before the layers saw it: ids and targets are those of one of
-            these ranks, and attention looks at the others.
+        batch: Axes that split the first dim.
+        sequence: Axes that split the second dim.
+        features: Axes that split the last dim.
+        context: Axes of context parallelism, which split the second dim before the layers. A rank's ids and targets are
+            already split over these axes, and only attention communicates over them.
     """
 
     batch: Axes = ()

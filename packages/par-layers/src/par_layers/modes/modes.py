@@ -1,4 +1,4 @@
-"""The modes that we ship, one function each: what makes 1d, 2d, 2.5d and 3d differ, and nothing else."""
+"""Rules of the built-in modes 1d, 2d, 2.5d and 3d, with one function for each mode."""
 
 import inspect
 from collections.abc import Callable
@@ -22,20 +22,20 @@ LAYER_SETS: Registry[RulesFunction] = Registry("layer set", "par_layers.layer_se
 
 
 def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
-    """Registers the layers of a parallel mode, as a decorator on a function that makes its `ModeRules`.
+    """Register the layers of a parallel mode, as a decorator of a function that returns its `ModeRules`.
 
-    The function is called as `function(grid, **options)`, with this rank's `Grid` and the mode's options. Another wheel
-    can provide it by an entry point in the group `par_layers.layer_sets`.
+    The function is called as `function(grid, **options)`, with this rank's `Grid` and the mode's options. Another
+    package can provide it by an entry point in the group `par_layers.layer_sets`.
 
     Args:
-        name: The name of the mode, as it is registered with par-groups.
+        name: Name of the mode, as registered with par-groups.
 
     Raises:
         ValueError: The name is taken.
 
     Example:
         @register_layer_set("columns")
-        def columns(grid: Grid) -> Rules:
+        def columns(grid: Grid) -> ModeRules:
             return ModeRules(column=WeightSharding(rows=grid.tensor_axes), ...)
     """
 
@@ -47,15 +47,15 @@ def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
 
 
 def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> ModeRules:
-    """The rules of a mode; where there is one rank alone, those of one device.
+    """Return the rules of a mode, or the rules of one device if the tensor group has one rank.
 
     Args:
-        mode: The name of the mode; None for one device.
-        grid: This rank's place.
-        options: The mode's own options.
+        mode: Name of the mode; None for one device.
+        grid: This rank's coordinates.
+        options: Options of the mode.
 
     Raises:
-        ValueError: The mode is unknown, or does not take an option.
+        ValueError: The mode is unknown, or does not support an option.
     """
     if mode is None or grid.groups is None:
         return ModeRules()

@@ -48,11 +48,11 @@ def local_product(
 
 @dataclass(frozen=True)
 class Column1D:
-    """x, whole or cut along the sequence, times the columns of this rank: features come out cut.
+    """Column-parallel matmul: an input that is replicated, or split along the sequence; sharded output features.
 
     Args:
         group: The tensor group.
-        sequence: Whether activations outside are cut along the sequence.
+        sequence: Whether the input is split along the sequence.
     """
 
     group: dist.ProcessGroup
@@ -77,11 +77,11 @@ class Column1D:
 
 @dataclass(frozen=True)
 class Row1D:
-    """x with cut features times the rows of this rank: sums of partial products, whole or cut along the sequence.
+    """Row-parallel matmul: sharded input features; an output that is replicated, or split along the sequence.
 
     Args:
         group: The tensor group.
-        sequence: Whether activations outside are cut along the sequence.
+        sequence: Whether the output is split along the sequence.
     """
 
     group: dist.ProcessGroup

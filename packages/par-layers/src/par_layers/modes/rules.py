@@ -1,4 +1,4 @@
-"""What a tensor mode is, in one record: how it cuts activations and weights, and its products."""
+"""Definition of a tensor-parallel mode as data: sharding of activations and weights, and its matmuls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from .product_1d import local_product
 
 
 class ParallelMatmul(Protocol):
-    """A linear product over the ranks of a tensor group."""
+    """A matmul of activations and a weight over the ranks of a tensor group."""
 
     def __call__(
         self,
@@ -25,29 +25,29 @@ class ParallelMatmul(Protocol):
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """Multiplies local activations with the local weight.
+        """Multiply local activations by the local weight. Collective over the tensor group.
 
         Args:
             x: Local activations [..., k].
-            weight: The local weight [n, k], of x's dtype.
-            bias: The local bias [n'], or None.
-            hook: Is handed the weight gradient during backward, which then does not compute it; or None.
-            linear: Multiplies in place of torch's product; or None.
+            weight: Local weight [n, k], of x's dtype.
+            bias: Local bias [n'], or None.
+            hook: Function that receives the pending weight gradient in backward and computes it later; or None.
+            linear: Function that replaces torch's local matmul; or None.
 
         Returns:
-            Local activations [..., n'] in the layout that the product leads to.
+            Local activations [..., n'] in the matmul's output layout.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSharding:
-    """How a weight [N, K] is cut, as torch.nn.Linear stores it.
+    """Sharding of a weight [N, K], as torch.nn.Linear stores it.
 
     Args:
-        rows: The axes over which N is cut.
-        columns: The axes over which K is cut.
-        sum_over: The axes over which the gradient is partial after backward.
+        rows: Axes that shard N.
+        columns: Axes that shard K.
+        sum_over: Axes over which the gradient is partial after backward.
     """
 
     rows: Axes = ()
@@ -61,20 +61,20 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRules:
-    """How a tensor mode cuts and multiplies. The defaults are one device.
+    """Layouts, shardings and matmuls of a tensor-parallel mode. The defaults are the rules of one device.
 
     Args:
-        residual: The layout of what blocks add to: what embeddings give and a row layer leads back to.
-        inner: The layout between a column and a row layer.
-        column: How a column layer's weight is cut.
-        row: How a row layer's weight is cut.
-        column_product: The product that leads from the residual layout to the inner one.
-        row_product: The product that leads from the inner layout to the residual one.
-        to_residual: Brings an activation from the inner to the residual layout, without a product.
-        vocabulary: The axes over which an embedding table is cut; each rank looks up its part of the ids.
-        vocabulary_gathered: The axes over which the table is cut further, and gathered for use.
-        tied: From the table, as it lies on the ranks, to the column weight [V, H] that `tied_product` takes.
-        tied_product: The product of a classifier that shares the table.
+        residual: Layout of the residual stream, which embeddings and row layers return.
+        inner: Layout between a column and a row layer.
+        column: Sharding of a column layer's weight.
+        row: Sharding of a row layer's weight.
+        column_product: Matmul from the residual layout to the inner layout.
+        row_product: Matmul from the inner layout to the residual layout.
+        to_residual: Function that converts an activation from the inner to the residual layout, without a matmul.
+        vocabulary: Axes that shard the rows of an embedding table. Each rank looks up the ids of its rows.
+        vocabulary_gathered: Axes that shard the table further, and over which each use gathers it.
+        tied: Function from a rank's shard of the table to the column weight [V, H] of `tied_product`.
+        tied_product: Matmul of a classifier that is tied to the embedding table.
     """
 
     residual: ActivationLayout = field(default_factory=ActivationLayout)

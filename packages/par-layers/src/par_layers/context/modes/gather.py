@@ -1,11 +1,11 @@
-"""Attention over a sequence that is cut: one exchange brings every rank the keys and values that its queries see.
+"""Context parallelism by a gather: one exchange brings every rank the keys and values that its queries see.
 
-Forward computes the local keys while they travel. Backward fetches them again (or keeps them), computes them first, and
-sends their gradients home while it computes those of the local keys. Heads go in parts, so that less is held at once
-and one part travels while another is computed. What comes home is added in the order of ranks, so the result does not
-depend on time.
+Forward computes attention to the local keys during the exchange. Backward fetches the keys again (or has saved them),
+computes their gradients first, and returns them to their ranks while it computes the gradients of the local keys. The
+exchange is split into parts of the heads, which saves memory and overlaps one part with the computation of another.
+Gradients are added in the order of ranks, so that the result does not depend on timing.
 
-Also attention on one rank, where nothing travels.
+The same code computes attention on one rank, without an exchange.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -32,13 +32,13 @@ from ..tokens import Ints, Tokens
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """What one rank fetches and computes for one mask and one cut. Holds no group.
+    """Plan of one rank for one mask and one split. It stores no group.
 
     Args:
-        works: For each row of documents, what is computed against the local keys (buffer 0) and the fetched ones (1).
-        fetch: What is fetched.
-        most: Number of tokens that the rank which fetches most fetches, in all rows of documents; 0: no exchange.
-        masks: The additive masks of its pieces.
+        works: Pieces of each entry of documents, for the local keys (buffer 0) and the fetched keys (buffer 1).
+        fetch: Exchange of keys.
+        most: Number of tokens, over all entries of documents, that the rank with the most fetches; 0: no exchange.
+        masks: Additive masks of the pieces.
     """
 
     works: tuple[AttentionPieces, ...]
@@ -48,19 +48,19 @@ class GatherPlan:
     _exchanges: dict[tuple[int, torch.device], "KeyExchange"] = field(default_factory=dict)
 
     def exchange(self, batch: int, device: torch.device) -> "KeyExchange":
-        """The exchange for a batch of so many rows."""
+        """Return the exchange for a batch of `batch` sequences."""
         return kept_in(self._exchanges, (batch, device), lambda: KeyExchange.of(self.fetch, batch, device))
 
 
 def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> GatherPlan:
-    """Plans attention for one rank. Pure.
+    """Plan attention for one rank. Pure.
 
     Args:
-        mask: What tokens see.
-        tokens: How the sequence is cut.
-        rank: The rank.
-        block: Most queries of a piece that needs a mask.
-        joins: What the kernel computes in one call, as `pieces` takes it.
+        mask: The mask.
+        tokens: How the sequence is split.
+        rank: Index of the rank.
+        block: Maximum number of queries of a piece that needs a mask.
+        joins: Shapes of masks that the kernel computes in one call, as in `pieces`.
     """
     first, last = mask.intervals(tokens)
     table = transfers(first, last, tokens)
@@ -147,7 +147,7 @@ class KeyExchange:
                 flat_v.index_add_(0, index, arrived[place, :, head:].to(dv.dtype))
 
     def rows(self, buffers: Tensor, works: Sequence[AttentionPieces]) -> Iterator[Tensor]:
-        """The buffer of each row of a batch, or one for all rows where these have the same documents."""
+        """Yield the buffer of each sequence of a batch, or one buffer if all sequences have the same documents."""
         if len(works) == 1:
             yield buffers.unflatten(0, (len(self.buffered), -1))
             return
@@ -156,7 +156,7 @@ class KeyExchange:
 
     @cached_property
     def _places(self) -> list[slice]:
-        """Where the rows for each rank lie in what is sent."""
+        """Slices of the message's rows for each rank."""
         ends = np.cumsum(self.sent).tolist()
         return [slice(end - number, end) for end, number in zip(ends, self.sent, strict=True)]
 
@@ -171,16 +171,16 @@ def attend(
     how: AttentionOptions,
     options: "GatherOptions",
 ) -> Tensor:
-    """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
+    """Compute attention of local queries to all visible keys; [B, s, H, D] of q's dtype. Collective over the group.
 
     Args:
         q: Queries [B, s, H, D].
         k: Local keys [B, s, Hk, D].
         v: Local values [B, s, Hk, D].
-        sinks: The logarithm of a term of each head's sum of exponentials, [H].
-        plan: What is fetched and computed.
-        how: How pieces are computed.
-        options: The group, and how heads travel.
+        sinks: Logarithm of one more term of each head's sum of exponentials, [H]; None for no such term.
+        plan: Plan of this rank.
+        how: Kernels, masks and scale.
+        options: Group, and options of the exchange.
     """
     result: Tensor = _GatherAttention.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
     return result
@@ -188,12 +188,12 @@ def attend(
 
 @dataclass(frozen=True)
 class GatherOptions:
-    """How keys and values travel.
+    """Options of the exchange of keys and values.
 
     Args:
-        group: The name of the ranks' group.
-        parts: Most parts that heads travel in; None is as `num_gather_parts` says.
-        keep: Whether what was fetched is kept until backward.
+        group: Name of the group.
+        parts: Maximum number of parts of the heads; None uses the default of `num_gather_parts`.
+        keep: Whether the fetched keys and values are saved for backward.
     """
 
     group: str
@@ -201,7 +201,7 @@ class GatherOptions:
     keep: bool = False
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan) -> list[tuple[slice, slice]]:
-        """The heads and the key heads of each part, the same on all ranks. Where nothing travels it is one part."""
+        """Return the heads and key heads of each part, identical on all ranks; one part if no rank fetches keys."""
         if plan.most == 0:
             return [(slice(None), slice(None))]
         fetched = plan.most / len(plan.works) * k.shape[2] * (k.shape[3] + v.shape[3])

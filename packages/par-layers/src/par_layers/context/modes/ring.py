@@ -1,8 +1,9 @@
-"""Attention over a sequence that is cut: keys and values go from rank to rank while the last ones are computed.
+"""Context parallelism by a ring: keys and values travel from rank to rank during the computation of the previous ones.
 
-They travel as far as a rank sees any of them. In backward their gradients travel one hop behind them: they begin at the
-first foreign rank that sees the keys, and the last one sends them straight home, so that both are done after one round
-less one hop. Each kind of message has a communicator of its own, on which receives are posted before sends.
+Keys travel up to the last rank that sees any of them. In backward their gradients follow one hop behind the keys. The
+first foreign rank that sees the keys starts their gradient, and the last such rank sends it directly to its owner, so
+that the ring needs one hop less than a full round. Keys and gradients have separate communicators, and each rank posts
+its receives before its sends.
 """
 
 from collections.abc import Collection
@@ -29,15 +30,14 @@ par_wait_axis = ""
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What one rank computes for one mask and one cut, hop by hop. Holds no group.
+    """Plan of one rank for one mask and one split, hop by hop. It stores no group.
 
     Args:
-        works: For each row of documents, what is computed against the keys that arrive with each hop; hop 0 are the
-            local ones.
-        hops: How far the keys of each rank travel.
-        rank: The rank.
+        works: Pieces of each entry of documents, for the keys of each hop. Hop 0 has the local keys.
+        hops: Distances that the keys of each rank travel.
+        rank: Index of the rank.
         ranks: Number of ranks.
-        masks: The additive masks of its pieces.
+        masks: Additive masks of the pieces.
     """
 
     works: tuple[AttentionPieces, ...]
@@ -47,31 +47,31 @@ class RingPlan:
     masks: Masks = field(default_factory=Masks)
 
     def owner(self, hop: int) -> int:
-        """The rank whose keys are here after so many hops."""
+        """Return the rank whose keys this rank holds after a number of hops."""
         return (self.rank - hop) % self.ranks
 
     def sends(self, hop: int) -> bool:
-        """Whether this rank sends keys on in a hop."""
+        """Return whether this rank forwards keys in a hop."""
         return self.hops.travels(self.owner(hop - 1), hop)
 
     def receives(self, hop: int) -> bool:
-        """Whether keys arrive here in a hop."""
+        """Return whether this rank receives keys in a hop."""
         return self.hops.travels(self.owner(hop), hop)
 
     def has_gradient(self, owner: int, hop: int) -> bool:
-        """Whether gradients of a rank's keys have begun, and are not home, where the keys are after so many hops."""
+        """Return whether the gradient of `owner`'s keys exists, and has not returned to it, after a number of hops."""
         return 0 < self.hops.near[owner] <= hop <= self.hops.far[owner]
 
 
 def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> RingPlan:
-    """Plans attention for one rank. Pure.
+    """Plan attention for one rank. Pure.
 
     Args:
-        mask: What tokens see.
-        tokens: How the sequence is cut.
-        rank: The rank.
-        block: Most queries of a piece that needs a mask.
-        joins: What the kernel computes in one call, as `pieces` takes it.
+        mask: The mask.
+        tokens: How the sequence is split.
+        rank: Index of the rank.
+        block: Maximum number of queries of a piece that needs a mask.
+        joins: Shapes of masks that the kernel computes in one call, as in `pieces`.
     """
     first, last = mask.intervals(tokens)
     travel, ranks = hops(transfers(first, last, tokens)), tokens.ranks

@@ -1,8 +1,8 @@
-"""Exchanges of tokens for heads: each rank gets all tokens of its share of the heads, and back.
+"""Context parallelism by an exchange of tokens for heads (Ulysses): each rank gets all tokens of some heads, and back.
 
-Queries, keys and values go in one message. Where ranks share key heads, each is sent those that its query heads use,
-and their gradients are summed. Between both exchanges stands attention of another mode: over the whole sequence where
-all of its ranks take part (ulysses), or over a longer one that is cut over groups of them (2d).
+Queries, keys and values are one message. If several ranks use one key head, each of them receives it, and backward sums
+their gradients. Another mode computes the attention between the two exchanges. In mode "ulysses" this attention covers
+the full sequence on each rank. In mode "2d" it runs over groups of ranks, which split a longer sequence.
 """
 
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ from ..room import MessageBuffer
 
 @dataclass(frozen=True)
 class HeadShares:
-    """Which heads each rank has between the exchanges.
+    """Assignment of heads to ranks between the two exchanges.
 
     Args:
-        group: The name of the group of ranks.
+        group: Name of the group.
         ranks: Number of ranks.
-        rank: This rank's number in the group.
-        heads: Number of query heads; they divide by the ranks.
-        key_heads: Number of key heads; the query heads divide by them.
-        room: Memory for messages, which attention after attention uses.
+        rank: This rank's index in the group.
+        heads: Number of query heads, a multiple of `ranks`.
+        key_heads: Number of key heads, a divisor of `heads`.
+        room: Memory for messages, reused by each attention.
     """
 
     group: str
@@ -49,16 +49,16 @@ class HeadShares:
         return self.heads // self.ranks
 
     def keys_of(self, rank: int) -> range:
-        """The key heads that a rank's query heads use."""
+        """Return the key heads that a rank's query heads use."""
         shared, first = self.heads // self.key_heads, rank * self.mine
         return range(first // shared, (first + self.mine - 1) // shared + 1)
 
     @cached_property
     def copies(self) -> tuple[int, ...] | None:
-        """For each key head that attention is given, which of those that were sent; None where it is given these.
+        """Received key head for each key head of the attention; None if both are the same.
 
-        Attention wants as many query heads for each key head. Where a rank has a part of some heads' queries, it gets
-        the key head several times.
+        Attention needs the same number of query heads for each key head. If this rank has only a part of the query
+        heads of some key head, other key heads occur several times.
         """
         shared, keys = self.heads // self.key_heads, self.keys_of(self.rank)
         users = [
@@ -204,7 +204,10 @@ def _all_to_all(message: Tensor, received: list[int], sent: list[int], group: st
 
 @contextmanager
 def _arrived(message: Tensor, received: list[int], sent: list[int], shares: HeadShares) -> Iterator[Tensor]:
-    """What ranks send each other, for the time of a block, in which the message may be gone."""
+    """Yield the result of an all-to-all for the duration of a `with` block.
+
+    The message is released before the block, so that its memory is free during the attention.
+    """
     if not may_overwrite():
         arrived = _all_to_all(message, received, sent, shares.group)
         del message
