@@ -41,10 +41,10 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def local_gradient(tensor: Tensor) -> Tensor | None:
-    """The part of a tensor's gradient that this rank holds, cut like the tensor; None if there is no gradient.
+    """Return the local part of a tensor's gradient, sharded like the tensor; None without a gradient.
 
-    A DTensor's gradient may be placed otherwise than the DTensor, or still be a sum over ranks. Then it is brought into
-    place first, which is a collective over its mesh.
+    A DTensor's gradient may have other placements than the DTensor, or be partial. It is then redistributed first,
+    which is a collective over its mesh.
     """
     gradient = tensor.grad
     if gradient is None or type(gradient) is Tensor or not is_dtensor(gradient):

@@ -25,23 +25,23 @@ _EXPONENT = 0x7F800000
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies float8 numbers: e4m3 input and weight forward, e5m2 output gradients backward.
+    """Linear layer with float8 matmuls: e4m3 input and weight in forward, e5m2 output gradients in backward.
 
-    Each tensor is scaled, every time, by the power of two that brings its largest element just below the largest
-    float8 number; so scaling is exact, and the cast's rounding is the only error. Products are summed in fp32.
-    Parameters stay what they are, bf16 or fp32, and so do gradients; the output has the input's dtype, or autocast's.
-    Rows are padded with zeros to a multiple of 16. What backward keeps of the input is one byte a number; the weight
-    itself is kept, as nn.Linear keeps it, and cast again, so nothing of it outlives FSDP's gathered one.
+    Each call scales each tensor by the power of two that brings its largest element just below the largest float8
+    number. The scaling is therefore exact, and the cast's rounding is the only error. Matmuls accumulate in fp32.
+    Parameters and gradients stay bf16 or fp32; the output has the input's dtype, or autocast's. Rows are padded with
+    zeros to a multiple of 16. Backward saves the input with one byte per element. It saves the weight itself, as
+    nn.Linear does, and casts it again, so that no float8 copy outlives FSDP's gathered weight.
 
     Args:
         in_features: Size of the last dim of inputs, a multiple of 16.
         out_features: Size of the last dim of outputs, a multiple of 16.
-        bias: Whether the layer has a bias.
-        group: The ranks that scale by the largest element that any of them has, so that each rounds as one device with
-            all of the data, or the uncut weight, would. All of them must then call forward and backward equally often;
-            8 and 4 bytes are reduced. None: each rank scales for itself, which is seldom felt: another power of two
-            rounds differently only what is below some 2**-14 (input, weight) or 2**-29 (gradient) of the largest
-            element.
+        bias: Whether the layer has a bias. Default: True.
+        group: Ranks that share the scale of the largest element on any of them. Each rank then rounds like one device
+            with all of the data, or with the unsharded weight. All of these ranks must call forward and backward the
+            same number of times; each call all-reduces 8 and 4 bytes. None: each rank scales separately. This seldom
+            matters: another power of two only changes the rounding of elements below about 2**-14 (input, weight) or
+            2**-29 (gradient) of the largest element.
         device: Device of the parameters.
         dtype: dtype of the parameters, bf16 or fp32.
 
@@ -117,18 +117,18 @@ def convert_to_float8_(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Swaps nn.Linear layers for `Float8Linear`, in place. Parameters, hooks and names stay the same objects.
+    """Replace nn.Linear layers by `Float8Linear`, in place. Parameters, hooks and names stay the same objects.
 
     Layers of other classes that have `in_features`, `out_features` and an attribute `linear`, which is None or a
     function in the place of torch's product, as those of par-layers have, get `float8_linear` there.
 
     Args:
-        module: The model; subclasses of nn.Linear in it are left alone.
-        chosen: Called with the name of a layer and the layer, says whether to convert it. None: those whose sizes are
-            multiples of 16 are converted, but for the head of a language model, whose errors go straight into the loss:
-            a layer that is called lm_head, or that `get_output_embeddings()` of the module gives.
-        group: The ranks that scale by the largest element of any of them. None: each rank scales for itself, as
-            `Float8Linear` explains.
+        module: Model; subclasses of nn.Linear in it stay unchanged.
+        chosen: Function of a layer's name and the layer that returns whether to convert it. Default: convert all layers
+            with sizes that are multiples of 16, except for the head of a language model, because its errors directly
+            affect the loss. The head is a layer named lm_head, or the result of `module.get_output_embeddings()`.
+        group: Ranks that share the scale of the largest element on any of them. None: each rank scales separately; see
+            `Float8Linear`.
 
     Returns:
         The module; a new one only if it is itself an nn.Linear.
@@ -219,7 +219,7 @@ class _Scaled(NamedTuple):
     unit: Tensor
 
     def t(self) -> "_Scaled":
-        """The transposed matrix, without moving anything: what was row-major is column-major."""
+        """Return the transposed matrix as a view; row-major becomes column-major."""
         return _Scaled(self.values.t(), self.unit)
 
     def turned(self) -> "_Scaled":

@@ -7,14 +7,14 @@ from par_groups import attributes
 
 
 def kept_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers that keep their dtype when a model is cast.
+    """Return the buffers that keep their dtype when a model is cast.
 
-    A module names them in its attribute `par_keep_dtype`, a tuple of names. So does a router: the bias of its choice
-    moves by a thousandth each step, which bf16 would lose. Those of transformers' routers, which have the same name,
-    are known.
+    A module names them in its attribute `par_keep_dtype`, a tuple of names. Routers name their bias, because it changes
+    by a thousandth in each step and bf16 would lose the change. The biases of routers in Hugging Face Transformers are
+    found by their common name.
 
     Args:
-        module: A model, or a part of one.
+        module: Model, or a part of a model.
     """
     return [tensor for _, _, tensor in _kept(module)]
 

@@ -86,39 +86,41 @@ def mixed(
     output_dtype: torch.dtype | None = torch.float32,
     float8_layers: Callable[[str, nn.Linear], bool] | None = None,
 ) -> tuple[nn.Module, MixedOptimizer]:
-    """Gives a module and its optimizer a precision, in place. Collective over the group.
+    """Apply mixed precision to a module and its optimizer, in place. Collective over the group.
 
-    The module stays the object that it is, and so do the optimizer's group dicts; only `params` in them may come to
-    hold fp32 masters. If they hold fp32 tensors that are not the module's own already, as under par-zero, those are
+    The module and the optimizer's group dicts stay the same objects; `params` in these dicts may contain fp32 masters
+    afterwards. If they contain fp32 tensors that are not the module's parameters, as under par-zero, these tensors are
     the masters.
 
     Args:
-        module: On its device. Plain, of DTensors, under FSDP2, of par-layers, or sharded by par-zero. If it has no
-            forward, as a ModuleDict of an actor and a critic has none, its children's forward runs in the precision.
-        optimizer: The optimizer of its parameters. `fused=True` spares the host a wait in each step.
-        precision: "fp32", "tf32", "bf16" or "fp16" (weights in it, fp32 masters), "bf16-amp" or "fp16-amp" (autocast),
-            "bf16-sr" (bf16 weights without masters, rounded stochastically), "fp8" (as "bf16", and linear layers
-            multiply float8 numbers).
-        group: The ranks among which gradients are cut or differ: those that share the model, and those that share its
-            gradients. They agree on norm, scale and skips. None: every rank has all of them, as under DDP.
-        replicas: The ranks on which parameters that say nothing of ranks are copies of each other. None: such
-            parameters are each rank's own.
-        clip_norm: Largest norm that all gradients together keep. None: they are not clipped by norm.
-        clip_value: Largest absolute value that an element of a gradient keeps. None: no element is clipped.
-        scale: The loss scale: a `DynamicScale`, or a number that stays. None: `DynamicScale()` for "fp16" and
-            "fp16-amp", and no scale for others.
-        masters: How fp32 master weights are updated, where the precision has them.
-        rounding: How weights without masters are rounded, under "bf16-sr".
-        output_dtype: dtype of what the module returns in half precision, so that a loss of it is exact. None leaves it.
-        float8_layers: Under "fp8": called with the name of a linear layer and the layer, says whether it multiplies
-            float8 numbers. None: all do whose sizes are multiples of 16, but for the head of a language model, see
+        module: Module on its device: plain, of DTensors, under FSDP2, of par-layers, or sharded by par-zero. If it has
+            no forward, like a ModuleDict of an actor and a critic, its children's forward runs in the precision.
+        optimizer: Optimizer of the parameters. With `fused=True`, the host does not wait in each step.
+        precision: Name of the precision: "fp32", "tf32", "bf16" or "fp16" (weights in this dtype, fp32 masters),
+            "bf16-amp" or "fp16-amp" (autocast), "bf16-sr" (bf16 weights without masters, rounded stochastically), "fp8"
+            ("bf16" with float8 matmuls in linear layers).
+        group: Ranks over which the model or its gradients are sharded, or on which gradients differ. They agree on
+            norm, scale and skips. None: every rank has all gradients, as under DDP.
+        replicas: Ranks on which parameters without sharding metadata are replicas. None: only this rank has such
+            parameters.
+        clip_norm: Largest norm of all gradients together. None: no clipping by norm.
+        clip_value: Largest absolute value of an element of a gradient. None: no clipping by value.
+        scale: Loss scale: a `DynamicScale`, or a constant number. Default: `DynamicScale()` for "fp16" and "fp16-amp",
+            and no scale for other precisions.
+        masters: Options for fp32 master weights, for precisions with masters.
+        rounding: Options for stochastic rounding, for "bf16-sr".
+        output_dtype: dtype for half-precision outputs of the module, so that the loss is exact. None: no cast. Default:
+            torch.float32.
+        float8_layers: Function of a linear layer's name and the layer that selects layers for float8 matmuls, for
+            "fp8". Default: all layers with sizes that are multiples of 16, except for the head of a language model; see
             `convert_to_float8_`.
 
     Returns:
-        The module (a new one only if it is itself an nn.Linear, under "fp8"), and the optimizer to use from now on.
+        The module (a new module only for an nn.Linear under "fp8"), and the optimizer to use from now on.
 
     Raises:
-        ValueError, TypeError, RuntimeError: What cannot be mixed, and what differs between the ranks; on all of them.
+        ValueError, TypeError, RuntimeError: An argument is not supported, or differs between the ranks; raised on all
+            ranks.
     """
     problem: Exception | None = None
     lack = ""

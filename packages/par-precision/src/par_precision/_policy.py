@@ -110,8 +110,8 @@ def _cast(
 ) -> Any:
     """An argument with its floating-point tensors in another dtype.
 
-    An argument in which nothing is cast stays the object that it is: forward may write into a caller's dict or list.
-    Of a record in which something is cast there is a copy.
+    An argument without casts stays the same object, because forward may write into a caller's dict or list. A record
+    with a cast tensor is copied.
 
     Args:
         value: Tensors, nested in tuples, lists, dicts and the like, and in records.

@@ -74,7 +74,7 @@ class LossWeights:
         return torch.stack((squares, self._sum, some_with, some_without))
 
     def divide_(self, totals: Tensor) -> Tensor | None:
-        """End a step, and return the divisor of the gradients, an fp64 scalar; None if its losses had no weight.
+        """End a step, and return the gradients' divisor, an fp64 scalar; None if this rank's losses had no weights.
 
         The mean is over the ranks with a loss: in a pipeline, only the last stage has a loss.
 

@@ -32,8 +32,8 @@ class Schedule(LRScheduler):
         """Advances the scheduler, unless all steps since the last call were skipped. Reading that waits for the device.
 
         Args:
-            *args: What the scheduler's own `step` takes, such as the metric of ReduceLROnPlateau.
-            **keywords: What the scheduler's own `step` takes.
+            *args: Arguments of the scheduler's own `step`, such as the metric of ReduceLROnPlateau.
+            **keywords: Keyword arguments of the scheduler's own `step`.
         """
         if self._skipped is not None:
             self._stands_still, self._skipped = bool(self._skipped), None
@@ -57,7 +57,7 @@ class Schedule(LRScheduler):
         self.scheduler.load_state_dict(state)
 
     def get_lr(self) -> list[Any]:
-        """What the scheduler inside computes for the next step."""
+        """Return the learning rates that the scheduler inside computes for the next step."""
         return self.scheduler.get_lr()
 
     def get_last_lr(self) -> list[Any]:
