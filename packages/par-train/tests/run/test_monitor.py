@@ -20,7 +20,7 @@ from par_plan import PretrainedShape, Shape, model_flops
 from par_train import Run, Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-from par_train.run.monitor import Clock, Exposed, Goodput
+from par_train.run.monitor import Exposed, Goodput, PhaseClock
 
 from .policies_of import policies_of
 
@@ -94,7 +94,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
     model, optimizer = strategy.initialize(linear, torch.optim.SGD(linear.parameters(), lr=0.1))[:2]
     in_data, in_step, looks, pause = 0.1, 0.1, 4, 0.05
     steps, flops, peak = 8, 1000.0, 2e8
-    steps_now, in_this_step, phases, take = [], [], [], Clock.take
+    steps_now, in_this_step, phases, take = [], [], [], PhaseClock.take
 
     def note(label):
         step = steps_now[-1] if steps_now else None
@@ -109,7 +109,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
 
     if dist.get_rank() == 0:
         looking(monkeypatch, note)
-        monkeypatch.setattr(Clock, "take", noted)
+        monkeypatch.setattr(PhaseClock, "take", noted)
 
     def batches():
         while True:
@@ -224,7 +224,7 @@ def test_exposed_names_the_axis_that_a_package_declares():
 def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
     now = [10.0]
     monkeypatch.setattr("par_train.run.monitor.time.monotonic", lambda: now[0])
-    clock = Clock(Activity())
+    clock = PhaseClock(Activity())
     for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
         clock.enter(0, phase)
         now[0] += seconds

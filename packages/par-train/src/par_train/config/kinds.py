@@ -10,7 +10,7 @@ from par_groups import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class OptionType:
     """One type of value.
 
     Args:
@@ -26,7 +26,7 @@ class Kind:
     fit: Callable[[Any], Any]
 
 
-def kinds_of(hint: Any) -> tuple[Kind, ...]:
+def kinds_of(hint: Any) -> tuple[OptionType, ...]:
     """Return the kinds of value that a type hint allows: several for a union such as `int | Literal["auto"]`."""
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return tuple(_kind_of(one) for one in hints)
@@ -40,10 +40,10 @@ def read_toml_value(text: str) -> Any:
         return text
 
 
-def _kind_of(hint: Any) -> Kind:
+def _kind_of(hint: Any) -> OptionType:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
-        return Kind(
+        return OptionType(
             words=" or ".join(repr(choice) for choice in choices),
             metavar="|".join(choices),
             read=str,
@@ -83,7 +83,7 @@ def _fit_numbers(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) and all(type(item) is int for item in value) else None
 
 
-def tables_with(key: str, example: str, metavar: str) -> Kind:
+def tables_with(key: str, example: str, metavar: str) -> OptionType:
     """Make the kind of a list of tables, each of which has a text under a key.
 
     Args:
@@ -97,18 +97,18 @@ def tables_with(key: str, example: str, metavar: str) -> Kind:
         typed = is_list and all(isinstance(item, dict) and isinstance(item.get(key), str) for item in value)
         return tuple(value) if typed else None
 
-    return Kind(words=f"a list of tables with a {key}, {example}", metavar=metavar, read=read_toml_value, fit=fit)
+    return OptionType(words=f"a list of tables with a {key}, {example}", metavar=metavar, read=read_toml_value, fit=fit)
 
 
-BOOL = Kind(words="true or false", metavar="", read=read_toml_value, fit=_exactly(bool))
-BYTES = Kind(words="a size, such as 80GB or 80GiB", metavar="SIZE", read=str, fit=_fit_bytes)
-_STRINGS = Kind(
+BOOL = OptionType(words="true or false", metavar="", read=read_toml_value, fit=_exactly(bool))
+BYTES = OptionType(words="a size, such as 80GB or 80GiB", metavar="SIZE", read=str, fit=_fit_bytes)
+_STRINGS = OptionType(
     words="a list of strings",
     metavar="A,B",
     read=lambda text: [item for item in text.split(",") if item],
     fit=_fit_strings,
 )
-_NUMBERS = Kind(
+_NUMBERS = OptionType(
     words="a list of whole numbers",
     metavar="N,N",
     read=lambda text: [int(item) for item in text.split(",") if item],
@@ -116,9 +116,9 @@ _NUMBERS = Kind(
 )
 SOURCES = tables_with("path", '[{path = "web.parquet", weight = 2}]', '[{path="A",weight=1}]')
 _TABLES = tables_with("type", '[{type = "name"}]', '[{type="A"}]')
-_KINDS: Mapping[Any, Kind] = {
-    int: Kind(words="a whole number", metavar="N", read=int, fit=_exactly(int)),
-    float: Kind(words="a number", metavar="X", read=float, fit=_fit_number),
-    str: Kind(words="a string", metavar="TEXT", read=str, fit=_exactly(str)),
+_KINDS: Mapping[Any, OptionType] = {
+    int: OptionType(words="a whole number", metavar="N", read=int, fit=_exactly(int)),
+    float: OptionType(words="a number", metavar="X", read=float, fit=_fit_number),
+    str: OptionType(words="a string", metavar="TEXT", read=str, fit=_exactly(str)),
     bool: BOOL,
 }

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from .._errors import UserError
 from .files import read_file
-from .kinds import Kind, kinds_of, read_toml_value
+from .kinds import OptionType, kinds_of, read_toml_value
 
 OptionsType = TypeVar("OptionsType")
 
@@ -31,7 +31,7 @@ def option(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
-    kind: Kind | None = None,
+    kind: OptionType | None = None,
 ) -> Any:
     """A field of a dataclass of options, with all that the command line and a config file need to know of it.
 
@@ -61,7 +61,7 @@ class Setting:
     """
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[OptionType, ...]
     default: Any
     help: str
     limits: Mapping[str, float]

@@ -36,7 +36,7 @@ _DEPTH = 8
 """Number of frames that are searched, innermost first: a collective has only a few frames of its own."""
 
 
-class Clock:
+class PhaseClock:
     """The time that a run spends in each of its phases.
 
     Args:
@@ -185,7 +185,7 @@ class Goodput:
         counts: Name of the logged count that `flops` refers to.
     """
 
-    clock: Clock
+    clock: PhaseClock
     exposed: Exposed | None
     flops: float | None
     peak: float | None
@@ -260,7 +260,7 @@ class Monitor:
         report_errors: bool = True,
     ) -> None:
         self.activity = Activity(dict(facts))
-        self.clock = Clock(self.activity)
+        self.clock = PhaseClock(self.activity)
         self._profile = None if policy.profile is None else Profile(policy.profile, files)
         self.goodput: Goodput | None = None
         if policy.goodput or policy.flops is not None:
