@@ -1,4 +1,4 @@
-"""From activations to logits: over few classes, whole, or over a vocabulary, cut."""
+"""Classifiers: full logits over a few classes, or sharded logits over a vocabulary."""
 
 import math
 
@@ -42,7 +42,7 @@ class ParallelClassifier(ParallelLayer):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [b, ..., hidden], features perhaps cut, to [b, ..., classes], alike on ranks that share tokens."""
+        """Compute logits [b, ..., classes] from [b, ..., hidden], identical on ranks with the same tokens."""
         check_features(x, self.weight.shape[1], self._layout, "a classifier")
         x, weight, bias = in_autocast_dtype(x, self.weight, self.bias)
         if self._group is None:

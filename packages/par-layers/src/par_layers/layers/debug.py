@@ -1,8 +1,8 @@
-"""A debug mode: activations carry their layout and layer set, and a layer refuses one that it was not made for.
+"""Debug mode: activations carry their layout and layer set, and layers raise for the wrong layout.
 
-Two column layers in a row have the right shapes in 3D and the wrong values; so has a residual that is added to an inner
-activation, and a layer that is given the tokens of another batch. With `layer_set(..., debug=True)` all of these raise.
-It costs a tensor subclass, so it is for finding mistakes.
+Some mistakes have the right shapes and wrong values: two consecutive column layers in 3D, a residual added to an inner
+activation, or a layer with the tokens of another batch. All of them raise with `layer_set(..., debug=True)`. The mode
+uses a tensor subclass, which costs time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -79,12 +79,12 @@ _KNOW_PLACES = ("ParallelDropout", "ParallelPositionEmbedding")  # layers whose 
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What an activation carries.
+    """Debug information of one activation.
 
     Args:
-        layout: How it is cut.
-        layers: The layer set that made it; only its identity counts.
-        tokens: How its batch was cut along the sequence; None if no layer was told yet.
+        layout: Layout of the activation.
+        layers: Layer set that created it; only its identity counts.
+        tokens: Split of its batch along the sequence; None if no layer has received it yet.
     """
 
     layout: ActivationLayout
@@ -127,18 +127,18 @@ def check(x: Any, takes: Mark | None, who: str) -> Any:
 
 
 def mark(x: Tensor, carried: Mark) -> Tensor:
-    """Puts a mark on a tensor, and gives it back."""
+    """Attach a mark to a tensor, and return the tensor."""
     marked = x.as_subclass(LaidOut)
     marked.par_mark = carried
     return marked
 
 
 def common(values: Iterable[Any], who: str) -> Mark | None:
-    """The mark of all activations among the values, or None if there are no activations.
+    """Return the mark of all activations among the values; None if there are no activations.
 
     Args:
-        values: Arguments, some of which may be tuples and lists.
-        who: What they are given to, for the message.
+        values: Arguments, possibly with tuples and lists.
+        who: Name of the called function, for the message.
 
     Raises:
         ValueError: Two of them carry different marks.

@@ -1,7 +1,8 @@
-"""Dropout whose mask depends on the place in the whole activation, not on the rank.
+"""Dropout whose mask depends on the position in the full activation, not on the rank.
 
-Every call draws one key from torch's generator, which the ranks of a tensor group seed alike; so one device and any
-mode drop the same elements, and recomputing a checkpointed region, which restores the generator, drops them again.
+Each call draws one key from torch's generator, which all ranks of a tensor group must seed identically. One device and
+any mode then drop the same elements. Activation checkpointing restores the generator, so a recomputation drops the same
+elements again.
 """
 
 import hashlib
@@ -19,11 +20,11 @@ from .places import Places
 
 
 class ParallelDropout(nn.Module):
-    """Zeroes elements with probability p and scales the rest by 1 / (1 - p), in training.
+    """Dropout for sharded activations: in training it zeroes elements with probability p and scales by 1 / (1 - p).
 
     Args:
         p: Probability that an element is dropped, 0 <= p < 1.
-        places: Where activations on which it is used stand in their rows.
+        places: Token positions of the activations.
 
     Raises:
         ValueError: The probability is out of range.
@@ -37,14 +38,14 @@ class ParallelDropout(nn.Module):
         self._places = places
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """[b, ..., features] in the layer's layout, with elements dropped in training.
+        """Return the activation with elements dropped in training.
 
         Args:
-            x: The activation; its second dim are tokens if it has three or more.
-            tokens: How its batch was cut along the sequence; None for rows of one document that nobody padded.
+            x: Activation [b, ..., features] in the layer's layout. If it has three or more dims, the second has tokens.
+            tokens: Split of its batch along the sequence; None for sequences of one document without padding.
 
         Raises:
-            ValueError: The activation is no part of a batch that was cut so.
+            ValueError: The activation's shape does not match the batch.
         """
         if not self.training or self.p == 0.0:
             return x

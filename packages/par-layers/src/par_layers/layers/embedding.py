@@ -1,4 +1,4 @@
-"""Embeddings: from whole ids, or whole images, to the residual layout."""
+"""Embeddings: they receive full ids or full images, and return the residual layout."""
 
 import math
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from .places import Places
 
 
 class ParallelEmbedding(ParallelLayer):
-    """A table whose features alone are cut; for small vocabularies.
+    """Embedding with a table that is sharded only along its features; for small vocabularies.
 
     Args:
         vocabulary: Number of ids; they are 0 .. vocabulary - 1.
-        features: Features of the residual stream.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        init: How the table is filled; default: normal(1), as torch.nn.Embedding.
+        features: Number of features of the residual stream.
+        rules: Rules of the mode.
+        grid: This rank's coordinates.
+        init: Initialization of the table; default: normal(1), as in torch.nn.Embedding.
     """
 
     def __init__(self, vocabulary: int, features: int, rules: ModeRules, grid: Grid, init: Init | None = None) -> None:
@@ -117,12 +117,12 @@ class ParallelVocabEmbedding(ParallelLayer):
 
     @property
     def _batch_before(self) -> Axes:
-        """The batch axes that cut the ids before the look-up; the last one cuts its result."""
+        """Batch axes that split the ids before the look-up. The remaining batch axis splits its result."""
         batch = self._rules.residual.batch
         return tuple(axis for axis in batch if axis not in self._rules.vocabulary)
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """The rows of the ids that are in this rank's part of the table, and zeros for the others."""
+        """Return the table's rows of the ids in this rank's shard, and zeros for all other ids."""
         length = table.shape[0]
         first = self._grid.index(self._rules.vocabulary) * length
         local = ids - first
@@ -139,13 +139,13 @@ class ParallelVocabEmbedding(ParallelLayer):
 
 
 class ParallelPositionEmbedding(ParallelLayer):
-    """Adds a learned vector for every position.
+    """Position embedding: it adds a learned vector for every position.
 
     Args:
-        length: The longest sequence.
-        features: Features of the residual stream.
-        places: Where the tokens of activations in the residual layout stand.
-        init: How it is filled; default: normal(0.02).
+        length: Maximum sequence length.
+        features: Number of features of the residual stream.
+        places: Token positions of activations in the residual layout.
+        init: Initialization; default: normal(0.02).
     """
 
     def __init__(self, length: int, features: int, places: Places, init: Init | None = None) -> None:
@@ -158,15 +158,15 @@ class ParallelPositionEmbedding(ParallelLayer):
         self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), layout.tokens)
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """[b, s, features] in the residual layout, plus the positions.
+        """Add the vectors of the positions.
 
         Args:
-            x: The activation.
-            tokens: How its batch was cut along the sequence; positions are those inside the documents. None for rows of
-                one document.
+            x: Activation [b, s, features] in the residual layout.
+            tokens: Split of its batch along the sequence; positions count within documents. None for sequences of one
+                document.
 
         Raises:
-            ValueError: There are more positions than vectors, or the activation is no part of a batch that was cut so.
+            ValueError: There are more positions than vectors, or the activation's shape does not match the batch.
         """
         if self._places.are_told(tokens):
             positions, length = self._places.in_document(x, tokens, "PositionEmbedding")
@@ -224,12 +224,12 @@ class ParallelPatchEmbedding(ParallelLayer):
 
 
 def cut_tokens(x: Tensor, layout: ActivationLayout, grid: Grid) -> Tensor:
-    """This rank's tokens of whole ids or targets.
+    """Return this rank's tokens of full ids or targets.
 
     Args:
-        x: What all ranks have whole, [B, S, ...] without features.
-        layout: The layout to which it is cut.
-        grid: This rank's place.
+        x: Full ids or targets, [B, S, ...] without features, identical on all ranks.
+        layout: Layout of the result.
+        grid: This rank's coordinates.
     """
     x = cut_batch(x, layout.batch, grid)
     if grid.size(layout.sequence) > 1:

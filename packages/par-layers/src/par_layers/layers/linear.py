@@ -16,29 +16,29 @@ from .parameter import Init, Rows, make_parameter, uniform
 
 
 class ParallelLinear(ParallelLayer):
-    """A linear layer whose weight is cut over ranks; `LayerSet` makes it.
+    """Linear layer with a sharded weight; create it by a `LayerSet`.
 
     Args:
-        rows: The runs of output features, each cut by itself.
-        in_features: Features of the input, K.
-        bias: Whether there is a bias.
-        cut: How the weight is cut.
-        takes: The layout of the input.
-        out: The layout of the output; the bias is cut as its features are.
-        product: The product over the ranks.
-        grid: This rank's place.
-        init: How the weight is filled; default: as torch.nn.Linear, uniform in +-1/sqrt(K).
-        then: What is done to the output of the product, or None.
+        rows: Runs of output features. Each run is sharded separately.
+        in_features: Number of input features, K.
+        bias: Whether the layer has a bias.
+        cut: Sharding of the weight.
+        takes: Layout of the input.
+        out: Layout of the output. The bias is sharded like its features.
+        product: Matmul over the ranks.
+        grid: This rank's coordinates.
+        init: Initialization of the weight; default: uniform in +-1/sqrt(K), as in torch.nn.Linear.
+        then: Function that is applied to the matmul's output, or None.
     """
 
     weight_grad_hook: WeightGradHook | None = None
-    """Set by those who want to compute weight gradients later, such as a pipeline schedule."""
+    """Function that delays the weight gradient, for example for a zero-bubble pipeline schedule; None by default."""
 
     linear: LinearFunction | None
-    """Multiplies this rank's part in place of torch's product, such as in float8; for one device and 1d.
+    """Function that replaces torch's local matmul, for example by float8; for one device and mode 1d.
 
-    The collectives around it stay the same, except that nothing overlaps them. The function itself looks at the layer's
-    `weight_grad_hook`.
+    The layer's collectives do not change, but they do not overlap with the function. The function must call the layer's
+    `weight_grad_hook` itself.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class ParallelLinear(ParallelLayer):
 
 
 def block_rows(out_features: int, blocks: int | Sequence[int], unit: int, axes: Axes, grid: Grid) -> list[Rows]:
-    """The runs of a column layer's output features, each cut over `axes` in whole units.
+    """Return the runs of a column layer's output features. A unit is never split between ranks.
 
-    A block with fewer units than ranks, as the keys and values of few heads are, is cut over the leading axes alone and
-    copied over the rest. Its gradient is then partial over the rest.
+    A block with fewer units than ranks, such as keys and values of few heads, is sharded only over the leading axes and
+    replicated over the rest. Its gradient is partial over the axes that replicate it.
 
     Args:
-        out_features: Features of all blocks together.
+        out_features: Number of features of all blocks.
         blocks: Number or sizes of the blocks.
-        unit: Number of features that stay together on a rank.
-        axes: The axes over which the blocks are cut.
-        grid: This rank's place.
+        unit: Number of features that stay on one rank.
+        axes: Axes that shard the blocks.
+        grid: This rank's coordinates.
 
     Raises:
         ValueError: The sizes do not add up, or do not divide.

@@ -40,12 +40,12 @@ class ByPlace(Protocol):
 
 @dataclass(frozen=True)
 class EachExpert:
-    """An init rule for the packed weights of experts, [E, ...], of which it fills one at a time.
+    """Initialization rule for packed expert weights, [E, ...], which fills one expert at a time.
 
-    So a rank draws its own experts alone, and a rule that looks at the shape sees that of one expert.
+    A rank draws only its own experts, and a rule that depends on the shape receives the shape of one expert.
 
     Args:
-        init: Fills the weight of one expert, from a generator that is seeded by its number, too.
+        init: Rule for the weight of one expert. The expert's index is a part of its generator's seed.
     """
 
     init: Init
@@ -58,13 +58,14 @@ class EachExpert:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """A run of rows (dim 0) that is cut by itself, as q, k and v are in one fused weight.
+    """Run of rows (dim 0) that is sharded separately, such as q, k and v in one fused weight.
 
     Args:
-        length: Number of rows in the whole tensor.
-        axes: The axes over which they are cut.
-        padded: The length with padding, which divides; the padding is at the end, and no part of the tensor.
-        sum_over: Further axes over which the gradient of these rows is partial.
+        length: Number of rows in the full tensor.
+        axes: Axes that shard the rows.
+        padded: Length with padding at the end, which the ranks divide; None without padding. The padding is not a part
+            of the full tensor.
+        sum_over: Additional axes over which the gradient of these rows is partial.
     """
 
     length: int
@@ -76,14 +77,14 @@ class Rows:
 def make_parameter(
     rows: Sequence[Rows], others: Sequence[tuple[int, Axes]], grid: Grid, init: Init, sum_over: Axes = ()
 ) -> nn.Parameter:
-    """A parameter on the meta device that stands for this rank's part.
+    """Return a parameter on the meta device with this rank's shape, sharding metadata and initialization rule.
 
     Args:
-        rows: The runs of dim 0, in order.
-        others: The length of each further dim, and the axes over which it is cut; they divide it.
-        grid: This rank's place.
-        init: How the whole tensor is filled.
-        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
+        rows: Consecutive runs of dim 0.
+        others: Length of each further dim, with the axes that shard it and divide its length.
+        grid: This rank's coordinates.
+        init: Initialization rule of the full tensor.
+        sum_over: Axes over which the gradient is partial after backward. Axes of size 1 are ignored.
     """
     shape = (sum(run.length for run in rows), *(length for length, _ in others))
     counts = [(run.padded or run.length) // grid.size(run.axes) for run in rows]

@@ -1,4 +1,4 @@
-"""Sums of gradients that are still partial: parameters that are copied over ranks which see different tokens."""
+"""Reduction of partial gradients, of parameters that are replicated over ranks with different tokens or features."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""Experts of existing models: one module with packed parameters, whose rows travel to the ranks that have them.
+"""Expert parallelism for existing models, whose experts are one module with packed parameters.
 
-A look at such a module (`look`) says what it computes, how it is cut, and becomes its forward (`forward`); a list of
-experts, one module each, is packed first (`pack`).
+`pack` makes such a module from a list of experts; `look` converts it to this package's experts, `forward` replaces its
+forward, `routed` the forward of the block around it, and `balance` the loss of balance; `found` lists the modules.
 """
