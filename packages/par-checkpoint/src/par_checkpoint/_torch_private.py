@@ -16,48 +16,49 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo communicator of some ranks of the world, which find each other through its store by a name.
+    """Return a gloo communicator of some ranks of the world, which meet through the world's store under a name.
 
-    Two ranks connect when they first send each other something: a socket for every pair would be more than a process
-    may open, from a thousand ranks on. `send` and `recv` wait for that, on one of the two sides until the other one has
-    called something, for five times `timeout`, whatever the work's `wait` is told; and who gave up dies when the other
-    one comes after all. So does the thread of a collective, and the communicator's end waits for it.
+    Two ranks connect at their first message. `send` and `recv` wait for the connection up to five times `timeout`, even
+    if the `wait` of the work has a shorter one. If the other rank connects after that, the process that gave up aborts.
+    A collective connects in a thread of its own, and destroying the communicator waits for that thread.
 
-    Since torch 2.6. `dist.new_group` makes a communicator too, but has to be called by all ranks of the world.
+    Since torch 2.6. `dist.new_group` also creates a communicator, but all ranks of the world must call it.
 
     Args:
-        nonce: The name, the same on all these ranks and used by no other communicator.
-        rank: This rank's number among them.
-        size: The number of them.
-        timeout: How long collectives wait for one that does not answer, and a fifth of how long connecting does.
+        nonce: Name of the communicator, the same on all of its ranks and unique in the world.
+        rank: This rank's number in the communicator.
+        size: Number of ranks.
+        timeout: Maximum time that collectives wait for a rank; connecting waits five times as long.
     """
     store = dist.distributed_c10d.PrefixStore(nonce, dist.distributed_c10d._get_default_store())
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
+    # From about a thousand ranks on, one socket per pair of ranks exceeds the limit on open files of a process.
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
-    """Sets how long the collectives of a communicator that `gloo_among` has made wait for a rank.
+    """Set the timeout of the collectives of a communicator from `gloo_among`.
 
-    Since torch 2.5 or before. What is public sets it for groups that `torch.distributed` has registered.
+    Since torch 2.5 or before. The public function accepts only groups that `torch.distributed` has registered.
     """
     gloo._set_default_timeout(timeout)
 
 
 def store_of_world(prefix: str) -> Any:
-    """The store through which the ranks of the world have found each other, for keys that begin with a prefix.
+    """Return the store of the world's rendezvous, for keys that begin with a prefix.
 
-    Since torch 1.8. What is public makes a store of one's own, for which the ranks would have to agree on an address.
+    Since torch 1.8. The public classes create a new store, and the ranks would have to agree on its address.
     """
     return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
-    """The gloo communicator that a group has for the CPU, or None.
+    """Return the gloo communicator that a group has for the CPU, or None.
 
-    Since torch 2.0. No public call tells the backends of a group, and `dist.send` would take a group's usual one.
+    Since torch 2.0. No public call lists the backends of a group, and `dist.send` would use the group's default
+    backend.
     """
     if "cpu" not in {str(device) for device in group._device_types}:
         return None
@@ -66,67 +67,67 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 
 
 def all_gather_into(gloo: Any, every: torch.Tensor, mine: torch.Tensor, timeout: timedelta) -> None:
-    """Gathers equal numbers of bytes of all ranks into one tensor, and waits for it.
+    """Gather the same number of bytes from every rank into one tensor, and wait for the result.
 
-    Since torch 1.8. `dist.all_gather_into_tensor` takes groups that `torch.distributed` has registered, which the
-    private communicator of a save in the background is not.
+    Since torch 1.8. `dist.all_gather_into_tensor` accepts only groups that `torch.distributed` has registered. The
+    private communicator of a background save is not registered.
     """
     gloo._allgather_base(every, mine).wait(timeout)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor or a freed parameter keeps on this rank, or the tensor itself.
+    """Return the local tensor of a DTensor or of a freed parameter, or the tensor itself.
 
-    Since torch 2.0. `DTensor.to_local` makes a new tensor and a step of autograd each time.
+    Since torch 2.0. Each call of `DTensor.to_local` creates a new tensor and an autograd node.
     """
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part_of(local)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor's memory was changed, as autograd counts; a DTensor counts for itself.
+    """Return autograd's version counter of a tensor. A DTensor has a counter separate from its local tensor's.
 
-    Since torch 0.4. Nothing public tells it.
+    Since torch 0.4. No public call returns it.
     """
     return tensor._version
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict leaves out.
+    """Return the names of a module's own buffers that its state dict omits.
 
-    Since torch 1.6. A state dict tells it too, unless a hook changes its names.
+    Since torch 1.6. A state dict also shows it, unless a hook changes its names.
     """
     return module._non_persistent_buffers_set
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers by name, None where one was registered without a value; changing it changes the module.
+    """Return a module's own dict of buffers, with None for a buffer without a value. A change to it changes the module.
 
-    Since torch 0.1. `named_buffers` leaves out what another module has under another name.
+    Since torch 0.1. `named_buffers` omits a buffer that another module has under another name.
     """
     return module._buffers
 
 
 def pre_load_hooks(module: nn.Module) -> list[Callable[..., object]]:
-    """The hooks of a module that read a state dict before it is loaded.
+    """Return the hooks of a module that read a state dict before it is loaded.
 
-    Since torch 1.0. Nothing public lists them.
+    Since torch 1.0. No public call lists them.
     """
     return list(module._load_state_dict_pre_hooks.values())
 
 
 def post_load_hooks(module: nn.Module) -> list[Callable[..., object]]:
-    """The hooks of a module that torch calls when it is loaded.
+    """Return the hooks of a module that torch calls after it is loaded.
 
-    Since torch 1.13. Nothing public lists them.
+    Since torch 1.13. No public call lists them.
     """
     return list(module._load_state_dict_post_hooks.values())
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
-    """What hooks get that torch calls when a module is loaded.
+    """Return the argument of the hooks that torch calls after a module is loaded.
 
-    Since torch 1.1. Nothing public makes it.
+    Since torch 1.1. No public call creates it.
     """
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
@@ -138,24 +139,24 @@ def load_from_state_dict(
     metadata: dict[str, Any],
     wrong: tuple[list[str], list[str], list[str]],
 ) -> None:
-    """Loads a module's own values, and no other module's, as `load_state_dict` does for each module in turn.
+    """Load only a module's own values, as `load_state_dict` does for each module.
 
-    Since torch 0.4. What is public loads the modules in it, too.
+    Since torch 0.4. The public method also loads the submodules.
 
     Args:
         module: The module.
-        state: The values, by names that begin with `prefix`.
+        state: Values by name; names begin with `prefix`.
         prefix: The module's name and a dot.
-        metadata: What the state dict says of the module.
-        wrong: Takes names that are not there, names that nobody takes, and what else is wrong, in words.
+        metadata: The state dict's metadata of the module.
+        wrong: Lists that receive missing names, unexpected names and error texts.
     """
     module._load_from_state_dict(state, prefix, metadata, True, *wrong)
 
 
 def optimizer_state_hooks(optimizer: Optimizer) -> list[Callable[..., object]]:
-    """The hooks of an optimizer that torch calls in `state_dict`, before and after.
+    """Return the hooks that torch calls before and after an optimizer's `state_dict`.
 
-    Since torch 2.1. Nothing public lists them.
+    Since torch 2.1. No public call lists them.
     """
     hooks: Any = optimizer
     return [*hooks._optimizer_state_dict_pre_hooks.values(), *hooks._optimizer_state_dict_post_hooks.values()]

@@ -1,7 +1,7 @@
-"""The claims of ranks, which list the tensors that each rank holds, and the tensors of all ranks that result.
+"""The claims of ranks, which list the tensors that each rank holds, and their merge into the tensors of a checkpoint.
 
-Pure arithmetic. A tensor is known by its key, its section and its name there: "model:embed.weight". What a rank has of
-it are boxes, rectangles of the global tensor; several ranks that hold the same box are replicas.
+This is pure arithmetic. The key of a tensor consists of its section and its name: "model:embed.weight". A rank holds
+boxes of a tensor, which are rectangles of the global tensor. Ranks that hold the same box are replicas.
 """
 
 import itertools
@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 _AGAIN = "\0again "
-_CELLS = 1 << 20  # of a grid that is looked at as one; a finer grid is looked at slab by slab
-_UNITED = 1 << 13  # boxes, counted once for each holder, that are united at once
+_CELLS = 1 << 20  # number of grid cells that are checked at once; a finer grid is checked slab by slab
+_UNITED = 1 << 13  # number of boxes, counted once per holder, that are merged at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class LocalTensor:
         key: Section and name, such as "model:embed.weight" or "optimizer:embed.weight.exp_avg".
         dtype: The dtype on disk.
         sharding: The global shape, and the boxes of `local` that hold parts of it.
-        local: The local tensor, on any device; its dtype differs from the one on disk where a cast was asked for.
-        steady: The trainer's tensor, if it changes in an optimizer's steps alone; else None.
-        may_differ: Whether the replicas may differ, so that the one of the first rank is saved.
+        local: The local tensor, on any device. With a cast, its dtype differs from the dtype on disk.
+        steady: The trainer's tensor if only optimizer steps change it; else None.
+        may_differ: Whether the replicas may differ. The replica of the first rank is then saved.
     """
 
     key: str
@@ -58,26 +58,27 @@ class LocalTensor:
 
 
 def key_of(section: str, name: str) -> str:
-    """The key of a tensor, from its section and its name there."""
+    """Return the key of a tensor with a section and a name."""
     return f"{section}:{name}"
 
 
 def section_of(key: str) -> str:
-    """The section in a key: "model" or "optimizer"."""
+    """Return the section in a key: "model" or "optimizer"."""
     return key.partition(":")[0]
 
 
 def name_of(key: str) -> str:
-    """The tensor's name in a key."""
+    """Return the tensor's name in a key."""
     return key.partition(":")[2].partition(_AGAIN)[0]
 
 
 def with_unique_keys(entries: Iterable[LocalTensor]) -> Iterator[LocalTensor]:
-    """The entries, with other keys but the same names where several are filled from one tensor in the files.
+    """Yield the entries with unique keys, even if several entries are filled from one tensor in the files.
 
-    So it is with the head of a model that ties it to the embedding in the files and not in memory. And ranks that cast
-    what they load have keys for their own dtype: a replica of another dtype must not hand on rounded values.
+    For example, the files may tie a model's head to its embedding while the model in memory does not.
     """
+    # Ranks with the same key send each other the boxes that they have loaded. A rank that casts has a key of its own,
+    # because a replica of another dtype must not receive its rounded values.
     seen: Counter[str] = Counter()
     for entry in entries:
         seen[entry.key] += 1
@@ -88,16 +89,16 @@ def with_unique_keys(entries: Iterable[LocalTensor]) -> Iterator[LocalTensor]:
 
 @dataclass(frozen=True, eq=False)
 class ClaimTable:
-    """Key, dtype and global shape of tensors, as another rank has told them; decoded each time that one goes over them.
+    """Key, dtype and global shape of another rank's tensors, which each iteration decodes again.
 
     Args:
-        data: What `Claims.table` makes of them.
+        data: Bytes from `Claims.table`.
     """
 
     data: bytes
 
     def decoded(self) -> dict[str, Any]:
-        """What `Claims.table` made bytes of."""
+        """Return the table that `Claims.table` has encoded."""
         return cast("dict[str, Any]", json.loads(zlib.decompress(self.data)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
@@ -110,15 +111,14 @@ class ClaimTable:
 class Claims:
     """Tensors of one rank, or of several ranks that hold the same boxes.
 
-    Layers are cut alike, so one row speaks of a box of many tensors, whose places are evenly spaced in a list where
-    those of one shape follow each other: what a rank of 4,096 says of a model with thousands of tensors is some dozens
-    of rows.
+    Layers are usually sharded identically. So one row describes a box of many tensors, at evenly spaced places in a
+    list that is sorted by shape. A rank of 4,096 describes a model with thousands of tensors in a few dozen rows.
 
     Args:
         tensors: Key, dtype and global shape of each tensor.
-        rows: By number of dims d: an int64 tensor (rows, 3 + 2 d) of the first tensor's place, see `by_shape`, the step
-            from one tensor to the next, their count, and start and size of the box that the rank has of each of them.
-        may_differ: Keys of those tensors whose replicas may differ.
+        rows: One int64 tensor (rows, 3 + 2 d) for each number of dims d. A row contains the place of the first tensor
+            (see `by_shape`), the step to the next tensor, the number of tensors, and the start and size of their box.
+        may_differ: Keys of the tensors whose replicas may differ.
     """
 
     tensors: Tensors | ClaimTable
@@ -127,7 +127,7 @@ class Claims:
 
     @classmethod
     def of(cls, entries: Iterable[LocalTensor]) -> "Claims":
-        """The claims of a rank with these entries."""
+        """Return the claims of a rank with these entries."""
         tensors: list[tuple[str, torch.dtype, Shape]] = []
         boxes: list[tuple[int, Shape, Shape]] = []
         may_differ = []
@@ -142,12 +142,12 @@ class Claims:
     def of_boxes(
         cls, tensors: Tensors, boxes: Iterable[tuple[int, Shape, Shape]], may_differ: tuple[str, ...] = ()
     ) -> "Claims":
-        """The claims of a rank that has these boxes.
+        """Return the claims of a rank that holds these boxes.
 
         Args:
             tensors: Key, dtype and global shape of each tensor.
             boxes: Number of a tensor, and start and size of a box of it.
-            may_differ: Keys of those tensors whose replicas may differ.
+            may_differ: Keys of the tensors whose replicas may differ; default none.
         """
         places = dict(zip(by_shape(tensors), range(len(tensors)), strict=True))
         alike: dict[tuple[Shape, Shape], list[int]] = {}
@@ -161,7 +161,8 @@ class Claims:
         return cls(tensors=tensors, rows=as_tensors, may_differ=may_differ)
 
     def table(self) -> bytes:
-        """The tensors as bytes, equal for equal ones; most ranks have the same."""
+        """Return the tensors as bytes, which are equal for equal tensors."""
+        # Most ranks have the same table, so only one rank of each kind sends it.
         kinds = Counter((str(dtype).partition(".")[2], shape) for _, dtype, shape in self.tensors)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         table = {
@@ -173,13 +174,13 @@ class Claims:
         return zlib.compress(json.dumps(table).encode(), 1)
 
     def boxes(self) -> bytes:
-        """The rows as bytes, equal for equal ones."""
+        """Return the rows as bytes, which are equal for equal rows."""
         rows = sorted(self.rows.items())
         head = torch.tensor([len(rows)] + [n for dims, found in rows for n in (dims, len(found))], device="cpu")
         return zlib.compress(b"".join(bytes_of(part.contiguous()) for part in (head, *(found for _, found in rows))), 1)
 
     def with_boxes(self, boxes: bytes) -> "Claims":
-        """The claims of a rank with these tensors and the rows that `boxes` made bytes of."""
+        """Return the claims of a rank with these tensors and with the rows in bytes from `boxes`."""
         raw = torch.frombuffer(bytearray(zlib.decompress(boxes)), dtype=torch.int64)
         count = int(raw[0])
         at, rows = 1 + 2 * count, {}
@@ -191,13 +192,13 @@ class Claims:
 
     @classmethod
     def decode_table(cls, data: bytes) -> "Claims":
-        """The claims of a rank that has no box of the tensors that `table` made bytes of."""
+        """Return claims without boxes of the tensors in bytes from `table`."""
         table = ClaimTable(data)
         return cls(tensors=table, rows={}, may_differ=tuple(table.decoded()["may_differ"]))
 
 
 def by_shape(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> list[int]:
-    """The numbers of tensors, those of one shape together, and among them those of one slot of the optimizer."""
+    """Return the numbers of tensors, sorted by shape and then by slot of the optimizer."""
     shapes: dict[Shape, int] = {}
     kinds: dict[tuple[int, str], list[int]] = {}
     for number, (key, _, shape) in enumerate(tensors):
@@ -206,7 +207,7 @@ def by_shape(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> list[int]:
 
 
 def _progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Ascending numbers as first, step and count of evenly spaced ones."""
+    """Yield ascending numbers as evenly spaced progressions: first number, step and count."""
     begin = 0
     while begin < len(numbers):
         end = begin + 1
@@ -225,7 +226,7 @@ class Boxes:
         starts: int64 (boxes, dims), sorted by the first element in row-major order.
         sizes: int64 (boxes, dims).
         ranks: int64, the holders of all boxes, box by box.
-        first: int64 (boxes + 1), where the holders of each box begin in `ranks`, and where the last ones end.
+        first: int64 (boxes + 1), offset in `ranks` of each box's first holder, and the total number of holders.
     """
 
     starts: torch.Tensor
@@ -235,13 +236,13 @@ class Boxes:
 
     @cached_property
     def all_holders(self) -> int:
-        """Every rank that holds some box, as the bytes of a number: byte r is 1 if rank r does."""
+        """Ranks that hold a box, as an integer whose byte r is 1 if rank r holds one."""
         holds = torch.zeros(int(self.ranks.max()) + 1 if len(self.ranks) else 0, dtype=torch.uint8, device="cpu")
         holds[self.ranks] = 1
         return int.from_bytes(bytes_of(holds), "little")
 
     def holders(self, box: int) -> torch.Tensor:
-        """The ranks that hold a box, ascending."""
+        """Return the ranks that hold a box, ascending."""
         return self.ranks[self.first[box] : self.first[box + 1]]
 
     def __len__(self) -> int:
@@ -271,27 +272,26 @@ class GlobalTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor on disk."""
+        """Bytes of the full tensor on disk."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
-    """All claims put together, tensors in the order in which they first appear.
-
-    It looks at rows, not at boxes of tensors: those that are cut alike are united once.
+    """Merge all claims into the tensors of the checkpoint, in the order in which they first appear.
 
     Args:
-        claims: Ranks, and what each of them claims.
+        claims: Ranks, and the claims of these ranks.
 
     Raises:
-        ValueError: Ranks that give one name different dtypes or shapes.
+        ValueError: Two ranks claim one name with different dtypes or shapes.
     """
-    known: dict[str, int] = {}  # by key: number
-    kinds: list[tuple[torch.dtype, Shape]] = []  # by number
-    equal: dict[tuple[torch.dtype, Shape], tuple[torch.dtype, Shape]] = {}  # kinds, each once
-    said_by = array("q")  # by number: the rank that said so
-    tables: dict[int, int] = {}  # by identity of a table of tensors, which most ranks share: its number
-    numbers: list[torch.Tensor] = []  # by number of a table: the global numbers of its tensors, by place
+    # The work is done per row and not per box of a tensor, so identically sharded tensors are merged only once.
+    known: dict[str, int] = {}  # number of each tensor, by key
+    kinds: list[tuple[torch.dtype, Shape]] = []  # dtype and shape of each tensor, by number
+    equal: dict[tuple[torch.dtype, Shape], tuple[torch.dtype, Shape]] = {}  # one object for each kind, to save memory
+    said_by = array("q")  # the first rank that claims each tensor, by number
+    tables: dict[int, int] = {}  # number of each table of tensors, by its identity; most ranks share a table
+    numbers: list[torch.Tensor] = []  # global numbers of each table's tensors, by place
     for ranks, claim in claims:
         if id(claim.tensors) in tables:
             continue
@@ -330,7 +330,7 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
 
 @dataclass(frozen=True)
 class _Holders:
-    """The ranks of several claims in one int64 tensor, where those of each begin in it, and how many they are."""
+    """The ranks of several claims in one int64 tensor, and the offset and number of each claim's ranks."""
 
     ranks: torch.Tensor
     first: torch.Tensor
@@ -338,26 +338,28 @@ class _Holders:
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[int]]) -> "_Holders":
-        """The ranks of each of the claims, put together."""
+        """Concatenate the ranks of several claims."""
         count = torch.tensor([len(some) for some in ranks], dtype=torch.int64, device="cpu")
         flat = torch.tensor([rank for some in ranks for rank in some], dtype=torch.int64, device="cpu")
         return cls(flat, count.cumsum(0) - count, count)
 
 
 _Alike = tuple[tuple[int, ...], bool]
-"""What tensors have in common that have the same boxes: what is said of them, and whether their replicas may differ."""
+"""Statements about a tensor, and whether its replicas may differ. Tensors with the same value have the same boxes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Said:
-    """What all claims say of the tensors with some number of dims: statements, each of tensors that are cut alike.
+    """Statements of all claims about the tensors with one number of dims.
+
+    A statement describes the boxes of several identically sharded tensors.
 
     Args:
-        rows: int64 (rows, 2 dims), start and size of a box, one statement after the other.
-        sources: int64 (rows), which of the holders have each of them.
-        first: int64 (statements + 1), where the rows of each begin, and where the last ones end.
-        tensors: int64, the global numbers of the tensors of which each statement speaks, one after the other.
-        lengths: int64 (statements), how many these are.
+        rows: int64 (rows, 2 dims), start and size of each box, one statement after the other.
+        sources: int64 (rows), index in `holders` of the ranks that hold each box.
+        first: int64 (statements + 1), offset in `rows` of each statement, and the total number of rows.
+        tensors: int64, global numbers of each statement's tensors, one statement after the other.
+        lengths: int64 (statements), number of tensors of each statement.
         holders: The ranks of all claims.
     """
 
@@ -376,15 +378,16 @@ class _Said:
         numbers: Sequence[torch.Tensor],
         dims: int,
     ) -> "_Said":
-        """Puts together what is said of the tensors of so many dims.
+        """Collect the statements about the tensors with `dims` dims.
 
         Args:
-            claims: What is claimed.
-            tables: By identity of a table of tensors: its number.
-            numbers: By number of a table: the global numbers of its tensors, by place.
-            dims: The number of dims.
+            claims: Ranks, and the claims of these ranks.
+            tables: Number of each table of tensors, by its identity.
+            numbers: Global numbers of each table's tensors, by place.
+            dims: Number of dims.
         """
-        alike: dict[tuple[int, bytes], tuple[torch.Tensor, list[int]]] = {}  # ranks may differ elsewhere
+        # Ranks whose claims differ may still have equal rows for this number of dims. These rows are kept once.
+        alike: dict[tuple[int, bytes], tuple[torch.Tensor, list[int]]] = {}
         for ranks, claim in claims:
             if dims in claim.rows:
                 said = claim.rows[dims].contiguous()
@@ -411,11 +414,11 @@ class _Said:
         )
 
     def alike(self, tensors: Sequence[int], may_differ: set[int]) -> dict[_Alike, list[int]]:
-        """Tensors of which the same is said, by what that is: the numbers of the statements.
+        """Group the tensors that the same statements describe.
 
         Args:
-            tensors: Numbers of all tensors of so many dims, also of those without elements, of which nobody speaks.
-            may_differ: Numbers of those whose replicas may differ.
+            tensors: Numbers of all tensors with this number of dims, including tensors without elements.
+            may_differ: Numbers of the tensors whose replicas may differ.
         """
         order = self.tensors.argsort(stable=True)
         statements = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)[order].tolist()
@@ -428,12 +431,10 @@ class _Said:
 
 
 def _united(said: _Said, alike: Sequence[_Alike]) -> Iterator[Boxes]:
-    """For each of some kinds of tensors: its different boxes and their holders; equal boxes become one with several.
-
-    Many kinds are united at once, and what is equal in the end is the same object.
-    """
+    """Yield the distinct boxes and their holders for each kind of tensor. Equal results are the same object."""
     lengths = said.first.diff()
-    sizes = _begins(said.holders.count[said.sources])[said.first].diff().tolist()  # of each statement, with its holders
+    # Kinds are merged in batches: a batch saves tensor operations, and its size bounds the memory.
+    sizes = _begins(said.holders.count[said.sources])[said.first].diff().tolist()
     equal: dict[bytes, Boxes] = {}
     begin = 0
     while begin < len(alike):
@@ -454,14 +455,14 @@ def _united(said: _Said, alike: Sequence[_Alike]) -> Iterator[Boxes]:
 def _united_at_once(
     said: _Said, kinds: torch.Tensor, rows: torch.Tensor, only_first: torch.Tensor, equal: dict[bytes, Boxes]
 ) -> Iterator[Boxes]:
-    """The boxes of each kind of tensor.
+    """Yield the boxes of each kind of tensor.
 
     Args:
-        said: Claim about all of these tensors.
-        kinds: int64 (rows), of which kind of tensor each row speaks; they ascend.
-        rows: int64 (rows), numbers of what is said of them.
-        only_first: bool (kinds), whether the first holder of a box counts alone, as the others may have other values.
-        equal: By content: boxes that there are already; gets the new ones.
+        said: Statements about all of these tensors.
+        kinds: int64 (rows), kind of tensor that each row describes, ascending.
+        rows: int64 (rows), numbers of the rows in `said`.
+        only_first: bool (kinds), whether only the first holder of a box counts because the replicas may differ.
+        equal: Boxes by content, to which new boxes are added.
     """
     dims = said.rows.shape[1] // 2
     unique, which = _unique(torch.cat([kinds[:, None], said.rows[rows]], 1))
@@ -490,23 +491,21 @@ def _united_at_once(
 
 
 def _begins(counts: torch.Tensor) -> torch.Tensor:
-    """int64 (n + 1): where each of n parts begins that follow each other, and where the last one ends."""
+    """Return int64 (n + 1), the offsets of n consecutive parts and the end of the last part."""
     begins = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=begins[1:])
     return begins
 
 
 def _ranges(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The integers from each first one on, so many of them, one range after the other."""
-    begin = first - (count.cumsum(0) - count)  # of each range, less where it begins among all
+    """Return the concatenation of the ranges first .. first + count - 1."""
+    begin = first - (count.cumsum(0) - count)  # first number of each range, minus its offset in the result
     return begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu")
 
 
 def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different rows, sorted by the first column, then by the second one and so on, and which of them each row is.
-
-    `torch.unique` makes a tensor of every row.
-    """
+    """Return the distinct rows in lexicographic order, and the index of each given row among them."""
+    # `torch.unique(dim=0)` would create a tensor object for every row.
     order = torch.arange(len(rows), device="cpu")
     for column in range(rows.shape[1] - 1, -1, -1):
         order = order[rows[order, column].argsort(stable=True)]
@@ -519,12 +518,12 @@ def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_covered(tensors: Iterable[GlobalTensor]) -> None:
-    """Checks that every element of every tensor is held by some rank.
+    """Check that some rank holds every element of every tensor.
 
     Raises:
-        ValueError: Naming the tensors with gaps.
+        ValueError: A tensor has gaps. The message names such tensors.
     """
-    covered: dict[tuple[Shape, int], bool] = {}  # layers of one shape are cut alike, so most need no second look
+    covered: dict[tuple[Shape, int], bool] = {}  # layers of one shape usually share their boxes, and one check suffices
     gaps = []
     for tensor in tensors:
         boxes = tensor.boxes
@@ -542,7 +541,7 @@ def check_covered(tensors: Iterable[GlobalTensor]) -> None:
 
 
 def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) -> bool:
-    """Whether every element of a tensor lies in at least one of the boxes, of which there may be thousands.
+    """Return whether the boxes, of which there may be thousands, cover every element of a tensor.
 
     Args:
         shape: The tensor's shape.
@@ -561,19 +560,21 @@ def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) 
     last = ((starts + sizes - 1) * strides).sum(1)
     if not bool((last - first + 1 == sizes.prod(1)).all()):
         return _is_grid_covered(shape, starts, sizes)
-    order = first.argsort()  # each box is one run of elements: nothing may be left between two runs
+    # Each box is one run of elements. Sorted by their first element, the runs cover the tensor if no gap is between
+    # two.
+    order = first.argsort()
     first, reached = first[order], last[order].cummax(0).values
     return int(first[0]) == 0 and int(reached[-1]) == numel - 1 and bool((first[1:] <= reached[:-1] + 1).all())
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape, in elements."""
+    """Return the strides of a contiguous tensor of a given shape, in elements."""
     steps = list(itertools.accumulate(reversed(shape), operator.mul, initial=1))
     return tuple(reversed(steps[:-1]))
 
 
 def _is_grid_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) -> bool:
-    """Whether boxes of any form cover a tensor: their edges make a grid, each cell of which must lie in a box."""
+    """Return whether boxes of any form cover a tensor: some box must contain each cell of the grid of their edges."""
     stops = starts + sizes
     ends = torch.tensor([(0, n) for n in shape], device="cpu")
     edges = [torch.cat([starts[:, d], stops[:, d], ends[d]]).unique() for d in range(len(shape))]
@@ -587,7 +588,9 @@ def _is_grid_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Te
     low = [torch.searchsorted(edge, starts[:, d].contiguous()) for d, edge in enumerate(edges)]
     high = [torch.searchsorted(edge, stops[:, d].contiguous()) for d, edge in enumerate(edges)]
     count = torch.zeros([n + 1 for n in cells], dtype=torch.int32, device="cpu")
-    for corner in itertools.product((0, 1), repeat=len(shape)):  # +1 where a box begins, -1 where it has ended
+    # Each box adds +1 and -1 at its corners. The cumulative sum along every dim then counts the boxes over each cell,
+    # without a loop over the boxes.
+    for corner in itertools.product((0, 1), repeat=len(shape)):
         index = tuple(high[d] if end else low[d] for d, end in enumerate(corner))
         sign = torch.full((len(starts),), (-1) ** sum(corner), dtype=torch.int32, device="cpu")
         count.index_put_(index, sign, accumulate=True)

@@ -15,7 +15,7 @@ Two cases avoid messages and contention:
 
 Blocks are planned in runs of blocks that are mostly sharded identically. A rank decides once for a run, assigns its
 blocks to ranks by arithmetic, and lists the blocks in which it takes part. It computes the pieces of a block only when
-the block's turn has come, because the pieces of all blocks would not fit in memory.
+the block's turn has come, which bounds the memory of a plan.
 """
 
 from array import array

@@ -34,7 +34,7 @@ class OptimizerState:
         objects: Slots that are no tensors, by "<parameter>.<slot>"; and state of the optimizer as a whole, under keys
             without a dot.
         groups: Its param groups.
-        own: What its state dict has beside state and param groups, see `own_entries`.
+        own: Entries of its state dict other than state and param groups, see `own_entries`.
     """
 
     entries: list[LocalTensor] = field(default_factory=list)
@@ -45,14 +45,14 @@ class OptimizerState:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSlots:
-    """One tensor of an optimizer, and the named parameters that it holds parts of.
+    """One tensor of an optimizer, and the named parameters whose parts it contains.
 
     Args:
-        tensor: As it is in the param group.
-        segments: The names of those parameters, and their boxes in its local memory.
-        is_master: Whether it is the optimizer's own copy, and says what no parameter of the model says.
-        recorded: By those names, the names in the tensor's record.
-        apart: Whether its parameters may differ in what the optimizer keeps for each as a whole.
+        tensor: The tensor in the param group.
+        segments: Names of these parameters, and their boxes in the tensor's local memory.
+        is_master: Whether the tensor is the optimizer's own copy of parameters, and must be saved in addition to them.
+        recorded: Names in the tensor's sharding metadata, by the parameters' names in the files.
+        apart: Whether the scalar state of its parameters may differ.
     """
 
     tensor: torch.Tensor
@@ -62,11 +62,11 @@ class PackedSlots:
     apart: bool
 
     def of(self, names: Container[str]) -> "PackedSlots":
-        """The same tensor, with some of its parameters alone."""
+        """Return the same tensor with only some of its parameters."""
         return replace(self, segments=Segments(segment for segment in self.segments if segment.name in names))
 
     def scalars(self, state: Mapping[str, Any]) -> Mapping[str, Mapping[str, object]] | None:
-        """What the optimizer keeps for each parameter as a whole, by name; None: for all of them the same.
+        """Return the scalar state of each parameter by name, or None if all parameters of the tensor share it.
 
         Args:
             state: The state of the tensor.
@@ -80,9 +80,9 @@ class Naming:
     """The names of an optimizer's tensors.
 
     Args:
-        model: The model whose parameters they are; None: the optimizer's param groups have names themselves.
-        names: From a parameter's name to its name in the files.
-        layout: Hand-made records by name of a parameter.
+        model: The model that owns the parameters; None: the param groups contain the names.
+        names: Name in the files of each parameter, by its name in the model.
+        layout: Sharding metadata from the caller, by name of a parameter.
     """
 
     def __init__(self, model: Model | None, names: Mapping[str, str], layout: Mapping[str, Sharding]) -> None:
@@ -92,7 +92,7 @@ class Naming:
         self._names, self._layout = names, layout
 
     def groups(self, optimizer: Optimizer) -> Iterator[list[PackedSlots]]:
-        """For each param group, what its tensors hold.
+        """Yield the contents of the tensors of each param group.
 
         Raises:
             ValueError: A tensor without a name.
@@ -105,11 +105,9 @@ class Naming:
             ]
 
     def in_order(self, tensors: Iterable[PackedSlots]) -> tuple[str, ...]:
-        """The names of the parameters in a param group, each once.
-
-        torch matches the parameters of a saved group with those of another optimizer by their places alone. Flat
-        tensors have an order of their own, and a parameter may lie in several of them: then the model's order counts.
-        """
+        """Return the distinct names of the parameters in a param group, in order."""
+        # torch matches the parameters of a saved group with another optimizer's only by their positions. Flat tensors
+        # have an order of their own and may share a parameter, so the names follow the order of the model.
         tensors = list(tensors)
         names = dict.fromkeys(name for packed in tensors for name in packed.segments.names)
         if not any(attributes.SEGMENTS.is_on(packed.tensor) for packed in tensors):
@@ -156,10 +154,10 @@ class Naming:
 
 
 def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
-    """Reads what is to be saved of an optimizer; nothing is copied.
+    """Return the state of an optimizer that is saved, without copying tensors.
 
     Raises:
-        ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.
+        ValueError: A tensor has no name, a slot cannot be sharded like its parameter, or a key of the state is invalid.
     """
     found = OptimizerState(own=own_entries(optimizer))
     for key, value in cast("dict[object, object]", optimizer.state).items():
@@ -167,7 +165,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
             continue
         if not isinstance(key, str) or "." in key:
             raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
-        found.objects[key] = value  # of the optimizer as a whole, such as a count of steps
+        found.objects[key] = value  # state of the optimizer itself, such as a count of steps
     for group, tensors in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
         names = naming.in_order(tensors)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -188,7 +186,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
 
 
 def _note(found: OptimizerState, packed: PackedSlots, slots: Mapping[str, object]) -> None:
-    """Notes some slots of a tensor for each of its parameters.
+    """Add slots of a tensor to the state of each of its parameters.
 
     Raises:
         ValueError: A slot has an unknown name, or cannot be split.
@@ -205,7 +203,7 @@ def _note(found: OptimizerState, packed: PackedSlots, slots: Mapping[str, object
 
 
 def _cut(packed: PackedSlots, slot: str, value: torch.Tensor) -> Iterator[LocalTensor]:
-    """One slot of a tensor, cut into those of the parameters that the tensor holds parts of."""
+    """Yield one slot of a tensor, split into the slots of its parameters."""
     check_plain(f"{packed.segments.names[0]}.{slot}" if packed.segments.names else slot, value)
     local = local_of(value)
     for segment in packed.segments:
@@ -215,10 +213,10 @@ def _cut(packed: PackedSlots, slot: str, value: torch.Tensor) -> Iterator[LocalT
 
 
 def slot_sharding(packed: PackedSlots, segment: Segment, slot: str, value: torch.Tensor) -> Sharding:
-    """How a slot of one of the parameters in a tensor is cut.
+    """Return the sharding of a slot of one of the parameters in a tensor.
 
-    A slot of the tensor's own shape is cut like it, a scalar belongs to each of its parameters whole, and any other
-    shape makes sense only where the parameter is whole.
+    A slot with the tensor's shape is sharded like the tensor, and a scalar is replicated. A slot of another shape is
+    supported only if its parameter is unsharded.
     """
     if hasattr(value, "placements"):
         return sharding_of(value)
@@ -233,10 +231,11 @@ def slot_sharding(packed: PackedSlots, segment: Segment, slot: str, value: torch
 
 
 def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """What shows that a param group was saved by another kind of optimizer, in words; None if nothing does.
+    """Describe the sign that another kind of optimizer saved a param group, or return None without a sign.
 
-    Two kinds of optimizers each have numbers that the other lacks, as SGD has a momentum and Adam its betas. Flags say
-    nothing: they come with versions of torch. Nor do numbers that only one of the two has: schedulers leave some there.
+    Two kinds of optimizers each have numbers that the other kind lacks: SGD has a momentum, and Adam has betas. Flags
+    do not count, because versions of torch add some. Numbers on only one side do not count, because schedulers add
+    some.
 
     Args:
         optimizer: The optimizer to fill.
@@ -251,9 +250,9 @@ def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping
 
 
 def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | None:
-    """What shows that the slots of a tensor were saved by another kind of optimizer, in words; None if nothing does.
+    """Describe the sign that another kind of optimizer saved the slots of a tensor, or return None without a sign.
 
-    One side may have slots that the other lacks, if the other has none of its own: options such as amsgrad add some.
+    Slots on only one side do not count, because options such as amsgrad add some.
 
     Args:
         names: Names of the parameters in the tensor.
@@ -266,7 +265,7 @@ def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | N
 
 
 def _numbers(options: Mapping[str, object]) -> set[str]:
-    """The options of a param group that are set, and no flags."""
+    """Return the options of a param group that are set and are no flags."""
     return {key for key, value in options.items() if value is not None and not isinstance(value, bool)}
 
 
