@@ -18,7 +18,7 @@ _DISTRIBUTIONS = (
 
 
 def versions() -> dict[str, str]:
-    """The version of each of these packages that is imported, or else installed, on this rank."""
+    """Return the version of each of these packages that is imported, or else installed, on this rank."""
     found = {}
     for name in _DISTRIBUTIONS:
         imported = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
@@ -36,10 +36,12 @@ def _installed(name: str) -> str | None:
 
 
 def clash(by_rank: Sequence[Mapping[str, str]]) -> str | None:
-    """Says which ranks have different versions of a package; None if none have. Ranks without it do not count. Pure.
+    """Return an error message if ranks have different versions of a package, else None. Pure.
+
+    Ranks without the package do not count.
 
     Args:
-        by_rank: What each rank has.
+        by_rank: Versions by package, for each rank.
     """
     for name in _DISTRIBUTIONS:
         holders: dict[str, list[int]] = {}

@@ -63,19 +63,19 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
     def owns(self, rank: int, ranks: Container[int]) -> bool:
-        """Whether `rank` is the lowest of the box's copies among `ranks`.
+        """Return whether `rank` is the lowest of the box's copies among `ranks`.
 
-        Ownership is a question about a group: when the members of `ranks` each count what they own, every element
-        that the group covers is counted once.
+        Ownership depends on the group: if each member of `ranks` counts the elements that it owns, every element that
+        the group covers is counted once.
 
         Args:
-            rank: A global rank.
-            ranks: The global ranks that sum; in a set or a range each copy is looked up in O(1).
+            rank: Global rank.
+            ranks: Global ranks that sum; a set or a range needs O(1) per copy.
         """
         return rank == min((copy for copy in self.copies if copy in ranks), default=-1)
 
     def of(self, local: "torch.Tensor") -> "torch.Tensor":
-        """This box as a view of the local tensor, of shape `size`.
+        """Return this box as a view of the local tensor, of shape `size`.
 
         Raises:
             ValueError: The local tensor is too small, or not contiguous where the box is only a part of it.
@@ -128,25 +128,25 @@ class Sharding:
         return sum(box.numel for box in self.boxes)
 
     def owned(self, rank: int, ranks: Container[int]) -> int:
-        """The number of elements that `rank` counts when `ranks` sum. See `Box.owns`."""
+        """Return the number of elements that `rank` counts when `ranks` sum. See `Box.owns`."""
         return sum(box.numel for box in self.boxes if box.owns(rank, ranks))
 
 
 def part_of(tensor: "torch.Tensor") -> "torch.Tensor":
-    """This rank's part of a tensor that refuses to be read as if it were the part, such as a freed parameter of ZeRO.
+    """Return this rank's shard of a tensor that raises an error on a read, such as a freed parameter of ZeRO.
 
-    Any other tensor is returned as it is.
+    Any other tensor is returned unchanged.
     """
     part = PART.of(tensor)
     return tensor if part is None else part
 
 
 def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
-    """Attaches the record to a tensor. It stays with this tensor object: a copy or a view has none.
+    """Set the sharding metadata of a tensor. It belongs to this tensor object: a copy or a view has none.
 
     Args:
-        tensor: The local tensor.
-        sharding: How it is cut out of the global one.
+        tensor: Local tensor.
+        sharding: Sharding of the local tensor.
 
     Raises:
         ValueError: A box reaches beyond the local tensor, or two boxes hold more elements than it has.
@@ -160,12 +160,12 @@ def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
 
 
 def recorded_sharding(tensor: "torch.Tensor") -> Sharding | None:
-    """The record on a tensor, or None."""
+    """Return the sharding metadata of a tensor, or None."""
     return SHARDING.of(tensor)
 
 
 def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:
-    """The record of a tensor that is not cut.
+    """Return the sharding metadata of an unsharded tensor.
 
     Args:
         shape: The shape of the tensor.

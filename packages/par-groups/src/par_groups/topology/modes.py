@@ -121,14 +121,14 @@ def _one_d(
 
 @register_mode("2d")
 def _two_d(size: int) -> Split:
-    """A square of rows and columns, local rank = q * row + col (SUMMA; arXiv:2104.05343)."""
+    """Split into a square of rows and columns, local rank = q * row + col (SUMMA; arXiv:2104.05343)."""
     q = _root("2d", "q*q", size, 1, 2)
     return Split(axes=(("row", q), ("col", q)))
 
 
 @register_mode("2.5d")
 def _two_and_a_half_d(size: int, *, depth: int) -> Split:
-    """`depth` squares, depth outermost (arXiv:2105.14500)."""
+    """Split into `depth` squares, depth outermost (arXiv:2105.14500)."""
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"mode '2.5d': depth is {depth!r}, it must be a whole number of at least 1")
     q = _root("2.5d", f"q*q*depth with depth={depth}", size, depth, 2)
@@ -137,7 +137,7 @@ def _two_and_a_half_d(size: int, *, depth: int) -> Split:
 
 @register_mode("3d")
 def _three_d(size: int) -> Split:
-    """A cube, the weight axis fastest (arXiv:2105.14450)."""
+    """Split into a cube, the weight axis fastest (arXiv:2105.14450)."""
     q = _root("3d", "q*q*q", size, 1, 3)
     return Split(
         axes=(("output", q), ("input", q), ("weight", q)),
@@ -149,18 +149,19 @@ DEFAULT_MODES: Mapping[str, str] = {"sequence": "gather"}
 """The mode of an axis that has several ranks and names none."""
 
 CUTS = ("auto", "contiguous", "zigzag", "balanced")
-"""Ways to cut a sequence over ranks; "auto" takes the one that attention is fastest with."""
+"""Ways to split a sequence over ranks; "auto" takes the fastest way for the attention."""
 
 
 @register_mode("gather", axis="sequence")
 def _gather(size: int, *, cut: str = "auto", parts: int | None = None, keep: bool = False) -> Split:
-    """Each rank fetches the keys and values that its queries see, in one exchange.
+    """Gather, on each rank, the keys and values for its queries in one exchange.
 
     Args:
-        size: The number of ranks.
-        cut: How a sequence is cut over them, one of `CUTS`.
-        parts: How many parts keys and values travel in, by their heads; None leaves it to the attention.
-        keep: Whether they are kept until backward, which fetches them again otherwise.
+        size: Number of ranks.
+        cut: Way to split a sequence over the ranks, one of `CUTS`. Default: "auto".
+        parts: Number of parts, by heads, in which keys and values are sent. Default: chosen by the attention.
+        keep: Whether to save gathered keys and values until backward; otherwise backward gathers them again. Default:
+            False.
     """
     _check_cut("gather", cut)
     _check_fetching("gather", parts, keep)
@@ -169,11 +170,11 @@ def _gather(size: int, *, cut: str = "auto", parts: int | None = None, keep: boo
 
 @register_mode("ring", axis="sequence")
 def _ring(size: int, *, cut: str = "auto") -> Split:
-    """Keys and values travel around the ring of sequence ranks (arXiv:2310.01889).
+    """Send keys and values around the ring of sequence ranks (arXiv:2310.01889).
 
     Args:
-        size: The number of ranks.
-        cut: How a sequence is cut over them, one of `CUTS`.
+        size: Number of ranks.
+        cut: Way to split a sequence over the ranks, one of `CUTS`. Default: "auto".
     """
     _check_cut("ring", cut)
     return Split(declare=(*_over_tokens(size), *_around("sequence", size)))
@@ -181,11 +182,11 @@ def _ring(size: int, *, cut: str = "auto") -> Split:
 
 @register_mode("ulysses", axis="sequence")
 def _ulysses(size: int, *, cut: str = "auto") -> Split:
-    """Sequence and heads change places in an all-to-all (arXiv:2309.14509).
+    """Exchange sequence shards for head shards in an all-to-all (arXiv:2309.14509).
 
     Args:
-        size: The number of ranks.
-        cut: "auto" or "contiguous", which are the same: all ranks have the same work as it is.
+        size: Number of ranks.
+        cut: "auto" or "contiguous", which are equivalent: contiguous tokens already balance the ranks' work.
     """
     _check_cut("ulysses", cut)
     if cut not in {"auto", "contiguous"}:
@@ -200,16 +201,17 @@ def _ulysses(size: int, *, cut: str = "auto") -> Split:
 def _ulysses_inside(
     size: int, *, ulysses: int = 2, outer: str = "ring", cut: str = "auto", parts: int | None = None, keep: bool = False
 ) -> Split:
-    """Ulysses among neighbours, as those of one node, and a ring or fetching between such groups.
+    """Combine Ulysses among neighbours, such as the ranks of one node, with a ring or gather between such groups.
 
     Args:
-        size: The number of ranks.
-        ulysses: How many ranks exchange tokens for heads.
-        outer: Mode between these groups, "ring" or "gather".
-        cut: How a sequence is cut over the groups, one of `CUTS`; inside a group tokens are contiguous.
-        parts: How many parts keys and values travel in, by their heads, where the groups gather; None leaves it to
-            the attention.
-        keep: Whether the groups keep what they gather until backward.
+        size: Number of ranks.
+        ulysses: Number of ranks that exchange tokens for heads. Default: 2.
+        outer: Mode between these groups, "ring" or "gather". Default: "ring".
+        cut: Way to split a sequence over the groups, one of `CUTS`; inside a group, tokens are contiguous. Default:
+            "auto".
+        parts: Number of parts, by heads, in which keys and values are sent under "gather". Default: chosen by the
+            attention.
+        keep: Whether to save gathered keys and values until backward. Default: False.
     """
     _check_cut("2d", cut)
     if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
@@ -232,12 +234,12 @@ def _ulysses_inside(
 
 
 def _over_tokens(size: int) -> tuple[tuple[str, ...], ...]:
-    """The product of axes whose ranks have different tokens, over which gradients are averaged."""
+    """Return the product of axes whose ranks have different tokens; gradients are averaged over it."""
     return (("data", "sequence"),) if size > 1 else ()
 
 
 def _around(axis: str, size: int) -> tuple[Channels, ...]:
-    """The communicators of a ring: one for keys and values, one for their gradients, which go behind them."""
+    """Return the communicators of a ring: one for keys and values, one for their gradients, which follow them."""
     return (Channels(axis, 2),) if size > 1 else ()
 
 
@@ -254,7 +256,7 @@ def _check_fetching(mode: str, parts: object, keep: object) -> None:
 
 
 def _root(mode: str, rule: str, size: int, factor: int, power: int) -> int:
-    """The q of size = factor * q**power, or an error that names the sizes that would do."""
+    """Return the q of size = factor * q**power, or raise an error that names valid sizes."""
     q: int = round((size / factor) ** (1 / power))
     if factor * q**power == size:
         return q

@@ -240,7 +240,7 @@ class Topology:
         return sum(self._offset(name, coordinate) for name, coordinate in coords.items())
 
     def index(self, axes: Axes, rank: int) -> int:
-        """The position of `rank` in its group over `axes`; `group(axes, rank)[index(axes, rank)] == rank`."""
+        """Return the position of `rank` in its group over `axes`: `group(axes, rank)[index(axes, rank)] == rank`."""
         self._check_rank(rank)
         index = 0
         for axis in self._located(axes):
@@ -248,14 +248,14 @@ class Topology:
         return index
 
     def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in these axes alone, ascending; O(size of the group)."""
+        """Return the ranks that differ from `rank` only in these axes, ascending; O(size of the group)."""
         self._check_rank(rank)
         located = self._located(axes)
         first = rank - sum(rank // axis.stride % axis.size * axis.stride for axis in located)
         return _spread(first, located)
 
     def groups(self, axes: Axes) -> Iterator[tuple[int, ...]]:
-        """All groups over `axes`, one at a time, in the order of their first rank. They partition the world."""
+        """Yield all groups over `axes` in the order of their first rank. The groups partition the world."""
         leaves, home = self.leaves(axes), self._home((axes,) if isinstance(axes, str) else tuple(axes))
         across = [axis for name, axis in home._axes.items() if name not in leaves]
         located = self._located(axes)
@@ -336,7 +336,7 @@ class Topology:
     # As text and as a picture
 
     def to_json(self) -> str:
-        """A line of JSON that `from_json` reads; equal topologies give equal lines."""
+        """Return a line of JSON for `from_json`; equal topologies have equal lines."""
         record: dict[str, Any] = {"axes": [[name, axis.size] for name, axis in self._axes.items()]}
         if self._parts:
             record["products"] = {name: list(parts) for name, parts in sorted(self._parts.items())}
@@ -372,11 +372,11 @@ class Topology:
         return new
 
     def digest(self) -> int:
-        """63 bits that are equal on two ranks exactly if (to all practical purposes) their topologies are."""
+        """Return a hash of 63 bits, practically equal on two ranks only if their topologies are equal."""
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8]) >> 1
 
     def describe(self) -> str:
-        """A table that a person reads: every axis, its size, and one of its groups."""
+        """Return a readable table: every axis, its size, and one of its groups."""
         from .describe import describe  # noqa: PLC0415 - only those who ask for text pay for it
 
         return describe(self)
@@ -417,7 +417,7 @@ class Topology:
         return [*self._axes, *self._parts]
 
     def _home(self, names: tuple[str, ...]) -> "Topology":
-        """The factorisation that knows all of these names: this one, or one of the views."""
+        """Return the factorisation that contains all of these names: this topology, or one of the views."""
         for candidate in (self, *self._views.values()):
             if all(name in candidate._axes or name in candidate._parts for name in names):
                 return candidate
@@ -437,7 +437,7 @@ class Topology:
         return [home._axes[name] for name in self.leaves(axes)]
 
     def _offset(self, name: str, coordinate: int) -> int:
-        """How far from rank 0 a coordinate on an axis, or on a product of axes, lies."""
+        """Return the rank offset of a coordinate on an axis or on a product of axes."""
         size = self.size(name)
         if not 0 <= coordinate < size:
             raise ValueError(f"{name}={coordinate} is out of range: the axis has {size} coordinates, 0 to {size - 1}")
@@ -452,7 +452,7 @@ class Topology:
             raise ValueError(f"rank {rank} is out of range: the world has {self.world_size} ranks, counted from 0")
 
     def _like(self, base: "Topology") -> "Topology":
-        """A new topology with the axes of `base`, and everything else from this one."""
+        """Return a new topology with the axes of `base`, and all other attributes of this topology."""
         new = Topology.__new__(Topology)
         new._axes, new._parts = base._axes, self._parts
         new._views, new._modes = self._views, self._modes
@@ -489,7 +489,7 @@ def _checked_pairs(
 
 
 def _spread(first: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-    """The ranks reached from `first` by every combination of steps; ascending as axes come slowest first."""
+    """Return the ranks reached from `first` by every combination of steps; ascending if axes are slowest first."""
     ranks = [first]
     for axis in axes:
         ranks = [rank + step for rank in ranks for step in range(0, axis.size * axis.stride, axis.stride)]
