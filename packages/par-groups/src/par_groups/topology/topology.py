@@ -372,7 +372,7 @@ class Topology:
         return new
 
     def digest(self) -> int:
-        """Return a hash of 63 bits, practically equal on two ranks only if their topologies are equal."""
+        """Return a hash of 63 bits: equal topologies have equal hashes, and different ones practically never."""
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8]) >> 1
 
     def describe(self) -> str:
