@@ -338,7 +338,7 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
         config = json.loads((small / "config.json").read_text())
         (small / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
     dist.barrier()
-    refused(r"bad\.jsonl, line 3 has 3 under 'text'; give a text", with_data(path=str(tmp_path / "bad.jsonl")))
+    refused(r"bad\.jsonl, line 3 has 3 under 'text'; use a string", with_data(path=str(tmp_path / "bad.jsonl")))
     refused(r"empty\.jsonl' holds no document", with_data(path=str(tmp_path / "empty.jsonl")))
     refused(r"the chat template does not say", with_data(template=str(tmp_path / "plain.jinja")))
     refused(r"has 1 documents, of which", with_data(path=str(tmp_path / "one.txt"), format="text"))
