@@ -200,7 +200,8 @@ def row(case: Case, now: Figures, before: Figures | None) -> dict[str, object]:
 
 
 NOTE = """\
-What a training step waits for on 8 and 64 H100s, reckoned in virtual time: no figure here was measured on a GPU.
+This page predicts how long a training step waits for communication on 8 and 64 H100s. Read it to compare par with
+FSDP2, DDP and torch's pipelines. All times are simulated; no figure was measured on a GPU.
 
 ![The share of a step in which ranks wait: programs of these packages blue, torch's grey](../images/exposed.svg)
 
@@ -213,9 +214,12 @@ par-zero 1" and "x 8 by DDP": on 64 GPUs, par-layers' tensor ranks have a host e
 1; a stage of a pipeline has a host, whose eight ranks share data, or have a part of each layer where it says "of 1d
 tensor ranks". 71B stands where 16 bytes for each parameter fit into 80 GB.
 
-**Machine.** Eight GPUs a host; 400e12 operations and 2.5e12 bytes of memory a second; 370e9 bytes a second and 3 us a
-hop inside a host, 45e9 bytes a second for each GPU and 8 us between hosts. Rings; one that joins whole hosts has all
-their links. These are assumptions (`Links()` and `Compute()` of par-testing), not facts.
+**Machine.** These are assumptions (`Links()` and `Compute()` of par-testing):
+
+- 8 GPUs per host; each GPU computes 400e12 operations per second and reads 2.5e12 bytes per second;
+- inside a host: 370e9 bytes per second, 3 us per hop;
+- between hosts: 45e9 bytes per second and GPU, 8 us per hop;
+- collectives use rings, and a ring that joins full hosts uses all links between them.
 
 **Method.** Every program runs as its user would write it, on strict ranks (par-testing), whose clock adds what
 operators and messages would take: a step depends on the order in which ranks issue and wait, and on nothing else.
