@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from par_groups import agree, check_alike
+from par_groups import Axes, ProcessGroups, agree, check_alike
 
 from .tokens import Tokens
 
@@ -149,3 +149,22 @@ def in_autocast(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [x.to(dtype) if x.dtype in {torch.float32, torch.bfloat16, torch.float16} else x for x in tensors]
+
+
+def axes_of(
+    groups: ProcessGroups | None, axis: str, mode: str, options: Mapping[str, Any]
+) -> tuple[Axes, Axes | None, str]:
+    """Return the axes that exchange keys, the axes that exchange tokens for heads, and the mode of the key exchange."""
+    if groups is not None:
+        groups.size(axis)  # raises where there is no such axis
+    if mode == "ulysses":
+        return (), axis, "gather"
+    if mode != "2d":
+        return axis, None, mode
+    known = () if groups is None else groups.topology.leaves(axis)
+    if known != ("ring", "ulysses"):
+        raise ValueError(
+            f"mode '2d' needs the axes 'ring' and 'ulysses', but {axis!r} is {' x '.join(known) or 'one device'}; "
+            "name the mode in the topology: sequence=dict(size=..., mode='2d', ulysses=...)"
+        )
+    return "ring", "ulysses", options.get("outer", "ring")

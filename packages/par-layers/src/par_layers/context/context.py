@@ -12,7 +12,17 @@ from par_groups import Axes, ProcessGroups
 
 from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
-from .arguments import TARGETS, agree_on_batch, check_heads, in_autocast, next_tokens, own_tokens, row_size, token_dims
+from .arguments import (
+    TARGETS,
+    agree_on_batch,
+    axes_of,
+    check_heads,
+    in_autocast,
+    next_tokens,
+    own_tokens,
+    row_size,
+    token_dims,
+)
 from .balance import CAUSAL, CUTS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
 from .existing.decoders import check_decoder
@@ -96,7 +106,7 @@ class Context:
         self.ranks = 1 if groups is None else groups.size(axis)
         self.rank = 0 if groups is None else groups.rank(axis)
         self._groups = groups
-        self._outer, self._inner, self._between = _axes_of(groups, axis, self.mode, options)
+        self._outer, self._inner, self._between = axes_of(groups, axis, self.mode, options)
         if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
             raise ValueError(
                 f"cut is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; leave "
@@ -493,22 +503,3 @@ class Context:
                 "tokens.rows"
             )
         self.check_heads(q.shape[2])
-
-
-def _axes_of(
-    groups: ProcessGroups | None, axis: str, mode: str, options: Mapping[str, Any]
-) -> tuple[Axes, Axes | None, str]:
-    """Return the axes that exchange keys, the axes that exchange tokens for heads, and the mode of the key exchange."""
-    if groups is not None:
-        groups.size(axis)  # raises where there is no such axis
-    if mode == "ulysses":
-        return (), axis, "gather"
-    if mode != "2d":
-        return axis, None, mode
-    known = () if groups is None else groups.topology.leaves(axis)
-    if known != ("ring", "ulysses"):
-        raise ValueError(
-            f"mode '2d' needs the axes 'ring' and 'ulysses', but {axis!r} is {' x '.join(known) or 'one device'}; "
-            "name the mode in the topology: sequence=dict(size=..., mode='2d', ulysses=...)"
-        )
-    return "ring", "ulysses", options.get("outer", "ring")

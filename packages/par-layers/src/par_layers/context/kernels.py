@@ -100,18 +100,7 @@ class Kernel(Protocol):
         visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v.
-
-        Args:
-            gradient: Gradient of the output, [B, Q, H, D].
-            q: Queries [B, Q, H, D].
-            k: Keys [B, K, Hk, D].
-            v: Values [B, K, Hk, D].
-            out: Output of the full attention, [B, Q, H, D].
-            lse: Log-sum-exp of the full attention, [B, H, Q].
-            visible: Visible pairs of the piece.
-            scale: Factor of the scores of queries and keys.
-        """
+        """Return the gradients of q, k and v; `out` and `lse` are the results of the full attention over all pieces."""
         ...
 
 
