@@ -340,7 +340,7 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
     dist.barrier()
     refused(r"bad\.jsonl, line 3 has 3 under 'text'; use a string", with_data(path=str(tmp_path / "bad.jsonl")))
     refused(r"empty\.jsonl' has no document", with_data(path=str(tmp_path / "empty.jsonl")))
-    refused(r"the chat template does not say", with_data(template=str(tmp_path / "plain.jinja")))
+    refused(r"the chat template does not mark", with_data(template=str(tmp_path / "plain.jinja")))
     refused(r"has 1 documents, of which", with_data(path=str(tmp_path / "one.txt"), format="text"))
     refused(r"data\.context is 257, but .*tiny.* has 256 positions", with_data(context=257))
     many = replace(options, train=replace(options.train, batch_size=2000))
