@@ -467,13 +467,7 @@ class Context:
         return HeadShares(self._name(self._inner or ()), self._inner_ranks, rank, heads, key_heads)
 
     def _make_tensor(self, what: str, tokens: Tokens, device: torch.device | None) -> Tensor:
-        """Return an index array of `tokens` for this rank, as a tensor on a device.
-
-        Args:
-            what: Name of the array's method: "home", "index", "positions" or "following".
-            tokens: How the batch is split.
-            device: Device of the result.
-        """
+        """Return an index array of `tokens` (home, index, positions or following) for this rank, on a device."""
         array = tokens.home() if what == "home" else getattr(tokens, what)(self.rank)
         return torch.from_numpy(array).to(device)
 
