@@ -13,9 +13,7 @@ LOOP = """
 import sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from par_train import Run, Strategy
-
-from .policies_of import policies_of
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 
 if __name__ == "__main__":
     folder, method, own = sys.argv[1], sys.argv[2], sys.argv[3] == "own"
@@ -25,7 +23,8 @@ if __name__ == "__main__":
         data = TensorDataset(torch.ones(4096, 8))
         loader = DataLoader(data, 8, num_workers=2, multiprocessing_context=method, persistent_workers=True)
         batches = loader if own else strategy.initialize(loader)
-        with Run(folder, strategy, **policies_of(progress=False, diagnose=None)) as run:
+        quiet = {"logging": LoggingPolicy(progress=False), "monitoring": MonitoringPolicy(diagnose=None)}
+        with Run(folder, strategy, **quiet) as run:
             for (x,) in run.steps(batches, until=10**9):
                 strategy.backward(model(x).mean(), optimizer)
                 optimizer.step()
@@ -64,7 +63,10 @@ def test_signal_to_the_process_group_saves_with_workers(tmp_path, number, method
         start_new_session=True,
     )
     try:
-        said = [line for line in iter(process.stdout.readline, "READY\n") if line]
+        said = []
+        while (line := process.stdout.readline()) != "READY\n":
+            said.append(line)
+            assert line, said  # the program has ended
         time.sleep(0.3)
         os.killpg(process.pid, number)
         rest, _ = process.communicate(timeout=100)

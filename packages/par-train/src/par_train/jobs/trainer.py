@@ -116,7 +116,7 @@ class Trainer:
         self.parameters = count_parameters(self.model, device)
         if folder is None:
             # The byte GPT checks its sizes when it is called. One batch raises now, before the run replaces another.
-            self._loader.cut = None
+            self._loader.transform = None
             self.model.eval()  # in training mode, routers would count tokens
             try:
                 self._evaluate(np.resize(self._validation, self._share_size), self._share_size)
