@@ -207,9 +207,9 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
                 strategy.from_pretrained(tmp_path / "base", adapter=adapter)
         plain = strategy.initialize(strategy.from_pretrained(tmp_path / "base"))
         for plan in ("peft", "merged"):
-            with pytest.raises(ValueError, match=f"plan is '{plan}', but this LlamaForCausalLM has no adapters"):
+            with pytest.raises(ValueError, match=f"plan='{plan}': this LlamaForCausalLM has no adapters"):
                 strategy.save(plain, tmp_path / "out", plan=plan)
-        with pytest.raises(ValueError, match="plan is 'pickle'; it can be one of huggingface, torch, peft, merged"):
+        with pytest.raises(ValueError, match="plan='pickle': it must be one of huggingface, torch, peft, merged"):
             strategy.save(plain, tmp_path / "out", plan="pickle")
         config = transformers.LlamaConfig(**TEXT)
         write_base(tmp_path / "less", num_hidden_layers=1)
@@ -219,7 +219,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=r"less' does not fit its config: missing: model\.layers\.1\."):
             strategy.from_pretrained(tmp_path / "less", adapter=lora())
         adapted = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=lora()))
-        with pytest.raises(ValueError, match="has adapters, for which transformers' own folders have no place"):
+        with pytest.raises(ValueError, match="has adapters, for which transformers' folders have no place"):
             strategy.save(adapted, tmp_path / "out")
 
 

@@ -264,7 +264,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         with pytest.raises(TypeError, match="has no _pp_plan"):
             strategy.initialize(uncut)
         routed = make_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
-        with pytest.raises(ValueError, match="adds a loss of its routers, from all layers"):
+        with pytest.raises(ValueError, match="adds a loss of the routers of all layers"):
             strategy.initialize(routed)
 
 
@@ -405,6 +405,8 @@ def test_adapters_alone_are_trained(tmp_path):
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, tensor in whole.merge_and_unload().state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=TOLERANCE)
-    refusal = pytest.raises(ValueError, match=r"for a model with adapters, Strategy\.from_pretrained\(adapter=\.\.\.\)")
+    refusal = pytest.raises(
+        ValueError, match=r"for a model with adapters, use Strategy\.from_pretrained\(adapter=\.\.\.\)"
+    )
     with Strategy(parallel={"pipeline": 2}) as strategy, refusal:
         strategy.initialize(adapted())

@@ -132,7 +132,7 @@ def test_precisions_and_what_is_refused(tmp_path):
     for options, precision, words in (
         ({}, "64-true", "with a ParStrategy it can be one of 32-true"),
         ({"precision": "fp8"}, "bf16-true", "give one"),
-        ({"zero": 3}, "bf16-mixed", "use precision 'bf16'"),
+        ({"zero": 3}, "bf16-mixed", "use precision='bf16'"),
     ):
         refused = fabric_of.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=ParStrategy(**options))
         with pytest.raises(ValueError, match=words):

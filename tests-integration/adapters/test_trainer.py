@@ -218,7 +218,7 @@ REFUSED = {
     "batch": ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size; Strategy.plan"),
     "clip": ({}, {"clip_norm": 1.0}, "TrainingArguments(max_grad_norm=...) says it"),
     "precision": ({"bf16": True}, {"precision": "bf16"}, "both say how to compute; give one"),
-    "stage 3": ({"bf16": True}, {"zero": 3}, "use precision 'bf16', whose weights are gathered in 16 bits"),
+    "stage 3": ({"bf16": True}, {"zero": 3}, "use precision='bf16', which gathers weights in 16 bits"),
     "again": ({"activation_checkpointing": True}, {"recompute": "layers"}, "both compute again; give one"),
     "smoothing": (
         {"label_smoothing_factor": 0.1},

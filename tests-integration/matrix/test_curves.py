@@ -47,5 +47,5 @@ def test_a_configuration_follows_one_process(case, precision, extent, device, ex
 def test_stage_3_of_zero_is_refused_where_a_schedule_wants_freed_weights_again(device):
     for name in SCHEDULES:
         if 3 not in zero_stages(name):
-            with pytest.raises(ValueError, match=f"zero is 3.*{name}.*use zero 2"):
+            with pytest.raises(ValueError, match=f"zero=3 with schedule='{name}': .*use zero=2"):
                 strategy_of(case(pipeline=name, zero=3), "fp32", device)

@@ -115,12 +115,12 @@ MISTAKES = {
     "others' masters that are not fp32": (
         lambda: foreign(torch.bfloat16, torch.bfloat16),
         ValueError,
-        "dtype torch.bfloat16 that are not the module's .* MixedPrecision\(param_dtype=torch.bfloat16",
+        r"dtype torch.bfloat16 that are not the module's .*MixedPrecision\(param_dtype=torch.bfloat16",
     ),
     "others' masters of fp32 weights": (
         lambda: foreign(torch.float32, torch.float32),
         ValueError,
-        "'weight' has dtype torch.float32, .* shard with precision=MixedPrecision\(param_dtype=torch.bfloat16",
+        r"'weight' has dtype torch.float32, .* shard with precision=MixedPrecision\(param_dtype=torch.bfloat16",
     ),
     "others' gradients": (
         lambda: {**foreign(torch.float32, torch.bfloat16), "masters": MasterWeights(accumulate=True)},
