@@ -203,16 +203,28 @@ NOTE = """\
 This page predicts how long a training step waits for communication on 8 and 64 H100s. Read it to compare par with
 FSDP2, DDP and torch's pipelines. All times are simulated; no figure was measured on a GPU.
 
-![The share of a step in which ranks wait: programs of these packages blue, torch's grey](../images/exposed.svg)
+![The fraction of a step in which ranks wait: programs of par in blue, programs of torch in grey](../images/exposed.svg)
 
-**Programs.** Decoders of GPT-3's shape: 7B is 32 blocks of width 4,096 with 32 heads (6.9e9 parameters), 71B is 88
-blocks of width 8,192 with 64 heads (71.7e9); vocabulary 51,200. A microbatch is one sequence of 4,096 tokens, and
-nothing is recomputed. par-zero and FSDP2 have one microbatch on each GPU, compute in bf16 and keep fp32 in the
-optimizer; a bucket of par-zero has 100 MB. par-layers has one for eight GPUs, mode 1d with sequence parallelism, and
-pipelines have 16 in eight stages, or in sixteen where they are interleaved; both are in bf16 throughout. "x 8 by
-par-zero 1" and "x 8 by DDP": on 64 GPUs, par-layers' tensor ranks have a host each, and eight hosts share data by stage
-1; a stage of a pipeline has a host, whose eight ranks share data, or have a part of each layer where it says "of 1d
-tensor ranks". 71B stands where 16 bytes for each parameter fit into 80 GB.
+**Models.** The models are decoders of GPT-3's shape with a vocabulary of 51,200. A microbatch is one sequence of 4,096
+tokens, and nothing is recomputed.
+
+- 7B has 32 blocks of width 4,096 with 32 heads (6.9e9 parameters).
+- 71B has 88 blocks of width 8,192 with 64 heads (71.7e9 parameters). It has no rows on 8 GPUs, because 16 bytes per
+  parameter do not fit into 8 x 80 GB.
+
+**Programs.**
+
+- par-zero and FSDP2 have one microbatch per GPU. They compute in bf16, and the optimizer stores fp32. A bucket of
+  par-zero has 100 MB.
+- par-layers has one microbatch per eight GPUs, in mode 1d with sequence parallelism, and uses bf16 only.
+- Pipelines have 16 microbatches in 8 stages, or in 16 stages if the stages are interleaved, and use bf16 only.
+
+On 64 GPUs two kinds of parallelism are combined:
+
+- par-layers: the eight tensor-parallel ranks of a group are on one host. The eight hosts are data-parallel, with
+  par-zero at stage 1 ("x 8 by par-zero 1").
+- Pipelines: each host runs one stage of the pipeline. Its eight ranks are data-parallel ("x 8 by par-zero 1", "x 8 by
+  DDP") or tensor-parallel ("of 1d tensor ranks").
 
 **Machine.** These are assumptions (`Links()` and `Compute()` of par-testing):
 
@@ -221,34 +233,49 @@ tensor ranks". 71B stands where 16 bytes for each parameter fit into 80 GB.
 - between hosts: 45e9 bytes per second and GPU, 8 us per hop;
 - collectives use rings, and a ring that joins full hosts uses all links between them.
 
-**Method.** Every program runs as its user would write it, on strict ranks (par-testing), whose clock adds what
-operators and messages would take: a step depends on the order in which ranks issue and wait, and on nothing else.
-Width, features of a head, vocabulary and tokens are 1/64 of what they stand for and the machine is as much slower, so
-that every operator and message takes as long as at full size; an earlier par-zero 1, for 7B on 8 GPUs, took 570 ms at
-1/64 and at 1/32, of which it waited 33.1 and 32.8. Ranks that do the same have one process, which a test compares
-with one process each; so a pipeline on 64 GPUs has eight processes, each for the eight ranks of a host. The last of
-four steps is read, of pipelines the second, or the third where they share data. "Computes" is the mean over the
-processes, "waits" the rest of a step, with a pipeline's bubble, which is 30 % of a step of 16 microbatches, less where
-stages are interleaved or weight gradients fill it, and more as the last stage has the logits, too.
+**Method.** Every program is written as its user would write it. It runs on the strict ranks of par-testing. Their clock
+adds the time that each operator and each message would take on this machine. So the time of a step depends only on the
+order in which the ranks issue operations and wait for them.
 
-**The others' order.** FSDP2 orders its work by streams and events. On a CPU torch has them, too, but they do nothing,
-and FSDP2 waits at once; here they have times (`virtual_streams`), so this is the order that FSDP2 itself gives. Its
-streams do not slow each other down. torch.distributed.pipelining runs as it is: it issues and waits alike on every
-device. On 64 GPUs interleaved stages are left out, which take long to reckon; under torch's zero bubble DDP would not
-reduce. par-pipeline's headers go over gloo, as ever, and take no time. It hides nearly all transfers, as torch does:
-they take 0.1 ms inside a host and 0.8 between hosts, beside a forward of 19. Where they take up to half a forward,
-par-pipeline stays within 1 % of its simulator, which has each begin when its sender is done; a test says so. par-zero
-takes its way for a CPU; on GPUs it has no more than two reductions under way at stages 2 and 3, and its computation
-waits for the older of them before a third: made to do so here, stage 2 of 7B waits 2.3 ms on 8 GPUs and 3.3 on 64.
+- **Scale:** width, features per head, vocabulary and tokens are 1/64 of the full size. The simulated machine is slower
+  to match, so every operator and every message takes as long as at full size. As a check, an earlier version of
+  par-zero 1 ran for 7B on 8 GPUs at 1/64 and at 1/32. Both steps took 570 ms, and waited 33.1 ms and 32.8 ms.
+- **Processes:** ranks that do identical work share one process. A test compares this with one process per rank. A
+  pipeline on 64 GPUs has eight processes, one for each host.
+- **Steps:** the table shows the last of four steps. For pipelines it shows the second step, or the third step if ranks
+  are data-parallel.
+- **Columns:** "computes" is the mean over the processes. "waits" is the rest of the step, including the bubble of a
+  pipeline. The bubble is 30 % of a step with 16 microbatches and eight equal stages. Interleaved stages or weight
+  gradients make the bubble smaller. The logits make the bubble larger, because only the last stage computes them.
 
-**Limits.** Hosts are infinitely fast: no kernel launches, no Python, no allocator. Operators run at a perfect
-roofline of operations or memory. No congestion, no kernels of communication that take processors from those of
-computation, no slow rank. All this takes time on GPUs, and some of it would hide more of what is exposed here.
-Attention counts the masked half, as torch's counter does. Compare programs, not milliseconds with those of your
-machine.
+**Order of operations.**
 
-"Before" is what commit 748ae1f waits, through the same clock. Its pipelines make their communicators themselves, so
-no clock sees them, and they have no figure."""
+- FSDP2 orders its work by streams and events. On a CPU torch's streams and events do nothing, and FSDP2 waits at once.
+  Here `virtual_streams` gives them times, so FSDP2 keeps its own order. Its streams do not slow each other down.
+- torch.distributed.pipelining runs unchanged, because it issues and waits identically on every device.
+- On 64 GPUs the interleaved schedules are left out. Their simulation takes long, and DDP would not reduce gradients
+  under torch's interleaved zero bubble schedule.
+- par-pipeline sends the headers of its messages over gloo, also on GPUs. Headers take no time here.
+- par-pipeline and torch hide nearly all transfers. A transfer takes 0.1 ms inside a host and 0.8 ms between hosts; a
+  forward takes 19 ms. A test uses transfers that take up to half a forward. With these transfers, a step stays within
+  1 % of par-pipeline's simulator, in which each transfer begins when its sender has finished.
+- par-zero runs its code path for CPUs. On GPUs it has at most two reductions in flight at stages 2 and 3: computation
+  waits for the older reduction before a third one begins. With this limit, stage 2 of 7B waits 2.3 ms on 8 GPUs and
+  3.3 ms on 64 GPUs in the simulation.
+
+**Limits.** The simulation leaves out these effects. All of them take time on GPUs, and some of them would hide more of
+the communication that is exposed here:
+
+- Hosts are infinitely fast: kernel launches, Python and the allocator take no time.
+- Operators run at a perfect roofline, which is limited by operations or by memory bandwidth.
+- The network has no congestion, and no rank is slow.
+- Communication kernels take no processors from computation.
+
+Attention counts the masked half, as torch's FLOP counter does. Compare the programs with each other. Do not compare the
+milliseconds with a measurement on your machine.
+
+"before" is the time that commit 748ae1f waits, by the same clock. Pipelines have no value, because that commit's
+pipelines make their own communicators, which the clock does not see."""
 
 
 if __name__ == "__main__":
