@@ -52,8 +52,10 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     note = (
-        f"KiB that one rank saves for backward, parameters left out; {BATCH} x {LENGTH} tokens of width {WIDTH}, "
-        f"{HEADS} heads, fp32. 64 ranks are 8 x 8 in 2d, 4 x 4 x 4 in 3d."
+        "This page lists the activations that autograd saves on one rank, in KiB, for each tensor-parallel mode\n"
+        "(lower is better). Parameters are not counted. `h` is the width of the model, and a block is a transformer\n"
+        f"block.\n\nThe batch has {BATCH} sequences of {LENGTH} tokens, with width {WIDTH} and {HEADS} heads, in\n"
+        "fp32. 64 ranks form a grid of 8 x 8 in mode 2d, and of 4 x 4 x 4 in modes 2.5d and 3d."
     )
     write("layer_memory", "Memory of activations by mode", rows, note)
 
