@@ -68,7 +68,7 @@ def write_page(name: str, title: str, lines: Sequence[str], results: Mapping[str
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.get_device_name()}"
-    end = f"Measured with {machine}. `nox -s bench -- {name}` measures anew."
+    end = f"Measured with {machine}. `nox -s bench -- {name}` reruns the benchmark."
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.md").write_text("\n".join([f"# {title}", "", *lines, "", end, ""]))
     (FOLDER / f"{name}.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
