@@ -342,7 +342,7 @@ class Gatherer:
         self._end_evaluation(output)
 
     def _end_evaluation(self, output: Any) -> None:
-        """Frees what no backward pass will free: after a forward without gradients, or of a frozen module."""
+        """Free gathered parameters after a forward without a backward: without gradients, or of a frozen module."""
         if self._units[0].running:  # as is so of all calls but the root's own
             return
         if self._is_outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):

@@ -288,8 +288,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def default_store() -> Any:
-    """The store of key and value pairs through which the ranks of the default process group have met.
+    """Return the key-value store of the default process group's rendezvous.
 
-    `_get_default_store` is there since torch 1.8. torch gives its users no other way to that store.
+    `_get_default_store` exists since torch 1.8. torch has no public function that returns this store.
     """
     return dist.distributed_c10d._get_default_store()

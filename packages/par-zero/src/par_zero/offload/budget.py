@@ -71,11 +71,11 @@ class Tally:
         self.units = units_at_once(whole_bytes(plans, options)) if stage.shards_parameters else {}
 
     def count(self, held: Held, offload: Offload) -> Counted:
-        """Bytes by tier and kind.
+        """Return the bytes of this rank at the peak of a step, by tier and kind.
 
         Args:
-            held: What the rank's optimizers hold of the chunks.
-            offload: Which part goes where.
+            held: Slices of the chunks that this rank's optimizers update.
+            offload: Tier of each kind of state.
         """
         laid = lay_out(self._plans, held, self._slots, offload, self._options)
         found = {tier: dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0) for tier in TIERS}

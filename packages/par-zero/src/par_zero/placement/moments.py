@@ -49,10 +49,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The moments of a step, in their order; what comes after the last is the first of the next step.
+    """The moments of a step, in their order. A trace is cyclic: the next step begins with the first moment again.
 
     Args:
-        moments: The moments. Passes in which gradients add up, and evaluations, are of the step that follows them.
+        moments: The moments. Passes that accumulate gradients, and evaluations, belong to the step after them.
     """
 
     moments: tuple[Moment, ...]
