@@ -215,7 +215,7 @@ class _Checked(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The byte that is read next."""
+        """Return the offset of the byte that is read next."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -350,12 +350,12 @@ _Alike = tuple[tuple[int, ...], bool]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Said:
-    """Statements of all claims about the tensors with one number of dims.
+    """The contents of all claims about the tensors with a given number of dims, as a list of statements.
 
-    A statement describes the boxes of several identically sharded tensors.
+    A statement describes the boxes of several identically sharded tensors. A box is a rectangular part of a tensor.
 
     Args:
-        rows: int64 (rows, 2 dims), start and size of each box, one statement after the other.
+        rows: int64 (rows, 2 * dims), start and size of each box, one statement after the other.
         sources: int64 (rows), index in `holders` of the ranks that hold each box.
         first: int64 (statements + 1), offset in `rows` of each statement, and the total number of rows.
         tensors: int64, global numbers of each statement's tensors, one statement after the other.

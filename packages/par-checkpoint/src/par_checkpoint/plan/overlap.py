@@ -40,7 +40,7 @@ class Cut:
         self._recent: dict[tuple[int, int], Stretch] = {}
 
     def within(self, start: int, stop: int) -> "Stretch":
-        """The boxes that reach into the row-major elements start .. stop - 1."""
+        """Return the boxes that overlap the row-major elements from `start` to `stop` - 1."""
         found = self._recent.get((start, stop))
         if found is None:
             low, high = 0, 1
@@ -211,7 +211,7 @@ class BoxIndex:
         self._holders: dict[int, list[int]] = {}
 
     def within(self, start: int, stop: int) -> "BoxOverlap":
-        """The boxes that reach into the row-major elements start .. stop - 1."""
+        """Return the boxes that overlap the row-major elements from `start` to `stop` - 1."""
         return BoxOverlap(self, self.cut.within(start, stop))
 
     def held_by(self, rank: int) -> frozenset[int]:
@@ -292,7 +292,7 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
 
 
 def _runs(start: Shape, size: Shape, shape: Shape, strides: Shape) -> Iterator[tuple[int, int]]:
-    """The runs of row-major elements of a rectangle: first and count."""
+    """Yield the contiguous row-major runs of a rectangle, each as the index of its first element and its length."""
     dim, count = len(shape), 1  # dims from `dim` on are one run of elements; those before are gone through one by one
     while dim and (dim == len(shape) or size[dim] == shape[dim]):
         dim -= 1
