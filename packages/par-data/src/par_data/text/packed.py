@@ -118,10 +118,12 @@ class EpochSized(Protocol):
 
 
 class SequenceSampler(Sampler[tuple[int, int]]):
-    """The indices (epoch, number) of an epoch, in order. It has no length, because epochs differ in length.
+    """A sampler of all samples of an epoch, in order. It yields indices (epoch, number of the sample).
+
+    The sampler has no length, because epochs differ in their number of samples.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset. Its `count(epoch)` is the number of samples in an epoch.
     """
 
     def __init__(self, dataset: EpochSized) -> None:
