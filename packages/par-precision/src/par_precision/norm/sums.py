@@ -32,7 +32,7 @@ def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device)
 
 
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The largest |x|, as an fp64 scalar. A NaN counts as infinity: not every backend's MAX passes one on."""
+    """Return the largest |x| as an fp64 scalar. A NaN counts as infinity, because some backends' MAX drops NaNs."""
     maxima = _stacked(_norms([tensor for tensor in tensors if tensor.numel()], math.inf), device)
     return torch.nan_to_num(maxima, nan=math.inf, posinf=math.inf).amax() if maxima.numel() else maxima.sum()
 

@@ -126,10 +126,10 @@ class DynamicScale:
 
     @classmethod
     def torch(cls, **settings: Unpack[ScaleSettings]) -> "DynamicScale":
-        """Return a scale like torch.amp.GradScaler's, whose only bounds are those of fp32.
+        """Return a scale that behaves like torch.amp.GradScaler. Its only bounds are 2**-126 and 2**127, as in fp32.
 
         Args:
-            settings: Settings of `DynamicScale` in place of GradScaler's defaults.
+            settings: Settings of `DynamicScale` that replace GradScaler's defaults.
         """
         defaults: ScaleSettings = {"min": SMALLEST, "max": LARGEST}
         return cls(**(defaults | settings))
