@@ -39,17 +39,17 @@ MARGIN = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RankPrediction:
-    """Prediction of a step for one pipeline rank; without a pipeline, for every rank.
+    """Prediction of a step for one pipeline rank. Without a pipeline, it holds for every rank.
 
     Args:
-        place: "first", "middle" or "last".
-        parameters: Number of elements in its parameters.
-        memory: Bytes of its memory.
+        place: Position of the rank in the pipeline: "first", "middle" or "last".
+        parameters: Number of elements in the rank's parameters.
+        memory: Bytes of memory that the rank needs.
         transfers: Traffic that the rank receives, by axis.
-        seconds: Seconds of a step by the names in `TERMS`.
-        numbers: The ranks of the pipeline that it stands for.
+        seconds: Seconds of each part of a step, by the names in `TERMS`.
+        numbers: Numbers of the pipeline ranks for which this prediction holds.
         sources: State that can be offloaded: the optimizer's state, and at stage 3 parameters.
-        experts: Cost of its layers of experts; None without experts.
+        experts: Cost of the rank's layers of experts. None: the model has no experts.
     """
 
     place: str

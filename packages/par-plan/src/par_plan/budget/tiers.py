@@ -81,13 +81,13 @@ class TierFractions:
 
 
 class TooSmallError(ValueError):
-    """A tier is too small.
+    """A memory tier is too small for the state that it must store.
 
     Args:
         tier: Name of the tier: "device", or the last configured tier if offloaded state does not fit.
-        missing: Bytes that it lacks.
+        missing: Bytes by which the tier is too small.
         text: The message.
-        parts: Bytes needed on that tier, by name of a source.
+        parts: Bytes that the tier must store, by name, such as "gradients".
     """
 
     def __init__(self, tier: str, missing: float, text: str, parts: Mapping[str, float] | None = None) -> None:

@@ -33,11 +33,11 @@ class ExpertWork:
     """Cost of layers of experts on the rank that receives most tokens.
 
     Args:
-        imbalance: Its rows, relative to the mean.
-        layers: Number of these layers.
-        flops: Floating-point operations of one of them, with router and shared experts, for a microbatch.
-        kept: Bytes that one of them keeps of a microbatch.
-        host_syncs: How often the host waits for numbers of rows in a step.
+        imbalance: Number of tokens that this rank receives, divided by the mean over the ranks.
+        layers: Number of layers of experts on the rank.
+        flops: Floating-point operations of one layer for a microbatch, including router and shared experts.
+        kept: Bytes that one layer saves for backward of a microbatch.
+        host_syncs: Number of times per step that the host waits for token counts from the device.
     """
 
     imbalance: float

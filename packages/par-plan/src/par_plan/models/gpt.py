@@ -76,7 +76,7 @@ class GPTPlan:
         return {"heads": "model.heads", "layers": "model.layers", "context": "model.context"}
 
     def describe(self) -> str:
-        """Return the model's line in a report."""
+        """Return the model's sizes as one line of text for the report."""
         shape = self.shape
         return (
             f"{shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
