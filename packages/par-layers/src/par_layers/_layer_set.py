@@ -339,7 +339,7 @@ class LayerSet(LayerSetOperations):
     def Classifier(self, hidden: int, classes: int, bias: bool = True) -> ParallelClassifier:  # noqa: N802
         """Make a classifier with full logits on every rank, for few classes.
 
-        Its input is [B, hidden], with batch and features sharded as in the residual layout.
+        The input has the shape [B, hidden]. Its batch and features are sharded as in the residual layout.
 
         Args:
             hidden: Features of the residual stream, h.

@@ -326,7 +326,7 @@ class Math:
     joins = NOTHING
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel`. Halves are computed in float32."""
+        """See `Kernel`. Inputs in a 16-bit dtype are computed in float32."""
         wide = wide_dtype(q.dtype)
         out = q.new_empty(q.shape[:3] + v.shape[3:])
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)

@@ -141,7 +141,7 @@ class _SummaReduction:
         self._mine: Tensor | None = None
 
     def start(self, partial: Tensor, member: int) -> None:
-        """Starts the reduce to the group's rank `member`."""
+        """Start to sum `partial` on the group's rank `member`, after the oldest reduction if two are in flight."""
         if len(self._works) > 1:
             self._works.pop(0).wait()
         root = dist.get_global_rank(self._group, member)
