@@ -44,13 +44,13 @@ def with_strategy(
 
 
 def resume(strategy: Strategy) -> int | None:
-    """Restore the newest checkpoint of the Ray run, also with another number of workers. Collective.
+    """Restore the newest checkpoint of the Ray run. The number of workers may have changed. Collective.
 
     Args:
         strategy: The strategy that your loop received, after `initialize`.
 
     Returns:
-        The step; None if there is no checkpoint.
+        The step at which the checkpoint was saved; None if the run has no checkpoint.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:

@@ -111,7 +111,7 @@ class DataParallel:
         del model, optimizer, groups
 
     def handle_gradient(self) -> None:
-        """Do nothing."""
+        """Do nothing: par-zero has already averaged the gradients during backward."""
 
 
 @register_gradient_handler("partial")

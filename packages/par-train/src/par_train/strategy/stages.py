@@ -25,8 +25,9 @@ class PipelineStages(nn.Module):
     Args:
         parts: The module that runs each stage, by the number of the stage.
         children: The modules that the parts consist of, by their names in the full model.
-        tied: Sets of parameters that stages of other ranks use too, each a mapping from name to parameter. All ranks
-            pass the same number of sets in the same order, an empty one if they use none of its parameters.
+        tied: Sets of parameters that stages of other ranks use as well. A set is a mapping from name to parameter. All
+            ranks pass the same number of sets in the same order. A rank that uses no parameter of a set passes an
+            empty mapping.
         pretrained: The transformers model that was split, with its config. Default: none.
 
     Attributes:
