@@ -48,25 +48,27 @@ def read_environment(
     address: str | None = None,
     port: int | None = None,
 ) -> Launch:
-    """Read explicit arguments, else torchrun's, else Open MPI's, else SLURM's variables.
+    """Return rank, world size and address: from the arguments, else from torchrun's, Open MPI's or SLURM's variables.
 
     A launcher may start another launcher: srun may start torchrun on each node, and mpirun may start its daemons by
-    srun. The launcher that started this process counts.
+    srun. This function reads the variables of the launcher that started this process.
 
-    RANK and WORLD_SIZE may also come without torchrun, for example from a job script. They count if no other launcher
-    has started several processes. If one has, they must agree with it; otherwise `contradiction` describes the
-    difference. Without any of these variables, the process is a world of one.
+    RANK and WORLD_SIZE may also be set without torchrun, for example by a job script. This function uses them if no
+    other launcher has started several processes. If Open MPI or SLURM has started several processes, RANK and
+    WORLD_SIZE must agree with that launcher. Otherwise `contradiction` of the result describes the difference. Without
+    any of these variables, the process is a world of one rank.
 
     Args:
         variables: Environment variables, such as `os.environ`.
-        rank: Global rank; with `world_size`, it replaces the launcher's variables.
+        rank: Global rank. Pass `rank` and `world_size` together; they replace the launcher's variables.
         world_size: Number of ranks.
         local_rank: Rank on this machine. Default: LOCAL_RANK, else 0.
         address: Host on which rank 0 listens. Default: MASTER_ADDR.
         port: TCP port on which rank 0 listens. Default: MASTER_PORT.
 
     Raises:
-        ValueError: A variable is missing or no number; the message names it.
+        ValueError: Only one of `rank` and `world_size` is passed, or a variable is missing or is not a number. The
+            message names it.
     """
     get = _Variables(variables)
     if (rank is None) != (world_size is None):
