@@ -52,7 +52,7 @@ class Timeline:
         return 1 - max(track.busy for track in self._tracks) / longest if longest else 0.0
 
     def span(self, rank: int) -> float:
-        """The time from the start of a rank's first action to the end of its last."""
+        """Return the time from the start of a rank's first action to the end of its last action."""
         return self._tracks[rank].end - self._tracks[rank].start
 
     def busy(self, rank: int) -> float:
