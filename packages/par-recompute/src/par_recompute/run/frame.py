@@ -115,9 +115,10 @@ class Frame:
         self._hooks.__enter__()
 
     def close(self) -> dict[int, int]:
-        """End the call and return the bytes of each saved storage by identity, without parameters and buffers.
+        """End the call, and return the bytes of each saved storage by its identity, without parameters and buffers.
 
-        Unused notes are discarded, together with the inputs that only they need.
+        A note records a module output that backward will recompute. This method discards notes that no saved tensor
+        uses, and the inputs that only such notes need.
         """
         self._hooks.__exit__()
         del self._hooks  # which would hold the call that holds it
