@@ -65,7 +65,7 @@ def test_layers_that_run_again_leave_no_tensor_behind_torchtitan_1467():
             del x
             gc.collect()
             alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        assert alive[1:] == alive[1:2] * 3
+        assert max(alive[2:]) <= alive[1]  # fewer are fine: another test's tensors may go in the meantime
         assert torch._C._distributed_c10d._get_work_registry_size() == 0  # exchanges that nobody has waited for
 
 
