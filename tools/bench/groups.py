@@ -80,7 +80,13 @@ def main() -> None:
                 "growth MB": round(statistics.median(megabytes), 1),
             }
         )
-    write("groups", "Own groups on all axes, one rank of 102,400", rows, f"{RUNS} fresh processes each, in turn.")
+    note = (
+        f"Each contender ran in {RUNS} fresh processes, and the contenders took turns: A B C A B C. `median s` and "
+        "`range s` are the seconds of one process that plans or creates the groups of one rank, without imports. "
+        "`ratio` is the median relative to DeviceMesh (lower is better). `growth MB` is the growth of the peak memory "
+        "of the process."
+    )
+    write("groups", "Own groups on all axes, one rank of 102,400", rows, note)
 
 
 def measured(setup: str, body: str) -> list[float]:

@@ -59,19 +59,22 @@ def main() -> None:
         for ranks in (1, 2):
             rows += rows_of(store, ranks, of_store(store, ranks))
     note = (
-        f"{TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, {TOTAL >> 20} MiB together, cut by columns over ranks. "
-        "DCP: FsspecWriter and FsspecReader on s3fs, of DTensors; each rank writes a file of its own, and reads it. "
-        "Ours: whole tensors in one file, which transformers opens, so that ranks exchange their columns. Limit: parts "
-        f"of {PART >> 20} MiB of a rank's own bytes, with a crc32c of each, go and come by one request each, {PUTS} "
-        f"and {IN_FLIGHT} at a time, which is what ours does, through the client of HTTP that ours and DCP use; every "
-        "part is an object. By hand: the same work as ours, in a few lines that are made for these tensors: parts of "
-        "whole rows become one object, which the store puts together in the end, and ranges of it come back; two ranks "
-        "exchange their columns meanwhile, straight from and to where they lie, as each byte goes and comes once. It "
-        "looks up nothing, agrees on nothing, has no header, index or manifest, and removes nothing. `against` are "
-        "medians of the ratios within a turn, in which each goes once, in an order of its own; "
-        f"{STORES['as fast as it goes'][2]} turns, of the slow store {STORES[SLOW][2]}, one of them with DCP. The "
-        f"server is nanio in {PROCESSES} processes, its objects in memory. Server and ranks share the machine, so that "
-        "the first store measures how much of it each way takes; the second is what requests at a time are worth."
+        f"A checkpoint of {TENSORS} fp32 tensors of {SHAPE[0]} x {SHAPE[1]}, {TOTAL >> 20} MiB in total, sharded by "
+        "columns over the ranks. *DCP*: torch.distributed.checkpoint saves and loads DTensors with FsspecWriter and "
+        "FsspecReader on s3fs. Each rank writes and reads its own file. *par-checkpoint*: writes full tensors into "
+        "one file, which Transformers can open, so ranks exchange their columns. *limit*: the least that a rank's "
+        f"bytes cost with the HTTP client of par-checkpoint. Each {PART >> 20} MiB of a rank's own bytes is one object "
+        f"with a crc32c, written or read by one request. {PUTS} writes or {IN_FLIGHT} reads are in flight at a time, "
+        "as in par-checkpoint. *by hand*: a few lines of code that do the work of par-checkpoint for exactly these "
+        "tensors. The store joins parts of full rows into one object, and a load reads ranges of this object. Two "
+        "ranks exchange their columns at the same time, without extra copies. This code has no plan, no agreement "
+        "between ranks, no header, index or manifest, and removes no old files. Each turn runs every contender once, "
+        f"in another order each time. There are {STORES['as fast as it goes'][2]} turns, and {STORES[SLOW][2]} on the "
+        "slow store, of which one includes DCP. The columns `against` are the median, over the turns, of the time "
+        f"relative to a contender (lower is better). The server is nanio in {PROCESSES} processes, which holds the "
+        "objects in memory. Server and ranks share the machine. The first store therefore compares the CPU time of "
+        "the contenders. The second store delays each request and limits its bandwidth, so it compares how well the "
+        "contenders run requests in parallel."
     )
     write("objects", "Checkpoints on an object store", rows, note)
 

@@ -88,16 +88,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: list[dict[str, object]] = []
     note = (
-        f"A world of one, gloo and NCCL. {TURNS} turns after {WARM_UPS} that do not count, checkpoints 4 after 1, in "
-        f"each of which every contender of a case runs once, in an order of its own; a case ends after {LEAST} of them "
-        f"if they took {SECONDS:.0f} s. A time is "
-        "until the GPU is done, but in cases with `blocked` until the call returns; `returns` is when the host may go "
-        "on. A ratio to the case's first contender is the median of those within a turn. The peak is what a contender "
-        "keeps, weights and optimizer state included where it has its own, and the most that a call adds. AdamW is "
-        "fused everywhere. Of precision: what follows backward, on 109 M parameters; of float8: 8 linear layers of "
-        "4096 x 4096 without bias, 8192 rows, forward and backward. Zero: a step of a GPT in bf16 autocast; "
-        f"checkpoint: fp32 weights and moments of the large one; pipeline: {MICROBATCHES} microbatches in bf16, "
-        "against a loop over them."
+        "One rank on one GPU, with gloo and NCCL. Each case runs all its contenders once per turn, in another order "
+        f"each time. A case has {TURNS} turns after {WARM_UPS} warm-up turns; checkpoints have 4 turns after 1 "
+        f"warm-up. A case ends earlier if it has {LEAST} turns and has taken {SECONDS:.0f} s. A time ends when the GPU "
+        "is done; in cases with `blocked` it ends when the call returns. `returns` is the time until the call returns "
+        "and the host can continue. `ratio` is the median, over the turns, of the time relative to the first "
+        "contender of the case (lower is better). `peak MB` is the memory that a contender holds between calls, plus "
+        "the most that one call adds. It includes weights and optimizer state if the contender has its own. AdamW is "
+        "fused in all cases. *precision*: the part of a step after backward, for 109 M parameters. *fp8*: 8 linear "
+        "layers of 4096 x 4096 without bias, 8192 rows, forward and backward. *zero*: a step of a GPT under bf16 "
+        "autocast. *checkpoint*: fp32 weights and Adam moments of the GPT with 150 M parameters. *pipeline*: "
+        f"{MICROBATCHES} microbatches in bf16, compared with a plain loop over them."
     )
     with launch() as place:
         bench = Bench(device=place.device, smoke=arguments.smoke)
