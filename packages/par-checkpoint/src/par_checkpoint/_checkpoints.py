@@ -131,7 +131,7 @@ class Checkpoints:
         return self.path(step) if self.tiers is None else f"{self.root.rstrip('/')}/{step_name(step)}"
 
     def due(self, step: int) -> bool:
-        """Whether `save` saves at this step."""
+        """Whether `save` writes a checkpoint at this step: the step is a multiple of `every`."""
         return step % self.every == 0
 
     def latest(self) -> str | None:

@@ -431,12 +431,12 @@ def _tensors_of(model: nn.Module | Mapping[str, torch.Tensor]) -> Iterable[torch
 
 
 def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
-    """Runs what a model or an optimizer does itself when it is loaded.
+    """Calls the load functions of a model or an optimizer, such as their own `load_state_dict`.
 
     Args:
-        act: Runs it on this rank.
+        act: Function that makes these calls on this rank.
         ranks: The ranks that load.
-        together: Whether some rank runs the caller's code. If it raises on one rank, all ranks raise.
+        together: Whether `act` runs the caller's code on any rank. If so, an error on one rank is raised on all ranks.
     """
 
     def run() -> None:

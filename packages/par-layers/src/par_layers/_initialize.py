@@ -23,25 +23,27 @@ def initialize(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Fills the parameters of our layers, the same in every mode and on any number of ranks.
+    """Fills the parameters of par-layers' layers with the same values in every mode and on any number of ranks.
 
-    Each element is a function of the seed, the parameter's name and the element's place in the whole tensor, so each
-    rank draws its own part alone, on the CPU in fp32: a model larger than one rank's memory can be built. Where an init
-    rule is a function of yours, which fills whole tensors, the whole one is drawn, from a generator that is seeded by
-    (seed, name), and this rank's part is kept: one parameter at a time. Of packed experts it fills one after the other,
-    from generators that are seeded by (seed, name, expert). Parameters keep their identity.
+    Each element depends only on the seed, the parameter's name and the element's index in the full tensor. Each rank
+    therefore draws only its own shard, on the CPU in fp32, and the full model may be larger than one rank's memory.
+
+    An init rule of your own is a function that fills full tensors. For such a rule, each rank draws one full parameter
+    at a time, from a generator that is seeded by (seed, name), and keeps its shard. For packed experts, each rank draws
+    one of its experts at a time, from a generator that is seeded by (seed, name, expert). The parameters stay the same
+    Python objects.
 
     Args:
-        model: A model with layers of ours; other parameters are left alone.
-        seed: The seed of the run; None draws nothing and leaves zeros, for weights that are loaded next.
-        prefix: What the whole model has before the names, where `model` is a part of it, such as a pipeline stage, or
-            what par-zero's `shard(fill=...)` asks for.
-        device: The device of the filled parameters; default: where they are, or the CPU if that is the meta device.
-        dtype: The dtype of the filled parameters; default: fp32.
+        model: A model with layers of par-layers. Other parameters stay unchanged.
+        seed: The seed of the run. None: parameters are filled with zeros, for weights that you load afterwards.
+        prefix: Prefix of the parameter names in the full model, such as "blocks.0.", if `model` is only a part of it: a
+            pipeline stage, or the unit that par-zero passes to `ParameterInit(init_fn=...)`.
+        device: The device of the filled parameters. Default: their current device, or the CPU for the meta device.
+        dtype: The dtype of the filled parameters. Default: fp32.
 
     Raises:
-        ValueError: A parameter is on the meta device but not ours, and so has no init rule.
-        RuntimeError: A parameter of our layers was replaced, as by FSDP2, and so has lost its init rule.
+        ValueError: A parameter on the meta device has no init rule, because it is not from par-layers.
+        RuntimeError: A parameter of par-layers was replaced, as by FSDP2, and so has lost its init rule.
     """
     check_records(model, "par_init")
     for name, module in model.named_modules():

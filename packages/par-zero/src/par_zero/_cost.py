@@ -20,9 +20,9 @@ class Memory:
 
     Args:
         parameters: Bytes of the parameters as the module uses them.
-        gradients: Bytes of the reduced gradients, which exist until the step.
+        gradients: Bytes of the reduced gradients, which exist until you drop them, as by `zero_grad`.
         optimizer: Bytes of the optimizer's state and of its master weights.
-        buffers: Bytes of the buffers of reductions in flight. Between steps at most as many are kept.
+        buffers: Bytes of the buffers for reductions in flight. At most these bytes are kept between steps.
     """
 
     parameters: float

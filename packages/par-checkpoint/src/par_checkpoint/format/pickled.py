@@ -70,14 +70,16 @@ def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
 
 
 def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Checks that tensors have about as many bytes in memory as in the file: one byte may be expanded to terabytes.
+    """Checks that tensors need about as many bytes in memory as in the file.
+
+    Without this check, a small file could contain a tensor that `expand` has enlarged to terabytes.
 
     Args:
         tensors: Content of the file, as `torch.load` returns it.
         path: The file's name, for messages.
 
     Raises:
-        CheckpointError: A tensor has more elements than the file has of it, is no dense one, or many share their bytes.
+        CheckpointError: A tensor is expanded or not dense, or many tensors share the same bytes.
     """
     views: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], int] = {}
     storages: dict[int, int] = {}

@@ -216,7 +216,11 @@ def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str, pa
 
 
 def _of_numpy(value: Any, where: str, path: _Path) -> tuple[torch.Tensor, bool]:
-    """An array or number of NumPy as a tensor, and whether it is an array; it can be one only if NumPy is there."""
+    """Returns a NumPy array or number as a tensor, and whether the value is an array.
+
+    Raises:
+        TypeError: The value is not from NumPy, or has a dtype that torch does not support.
+    """
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and type(value) is numpy.ndarray
     if numpy is None or not (is_array or isinstance(value, numpy.generic)):

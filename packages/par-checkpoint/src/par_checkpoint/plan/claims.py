@@ -146,7 +146,7 @@ class Claims:
 
         Args:
             tensors: Key, dtype and global shape of each tensor.
-            boxes: Number of a tensor, and start and size of a box of it.
+            boxes: For each box, the index of its tensor in `tensors`, and the box's start and size in that tensor.
             may_differ: Keys of the tensors whose replicas may differ; default none.
         """
         places = dict(zip(by_shape(tensors), range(len(tensors)), strict=True))

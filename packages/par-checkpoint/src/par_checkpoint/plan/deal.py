@@ -1,6 +1,6 @@
-"""How a run of blocks is dealt out to ranks: by arithmetic, so that every rank knows all of it and lists its own part.
+"""Formulas that assign a run of blocks to ranks: every rank can compute the rank of any block, and lists only its own.
 
-The turn of a block is its place among the blocks of the rank that writes or reads it, as far as others take part.
+The turn of a block is its index among the blocks that one rank writes or reads together with other ranks.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Rotation:
-    """Ranks take blocks in turn.
+    """Blocks of a run, assigned to the ranks round-robin.
 
     Args:
-        first: The first block.
-        stop: One past the last.
-        ranks: The ranks.
-        start: The place in `ranks` of the one that takes the first block.
-        turns: For each of the ranks: how many blocks it has had before.
+        first: Number of the first block.
+        stop: Number of the last block, plus one.
+        ranks: The ranks that take blocks.
+        start: Index in `ranks` of the rank that takes the first block.
+        turns: For each of the ranks, the turn of its first block in this run.
     """
 
     first: int
@@ -47,15 +47,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Windows:
-    """Ranks take windows in turn, blocks that follow each other and that one request brings.
+    """Windows of a run of blocks, assigned to the ranks round-robin.
+
+    A window is a number of consecutive blocks that a rank reads with one request.
 
     Args:
-        first: The first block, with which a window begins.
-        stop: One past the last.
-        ranks: The ranks.
-        start: The place in `ranks` of the one that takes the first window.
-        turns: For each of the ranks: how many blocks it has had before.
-        window: Number of blocks of a window; the last one may be shorter.
+        first: Number of the first block, which begins a window.
+        stop: Number of the last block, plus one.
+        ranks: The ranks that take windows.
+        start: Index in `ranks` of the rank that takes the first window.
+        turns: For each of the ranks, the turn of its first block in this run.
+        window: Number of blocks in a window; the last window may be shorter.
     """
 
     first: int

@@ -316,7 +316,7 @@ class RemoteStaging:
         self._parts[name] = UploadParts(size=size, head=head, part=block)
 
     def invite(self) -> dict[str, tuple[UploadParts, str | None]]:
-        """Begins the uploads, and names them: what the other ranks need to take part."""
+        """Begins the uploads. Returns the parts and the upload id of each file, for `attach` on the other ranks."""
         if isinstance(self._store, S3Store):
             for name in (name for name, parts in self._parts.items() if parts.count > 1):
                 self._under_way.begin(partial(self._begin, self._store, name))
@@ -325,7 +325,11 @@ class RemoteStaging:
         return {name: (parts, self._uploads.get(name)) for name, parts in self._parts.items()}
 
     def attach(self, invitation: dict[str, tuple[UploadParts, str | None]]) -> None:
-        """Takes part in the uploads; where there are none, raises CheckpointError if the save is not visible here."""
+        """Joins the uploads that `invite` of rank 0 began.
+
+        Raises:
+            CheckpointError: The store has no uploads in parts, and this rank does not see the files of the save.
+        """
         self._parts = {name: parts for name, (parts, _) in invitation.items()}
         self._uploads = {name: upload for name, (_, upload) in invitation.items() if upload is not None}
         if not self._store.joins and BEGUN not in self._store.objects(self._path):

@@ -471,7 +471,7 @@ def products(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor) -> None:
-    """Raise for inputs with which torch's kernels crash the process or compute something else without an error."""
+    """Raise an error for inputs for which torch's kernels crash the process or silently return wrong results."""
     if not k.shape[1] or not q.shape[1]:
         raise ValueError("a piece of attention without queries or keys was to be computed; a bug of par-layers")
     if q.shape[2] % k.shape[2]:

@@ -36,7 +36,7 @@ def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The inverse of a permutation: at which place each row comes, int64 [n]."""
+    """Returns the inverse of a permutation: for each row, its index in the permuted order, int64 [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 

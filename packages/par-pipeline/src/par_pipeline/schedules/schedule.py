@@ -62,7 +62,7 @@ class Schedule:
         return self.placement.stages
 
     def stage_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """Returns the numbers of the stages that a rank holds, in ascending order."""
         return self.placement.by_rank[rank]
 
     def rank_of(self, stage: int) -> int:

@@ -19,7 +19,7 @@ class Counted:
     boxes: tuple[Box, ...] | None
 
     def of(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """The counted elements of a tensor: views, or views of a copy if its memory is not contiguous."""
+        """Return the counted elements of a local tensor, as views of it, or of a copy if it is not contiguous."""
         if self.boxes is None:
             return [local]
         dense = local.contiguous()

@@ -311,7 +311,7 @@ class Options:
 
     @property
     def output_folder(self) -> str:
-        """The output folder, or its default for this model."""
+        """The folder for all output of the run: `output`, else `runs/<name of the model's folder>`, else `runs/gpt`."""
         name = Path(self.model.folder).expanduser().resolve().name if self.model.folder else "gpt"
         return self.output or f"runs/{name}"
 

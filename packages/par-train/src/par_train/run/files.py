@@ -37,17 +37,17 @@ class RunFiles:
 
     @property
     def metrics(self) -> Path:
-        """One object of JSON a line, with the number of its step."""
+        """The file of metrics: one JSON object per line, with the number of its step."""
         return self.folder / "metrics.jsonl"
 
     @property
     def curve(self) -> Path:
-        """The loss curve as a picture."""
+        """The picture of the loss curve."""
         return self.folder / "loss.png"
 
     @property
     def load(self) -> Path:
-        """The load of experts as a picture, for a model with experts."""
+        """The picture of the load of experts, for a model with experts."""
         return self.folder / "expert-load.png"
 
     @property

@@ -60,7 +60,7 @@ class StepRandomness:
         return torch.initial_seed() != self._last_seed
 
     def draws_of_batches(self) -> RandomStream:
-        """Return the random numbers with which all stages of a replica read the batches of this step."""
+        """Return the random stream for reading the batches of this step, identical on all stages of a replica."""
         if self._drawn_step != self._step:
             self._batch_draws = RandomStream((self._seed, self._step, self._replica))
             self._drawn_step = self._step

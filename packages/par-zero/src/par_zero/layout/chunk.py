@@ -231,7 +231,7 @@ class Chunk:
         return self.elsewhere[start] if start in self.elsewhere else self.master[start - low : stop - low]
 
     def copies(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The optimizer's own copies of parameters, where it has any: of which elements of `own`, and the copy."""
+        """Yields the optimizer's own copies of parameters, such as master weights: (slice of `own`, copy)."""
         if self.master is not self.own:
             yield slice(self.master.numel()), self.master
             low, _ = self.updated

@@ -33,35 +33,35 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskHandle:
-    """Reads or writes under way.
+    """Handle of asynchronous reads or writes on a disk.
 
     Args:
-        futures: Its calls.
+        futures: The futures of the read or write calls.
     """
 
     def __init__(self, futures: Iterable[Future[None]] = ()) -> None:
         self._futures = tuple(futures)
 
     def __add__(self, other: "DiskHandle") -> "DiskHandle":
-        """What is over when both are."""
+        """Return a handle that is over when both handles are over."""
         return DiskHandle((*self._futures, *other._futures))
 
     def wait(self) -> None:
-        """Waits until all has been moved.
+        """Waits until all bytes are read or written.
 
         Raises:
-            OSError: Something could not be.
+            OSError: A read or write failed.
         """
         error = self.error()
         if error is not None:
             raise error
 
     def is_over(self) -> bool:
-        """Whether all calls have ended, well or not."""
+        """Whether all calls have ended, with or without an error."""
         return all(future.done() for future in self._futures)
 
     def error(self) -> BaseException | None:
-        """What went wrong, when all calls have ended."""
+        """Waits until all calls have ended, and returns their first error, or None."""
         errors = [future.exception() for future in self._futures]
         return next((error for error in errors if error is not None), None)
 

@@ -268,10 +268,10 @@ class FsspecRange:
 
 
 class ObjectSource:
-    """An object that is being read, see `FileSource`. Threads may read at once, each with requests of its own.
+    """An object that is being read, see `FileSource`. Several threads may read it; each sends its own requests.
 
-    What breaks, or ends too early, is asked for anew from the first byte of the view that is being filled; whoever
-    compares checksums does so after that.
+    If a request fails or ends too early, it is sent again from the first byte of the view that is being filled. The
+    caller therefore compares checksums only after the view is complete.
 
     Args:
         path: The object.
@@ -289,7 +289,7 @@ class ObjectSource:
         return RangedSource(self, begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
+        """Fills the view with the object's bytes `begin` .. `begin + len(view) - 1`."""
         with contextlib.closing(self.ranged(begin, begin + len(view))) as source:
             source.read_into(begin, view)
 

@@ -69,7 +69,7 @@ def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tenso
 
 
 def _takes_places(module: nn.Module) -> bool:
-    """Return whether a model takes the positions of its tokens, and a mask of padding, by these names."""
+    """Return whether the forward of a model has the parameters `position_ids` and `attention_mask`."""
     return {"position_ids", "attention_mask"} <= set(signature(type(module).forward).parameters)
 
 

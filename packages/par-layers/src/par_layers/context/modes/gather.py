@@ -318,7 +318,7 @@ class _GatherAttention(torch.autograd.Function):
 
 
 def _as_slice(index: Ints, device: torch.device) -> "slice | Tensor":
-    """Rows that follow one another as a slice, which needs no copy; others as an index tensor."""
+    """Return consecutive rows as a slice, which needs no copy, and other rows as an index tensor."""
     if not len(index):
         return slice(0, 0)
     if len(index) == index[-1] - index[0] + 1 and np.all(np.diff(index) == 1):

@@ -123,8 +123,9 @@ class Structure:
     def _kinds_of_layers(self) -> list[int]:
         """Return the kind of every layer; layers of one kind have identical parameter names and shapes.
 
-        Layers with different attention masks in the config are different kinds, too. The first and the last one are
-        kinds of their own: under sequence parallelism they cut and gather.
+        Layers with different `layer_types` in the config, such as full and sliding attention, are different kinds, too.
+        The first and the last layer are separate kinds, because under sequence parallelism the first layer splits the
+        sequence and the last layer gathers it.
         """
         count = len(self.model.get_submodule(self.layers))
         contents: list[list[tuple[str, torch.Size]]] = [[] for _ in range(count)]

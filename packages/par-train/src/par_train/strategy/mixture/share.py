@@ -39,7 +39,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return whether a module of the model dispatches tokens to the ranks of experts, or has weights of experts."""
+    """Return whether a module of the model holds expert weights, or dispatches tokens to the ranks with experts."""
     return bool(expert_modules(model)) or any(
         isinstance(value, TokenDispatcher) for module in model.modules() for value in vars(module).values()
     )
