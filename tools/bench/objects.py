@@ -67,14 +67,15 @@ def main() -> None:
         f"with a crc32c, written or read by one request. {PUTS} writes or {IN_FLIGHT} reads are in flight at a time, "
         "as in par-checkpoint. *by hand*: a few lines of code that do the work of par-checkpoint for exactly these "
         "tensors. The store joins parts of full rows into one object, and a load reads ranges of this object. Two "
-        "ranks exchange their columns at the same time, without extra copies. This code has no plan, no agreement "
-        "between ranks, no header, index or manifest, and removes no old files. Each turn runs every contender once, "
-        f"in another order each time. There are {STORES['as fast as it goes'][2]} turns, and {STORES[SLOW][2]} on the "
-        "slow store, of which one includes DCP. The columns `against` are the median, over the turns, of the time "
-        f"relative to a contender (lower is better). The server is nanio in {PROCESSES} processes, which holds the "
-        "objects in memory. Server and ranks share the machine. The first store therefore compares the CPU time of "
-        "the contenders. The second store delays each request and limits its bandwidth, so it compares how well the "
-        "contenders run requests in parallel."
+        "ranks exchange their columns at the same time: a save sends them directly from the tensors, and a load "
+        "receives them directly into the tensors. This code has no plan, no agreement between ranks, no header, index "
+        "or manifest, and removes no old files. Each turn runs every contender once, in another order each time. "
+        f"There are {STORES['as fast as it goes'][2]} turns, and {STORES[SLOW][2]} on the slow store, of which one "
+        "includes DCP. The columns `against` are the median, over the turns, of the time relative to a contender "
+        f"(lower is better). The server is nanio in {PROCESSES} processes, which holds the objects in memory. Server "
+        "and ranks share the machine. The first store therefore compares the CPU time of the contenders. The second "
+        "store delays each request and limits its bandwidth, so it compares how well the contenders run requests in "
+        "parallel."
     )
     write("objects", "Checkpoints on an object store", rows, note)
 
