@@ -28,13 +28,14 @@ ROOM = STATE // 4
 STEPS, KILLED_AT = 13, 7
 
 NOTE = (
-    f"A model of {PARAMETERS / 1e6:.0f}e6 fp32 parameters, whose state takes {STATE / 1e6:.0f} MB, in a process "
-    f"that RLIMIT_DATA leaves {ROOM / 1e6:.0f} MB beside parameters and gradients, a quarter of it. A checkpoint "
-    f"is saved, the process is killed in step {KILLED_AT + 1}, and another one goes on under the same limit; with "
-    "state in memory the allocator fails under it. Seconds of `optimizer.step()` until everything is written, and "
-    "of the whole step, forward and backward included; each is followed by the same reads and writes alone, in "
-    f"the same process. Pieces of {PIECE >> 20} MiB a slot, {AHEAD} ahead. Medians, and of the ratios within a "
-    "step; the first of each process, which makes state or buffers, is left out."
+    f"A model of {PARAMETERS / 1e6:.0f}e6 fp32 parameters, whose state takes {STATE / 1e6:.0f} MB. RLIMIT_DATA limits "
+    f"the process to {ROOM / 1e6:.0f} MB, a quarter of the state, in addition to parameters and gradients. With state "
+    "in memory, allocation fails under this limit. The process saves a checkpoint and is killed in step "
+    f"{KILLED_AT + 1}, and a new process resumes under the same limit. The table has seconds of `optimizer.step()` "
+    "until all writes are complete, and of the whole step with forward and backward (lower is better). After each "
+    f"step, the same process repeats only the reads and writes. Pieces have {PIECE >> 20} MiB per slot, and {AHEAD} "
+    "pieces are prefetched. Times are medians, and ratios are medians of the ratios within a step. The first step of "
+    "each process, which creates state or buffers, is not counted."
 )
 
 

@@ -89,14 +89,16 @@ def step(parameters: int = 200_000_000, rounds: int = 7) -> Section:
         for name, own in times.items()
     ]
     note = (
-        f"Seconds of `optimizer.step()` of fused AdamW with {parameters / 1e6:.0f}e6 fp32 parameters, until everything "
-        f"is written: {8 * parameters / 1e9:.1f} GB are read and as much is written. Pieces of {PIECE >> 20} MiB a "
-        f"slot, {AHEAD} ahead, {THREADS} threads to read and {THREADS} to write. Medians of {rounds} rounds and of the "
-        "ratios within a round; contenders take turns. Mapped state is stepped by the same call, and the kernel's copy "
-        "of it is given up before each, as it is where there is no room for it. The row of a half that is read ahead "
-        "is the time until `step()` returns, when backward was long enough to read it: "
-        f"{ratio(times[RETURNS], allowed):.2f} of the arithmetic and of the disk's time for the other half. "
-        "ZeRO-Infinity keeps parameters in fp32 on the disk too, and so moves half as much again."
+        f"Time of `optimizer.step()` of fused AdamW with {parameters / 1e6:.0f}e6 fp32 parameters, in seconds, until "
+        f"all writes are complete (lower is better). A step reads {8 * parameters / 1e9:.1f} GB and writes "
+        f"{8 * parameters / 1e9:.1f} GB, in pieces of {PIECE >> 20} MiB per slot. It prefetches {AHEAD} pieces, with "
+        f"{THREADS} threads that read and {THREADS} that write. Times are medians of {rounds} rounds, and ratios are "
+        "medians of the ratios within a round. Each round runs every row once. Memory-mapped state uses the same "
+        "optimizer call. Its pages are dropped from the page cache before each step, as if memory were too small for "
+        'the state. In the row "a half read ahead", backward has prefetched half of the state, and the time ends when '
+        f"`step()` returns. This time is {ratio(times[RETURNS], allowed):.2f} of the computation plus the disk time "
+        "for the other half. ZeRO-Infinity also keeps fp32 parameters on the disk, and so moves 1.5 times as many "
+        "bytes."
     )
     return Section(title=STEP, note=note, rows=rows)
 
