@@ -41,7 +41,8 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
 def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
     """Set the timeout of the collectives of a communicator from `gloo_among`.
 
-    Since torch 2.5 or before. The public function accepts only groups that `torch.distributed` has registered.
+    torch has this private method since 2.5 or earlier. The public function accepts only groups that `torch.distributed`
+    has registered.
     """
     gloo._set_default_timeout(timeout)
 

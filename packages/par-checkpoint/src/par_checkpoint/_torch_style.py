@@ -32,10 +32,10 @@ def write_objects(
     """Gathers the tensors of each file on one rank and writes the file there. Collective.
 
     Args:
-        prepared: All tensors, and as files: those of the model, and those of the optimizer.
+        prepared: Plan of the save. Its files are one for the model's tensors and one for the optimizer's tensors.
         work: Context of the write.
-        content: What this rank brings.
-        snapshot: The copy to gather from; None: straight from the local tensors.
+        content: Content that this rank passes to the save.
+        snapshot: Copy of the local tensors to gather from. None gathers from these tensors directly. Default: None.
 
     Returns:
         Manifest records by file name; the same on every rank.

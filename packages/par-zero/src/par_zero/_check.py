@@ -205,7 +205,7 @@ def check_abstract(module: nn.Module, init: ParameterInit, groups: Iterable[dist
 
 
 def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:
-    """Checks that an optimizer has not stepped, and has parameters of the module and no others."""
+    """Checks that an optimizer has not stepped, has only parameters of the module, and has no option that is NaN."""
     optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
     if has_stepped(optimizer):

@@ -50,7 +50,7 @@ _IN_USE: WeakSet[Groups] = WeakSet()
 
 
 def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
-    """Whether the chunks of a sharded module are reduced or gathered over any of some groups of several ranks."""
+    """Whether a sharded module reduces or gathers chunks over one of these groups, ignoring groups of one rank."""
     used = {group for each in _IN_USE for group in (*each.both, each.gathers)}
     return any(group in used and dist.get_world_size(group) > 1 for group in groups)
 

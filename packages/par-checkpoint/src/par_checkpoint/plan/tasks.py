@@ -49,12 +49,13 @@ class BlockPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A block and the pieces of it that this rank gives or takes.
+    """A block and those of its pieces that this rank sends or receives.
 
     Args:
         block: The block.
-        turn: Its place among the blocks of the rank that writes or reads it, where others give or take pieces of it.
-        rank: The rank that writes or reads it.
+        turn: Index of the block among the blocks that `rank` writes or reads and of which other ranks send or receive
+            pieces.
+        rank: The rank that writes or reads the block.
         pieces: The pieces in the order in which they are packed.
     """
 

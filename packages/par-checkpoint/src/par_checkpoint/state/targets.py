@@ -393,7 +393,7 @@ class _PackedTargets:
         return any(key in self._saved.places or key in self._saved.objects for key in keys)
 
     def _is_scalar(self, slot: str, segments: Segments, places: Sequence[StoredTensor]) -> bool:
-        """Whether a slot is one number for a parameter, and not one for each of its elements."""
+        """Whether a slot holds one number per parameter, such as "step", instead of one number per element."""
         if any(place.shape != () for place in places):
             return False
         return any(segment.sharding.shape for segment in segments) or (slot == "step" and self._packed.tensor.dim() > 0)

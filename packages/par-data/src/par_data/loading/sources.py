@@ -159,7 +159,7 @@ class StreamSource:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Loads the samples of a shard with the random numbers of its key."""
+    """Dataset indexed by an `IndexShard`: seeds the generators with the shard's key, then loads the samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

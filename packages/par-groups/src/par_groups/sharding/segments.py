@@ -132,11 +132,11 @@ def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
 
 
 def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
-    """Return the segments of a flat tensor; any other tensor is one segment.
+    """Return the segments of a tensor, or one segment with its sharding if `set_segments` was not called for it.
 
     Args:
         tensor: Any tensor.
-        name: Name of the segment, for a tensor without segments.
+        name: Name of that one segment. Default: "".
     """
     segments = SEGMENTS.of(tensor)
     return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments

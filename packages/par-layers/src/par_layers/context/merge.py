@@ -48,12 +48,12 @@ def runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int,
 
 
 class RunningSoftmax:
-    """The attention of queries, summed over pieces.
+    """Running sum of the attention of queries, to which `add` adds the attention over one piece of the keys.
 
     Args:
         out: Uninitialized memory of the output, [B, s, H, D], float32 or float64.
         lse: Uninitialized memory of the log-sum-exp, [B, H, s], of the same dtype.
-        unseeing: Ranges of queries that see nothing: their output is zero.
+        unseeing: Ranges of queries that attend to no key. Their output is set to zero.
     """
 
     def __init__(self, out: Tensor, lse: Tensor, unseeing: Sequence[tuple[int, int]]) -> None:

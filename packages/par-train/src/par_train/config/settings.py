@@ -177,7 +177,7 @@ def load(options: type[OptionsType], path: Path | None, flags: Mapping[str, Any]
 
 
 def unknown_key(options: type, key: str) -> UserError:
-    """The error for a key that does not exist any more, does not exist, or is a table, with what to use."""
+    """Return the error for a key that was removed, never existed, or is a table. The error names the key to use."""
     former = getattr(options, "FORMER", {}).get(key)
     if former is not None:
         return UserError(f"key {key!r} is no more; use {former}")

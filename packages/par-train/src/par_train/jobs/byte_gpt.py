@@ -104,7 +104,7 @@ class ByteGPT(Recipe):
         return kept_options(self.options)
 
     def files(self, model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
-        """Yield a config.json with all options, from which `load_model` makes the model again."""
+        """Yield the content of a config.json with all options, from which `load_model` rebuilds the model."""
         del model
         options = json.loads(json.dumps(asdict(self.options)))
         return unchanged({"config": {"format": FORMAT, "par_train": __version__, "options": options}})

@@ -52,7 +52,7 @@ class RunState:
         return {"steps": self._randomness.step, "loaders": positions, "random": gather_states(self._replica)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, perhaps under another topology."""
+        """Restore the state that `state_dict` returned. The topology may differ from the one of the save."""
         self._randomness.step = state["steps"]
         for (reference, position), saved in zip(self.loaders, state["loaders"], strict=True):
             loader = reference()

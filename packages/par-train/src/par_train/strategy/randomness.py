@@ -99,7 +99,7 @@ class StepRandomness:
 def gather_states(replica: int) -> dict[str, Any]:
     """Return the states of the generators of `random` and numpy on all ranks, for a checkpoint. Collective.
 
-    torch's generators are not among them: `StepRandomness` seeds these after each step.
+    The states of torch's generators are not included, because `StepRandomness` seeds these generators after each step.
 
     Args:
         replica: The index of this rank's replica.

@@ -159,6 +159,6 @@ class Filler:
 
 
 def _replace_(children: dict[str, nn.Module | None], others: dict[str, nn.Module | None]) -> None:
-    """Makes a dictionary have other items, in their order."""
+    """Replaces all items of `children` by the items of `others`, in the order of `others`."""
     children.clear()
     children.update(others)

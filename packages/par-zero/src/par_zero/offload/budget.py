@@ -170,18 +170,20 @@ def _largest(sizes: Sequence[int], count: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Something that is "auto".
+    """Data of one kind whose option of `Offload` is "auto": optimizer state, gradients or parameters.
+
+    The data can be split between tiers at numbered positions, from 0 (its beginning) to `cuts` (its end).
 
     Args:
-        cuts: Number of the last place where it may be cut, which is its end; 0 is its beginning.
-        place: Gives the part that lies before a place.
+        cuts: Number of the last position.
+        place: Function from the number of a position to the fraction of the data before it, 0 to 1.
     """
 
     cuts: int
     place: Callable[[int], float]
 
     def parts(self, near: int, far: int) -> dict[str, float]:
-        """Parts of tiers, where the device has what lies before one place, and the host what lies before another."""
+        """Fractions on host and disk: data before `near` is on the device, data from `near` to `far` on the host."""
         return {"host": self.place(far) - self.place(near), "disk": 1 - self.place(far)}
 
 

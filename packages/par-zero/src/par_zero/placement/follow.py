@@ -32,22 +32,22 @@ class Followed(Protocol):
 
     @property
     def freed(self) -> bool:
-        """Whether nothing of it is there or on its way."""
+        """Whether the unit has no gathered parameters and no all-gather in progress."""
 
     def begin_gathering(self) -> None:
-        """Begins to fetch it. All-gather over the group."""
+        """Begins to fetch the unit. All-gather over the group."""
 
     def expect(self) -> None:
-        """It is fetched next: what it is fetched from may be read ahead."""
+        """Announces that the unit is fetched next, so that its shard can be prefetched from the disk."""
 
     def take_part(self) -> None:
-        """Gives the other ranks this one's share of it. All-gather over the group."""
+        """Sends this rank's shard to the other ranks if this rank still has the unit. All-gather over the group."""
 
     def wait(self) -> None:
-        """Waits until it is there."""
+        """Waits until the unit is gathered."""
 
     def free(self) -> None:
-        """Drops it."""
+        """Frees the gathered parameters of the unit."""
 
 
 class Follower:

@@ -14,20 +14,21 @@ Budget = int | str | Mapping[str, int | str]
 
 
 def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") -> Placement:
-    """Says which units are whole on the device at which moment of a step, within a budget. Pure arithmetic.
+    """Plans at which moments of a step each unit is gathered on the device, within a budget. Pure arithmetic.
 
     Args:
-        trace: What the step needs.
-        sizes: Bytes of each unit that is whole, by name.
+        trace: The units that each moment of the step needs.
+        sizes: Bytes of each gathered unit, by name.
         budget: Bytes of the device, as a number or a text such as "80GB"; or bytes by tier, such as {"device": "80GB",
-            "host": "100GB", "disk": "1TB"}. Without other tiers, units are fetched from the host, however many bytes.
-        policy: The name of a policy: "behind" drops a unit as soon as the next begins, "static" keeps the first that
-            fit for the whole step, "next_use" keeps those that are needed soonest; or one that is registered.
+            "host": "100GB", "disk": "1TB"}. If it has only the device, the host is unlimited.
+        policy: The name of a policy. "behind" drops a unit as soon as the next unit begins. "static" keeps the first
+            units that fit for the whole step. "next_use" keeps the units that are needed soonest. `register_policy`
+            adds other policies.
 
     Raises:
-        TypeError: A budget of another type.
-        ValueError: A budget that is too small or of other tiers, a unit without a size, a policy that nobody provides,
-            or one whose placement lacks a unit or takes more than the budget.
+        TypeError: The budget has another type.
+        ValueError: The budget is too small or has an unknown tier, a unit has no size, the policy is not registered, or
+            its placement lacks a unit that a moment needs or exceeds the budget.
     """
     tiers = budget_of(budget)
     for moment in trace.moments:

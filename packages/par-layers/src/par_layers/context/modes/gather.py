@@ -201,7 +201,10 @@ class GatherOptions:
     keep: bool = False
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan) -> list[tuple[slice, slice]]:
-        """Return the heads and key heads of each part, identical on all ranks; one part if no rank fetches keys."""
+        """Return the query heads and key heads of each part of the heads. Keys are fetched one part at a time.
+
+        The parts are identical on all ranks. If no rank fetches keys, one part holds all heads.
+        """
         if plan.most == 0:
             return [(slice(None), slice(None))]
         fetched = plan.most / len(plan.works) * k.shape[2] * (k.shape[3] + v.shape[3])

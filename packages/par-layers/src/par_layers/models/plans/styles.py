@@ -77,10 +77,11 @@ class ExpertParallel(Style):
 
 @dataclass(frozen=True)
 class PartialGradient(Style):
-    """A part between a Column and a Row that is whole on every rank, but whose gradient is a partial sum.
+    """A replicated module between a ColumnParallel and a RowParallel linear, whose gradient is a partial sum.
 
     Args:
-        before: Whether it lies before a Column, as the low-rank projections of latent attention.
+        before: Whether the module comes before a ColumnParallel linear, as the low-rank projections of latent attention
+            do. Default: False.
     """
 
     before: bool = False

@@ -391,7 +391,7 @@ class PretrainedShape:
         return found
 
     def _rank(self, split: TensorSplit) -> RankShard | str:
-        """Return the shard of a rank under a split, or why the split is impossible."""
+        """Return the shard of a rank under a split, or the reason, as text, why the model cannot be split this way."""
         if split not in self._ranks:
             alike = replace(split, experts=replace(split.experts, parallel=1, own=1, copies=1))
             if alike not in self._ranks:

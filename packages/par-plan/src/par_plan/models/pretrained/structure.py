@@ -141,7 +141,10 @@ class Structure:
         ]
 
     def _ends_of_stages(self) -> dict[str, frozenset[str]] | str:
-        """Return the parameter names outside the layers, for the first, a middle and the last stage."""
+        """Return parameter names outside the layers for the first, a middle and the last stage.
+
+        If the model cannot be split into stages, return the reason as text.
+        """
         stages = min(3, len(self.kinds))
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         found: list[frozenset[str]] = []

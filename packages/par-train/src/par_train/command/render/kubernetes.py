@@ -18,14 +18,15 @@ _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def kubernetes(place: Place, options: RenderOptions) -> str:
-    """The text of a manifest.
+    """Return the text of a JobSet manifest.
 
     Args:
-        place: Nodes, ranks and what they run.
-        options: The image, the volume claim, the seconds in which to save, and how often lost pods are replaced.
+        place: Nodes and resources of the job, and the command of its ranks.
+        options: The image, the volume claim, the seconds that an evicted pod has to save, and the number of restarts
+            after lost pods.
 
     Raises:
-        UserError: There is no image, the config file cannot be read, or a name is none of Kubernetes.
+        UserError: The image is missing, the config file cannot be read, or Kubernetes does not accept a name.
     """
     if not options.image:
         raise UserError(
