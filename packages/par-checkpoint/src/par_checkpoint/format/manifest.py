@@ -264,7 +264,7 @@ def _encode_record(record: FileRecord) -> dict[str, object]:
         "data_begin": record.data_begin,
         "header_crc": f"{record.header_crc:08x}",
         "block": record.block,
-        "crcs": _big_endian(array("I", record.crcs)).tobytes().hex(),
+        "crcs": big_endian(array("I", record.crcs)).tobytes().hex(),
     }
 
 
@@ -297,14 +297,14 @@ def _decode_record(name: str, value: object) -> FileRecord:
 def _checksums(text: object, where: str) -> "array[int]":
     if not isinstance(text, str) or len(text) % 8 or _HEX.fullmatch(text) is None:
         raise corrupt(where, f"{text!r:.40} is no row of checksums")
-    return _big_endian(array("I", bytes.fromhex(text)))
+    return big_endian(array("I", bytes.fromhex(text)))
 
 
-def _big_endian(crcs: "array[int]") -> "array[int]":
-    """Swap the bytes of each checksum on a little-endian machine, because files are big-endian."""
+def big_endian(numbers: "array[int]") -> "array[int]":
+    """Swap the bytes of each number on a little-endian machine, because files are big-endian; and back."""
     if sys.byteorder == "little":
-        crcs.byteswap()
-    return crcs
+        numbers.byteswap()
+    return numbers
 
 
 def _tied(value: object) -> dict[str, str]:

@@ -11,7 +11,6 @@ whole one. A copy of a part, on another host, has the same bytes, but for who ke
 
 import json
 import re
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt
-from ..format.manifest import MANIFEST, Manifest, decode_manifest, head_of, parse_sealed
+from ..format.manifest import MANIFEST, Manifest, big_endian, decode_manifest, head_of, parse_sealed
 from ..format.strict_json import is_count
 
 RECORD = "par_checkpoint.part.json"
@@ -81,7 +80,7 @@ def encode_part(record: PartRecord) -> bytes:
         "nonce": record.nonce,
         "hosts": list(record.hosts),
         "manifest": record.manifest,
-        "homes": {name: _big_endian(array("H", homes)).tobytes().hex() for name, homes in record.homes.items()},
+        "homes": {name: big_endian(array("H", homes)).tobytes().hex() for name, homes in record.homes.items()},
     }
     data = b", " + json.dumps(fields).encode()[1:] + b"\n"
     return head_of(data) + data
@@ -153,14 +152,7 @@ def read_part(folder: Path) -> tuple[PartRecord, Manifest]:
 def _decode_homes(text: object, parts: int, where: str) -> "array[int]":
     if not isinstance(text, str) or len(text) % 4 or re.fullmatch("[0-9a-f]*", text) is None:
         raise corrupt(where, f"{text!r:.40} is no row of parts")
-    homes = _big_endian(array("H", bytes.fromhex(text)))
+    homes = big_endian(array("H", bytes.fromhex(text)))
     if homes and max(homes) >= parts:
         raise corrupt(where, f"names part {max(homes)} of {parts}")
     return homes
-
-
-def _big_endian(values: "array[int]") -> "array[int]":
-    """The numbers with the bytes of each in the order in which they are written, or back."""
-    if sys.byteorder == "little":
-        values.byteswap()
-    return values
