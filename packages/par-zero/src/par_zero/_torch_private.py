@@ -235,14 +235,7 @@ def call_last_after_step(optimizer: Optimizer, hook: Callable[[bool], None]) -> 
     hooks: Any = optimizer._optimizer_step_post_hooks
     known = len(hooks) + 1
     own = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: hook(len(hooks) > known)))
-    register = optimizer.register_step_post_hook
-
-    def register_before(other: Callable[..., Any]) -> Any:
-        handle = register(other)
-        hooks.move_to_end(own.id)
-        return handle
-
-    optimizer.register_step_post_hook = register_before  # type: ignore[assignment, method-assign]
+    _keep_last(optimizer, "register_step_post_hook", hooks, own.id)
 
 
 def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
@@ -251,15 +244,26 @@ def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Non
     `_optimizer_step_pre_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
     """
     own = optimizer.register_step_pre_hook(torch.compiler.disable(hook))
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    register = optimizer.register_step_pre_hook
+    _keep_last(optimizer, "register_step_pre_hook", optimizer._optimizer_step_pre_hooks, own.id)
+
+
+def _keep_last(optimizer: Optimizer, method: str, hooks: Any, own: int) -> None:
+    """Keep a hook of an optimizer behind the hooks that are registered later.
+
+    Args:
+        optimizer: The optimizer.
+        method: Name of the method that registers hooks of this kind.
+        hooks: The optimizer's hooks of this kind, an OrderedDict by id.
+        own: Id of the hook that stays last.
+    """
+    register = getattr(optimizer, method)
 
     def register_before(other: Callable[..., Any]) -> Any:
         handle = register(other)
-        hooks.move_to_end(own.id)
+        hooks.move_to_end(own)
         return handle
 
-    optimizer.register_step_pre_hook = register_before  # type: ignore[assignment, method-assign]
+    setattr(optimizer, method, register_before)
 
 
 def is_within_step(optimizer: Optimizer) -> bool:
