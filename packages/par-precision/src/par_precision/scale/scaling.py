@@ -26,7 +26,7 @@ class Scaling:
 
     def __init__(self, scale: DynamicScale | None, device: torch.device) -> None:
         self.scale, self.steps = scale, 0
-        self._max_skipped = (scale or DynamicScale()).max_skipped
+        self._max_skipped = DynamicScale.max_skipped if scale is None else scale.max_skipped
         self.loss_weights = LossWeights(device)
         self._skipped, self._in_a_row = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
         if scale is not None:
