@@ -43,6 +43,7 @@ PORTABLE = (
     "packages/par-groups/tests/test_sizes.py",
     "packages/par-pipeline/tests/schedules",
     "packages/par-pipeline/tests/analysis",
+    "packages/par-plan/tests",
     "packages/par-checkpoint/tests/format",
     "packages/par-checkpoint/tests/plan",
 )
@@ -282,10 +283,9 @@ def install_from(session: nox.Session, index: Path, package: str) -> None:
         f"assert meta.version('{package}') == m.__version__"
     )
     torch_alone = "ignore:Failed to initialize NumPy"  # torch warns so when no package needs numpy
-    sdist = str(next(index.glob(f"{module}-*.tar.gz")))
-    for again in ([], [*pip, "--no-deps", "--force-reinstall", sdist]):
-        if again:
-            session.run(*again, external=True)
+    wheel, sdist = (next(index.glob(f"{module}-*{ending}")) for ending in (".whl", ".tar.gz"))
+    for file in (wheel, sdist):
+        session.run(*pip, "--no-deps", "--force-reinstall", str(file), external=True)
         session.run(python, "-m", "pip", "check", external=True)
         session.run(python, "-W", "error", "-W", torch_alone, "-P", "-c", check, external=True)
         for command in table.get("scripts", {}):
