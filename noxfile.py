@@ -296,7 +296,8 @@ def install_from(session: nox.Session, index: Path, package: str) -> None:
 def portable(session: nox.Session) -> None:
     """Run the tests that need neither ranks nor Linux, on macOS and Windows: arithmetic, schedules, file formats."""
     # Without par-testing: it starts ranks, by calls that Windows lacks.
-    session.install(*editable(*PACKAGES), *group("test"))
+    proven = [each for each in group("integration") if each.startswith("transformers==")]  # par-plan's tests need it
+    session.install(*editable(*PACKAGES), *group("test"), *proven)
     options = ["-m", "not ranks", "-o", "markers=ranks\ngpu\nhosts\nstorm", "--hypothesis-profile", "ci"]
     run_pytest(session, *options, *PORTABLE, *session.posargs)
 
