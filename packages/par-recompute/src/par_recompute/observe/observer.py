@@ -33,7 +33,7 @@ def is_plain(tensor: object) -> bool:
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """Running call of a module.
 
     Args:
@@ -82,7 +82,7 @@ class Observer(TorchDispatchMode):
         self._total = [0, 0]  # operations and bytes moved, so far
         self._until_saved = (0, 0)
         self._handles: list[Any] = []
-        self._calls = [_Call(WHOLE, layer, None, 0, [], self._random(), set())]
+        self._calls = [_ModuleCall(WHOLE, layer, None, 0, [], self._random(), set())]
         given = [leaf for leaf in tree_leaves(args) if is_plain(leaf)]
         self._inputs = frozenset(self._number(tensor) for tensor in given)
 
@@ -193,7 +193,7 @@ class Observer(TorchDispatchMode):
             alone = len(args) == 1 and not kwargs and is_plain(args[0])
             own = [tensor for tensor in (*module.parameters(), *module.buffers()) if is_plain(tensor)]
             self._calls.append(
-                _Call(
+                _ModuleCall(
                     name,
                     module,
                     args[0] if alone else None,
@@ -213,7 +213,7 @@ class Observer(TorchDispatchMode):
         with torch.no_grad():
             self._note_module(call, output)
 
-    def _note_module(self, call: _Call, output: Any) -> None:
+    def _note_module(self, call: _ModuleCall, output: Any) -> None:
         """Record a finished call: its obstacle, or an event if the module can be called again."""
         random = self._random()
         call.draws |= random is not None and not torch.equal(random, call.random)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class Observer(TorchDispatchMode):
             writes=call.writes or (before is not None and before.writes),
         )
 
-    def _obstacle(self, call: _Call, output: Any) -> str | None:
+    def _obstacle(self, call: _ModuleCall, output: Any) -> str | None:
         """Return why a module cannot be called again, or None."""
         given = call.input
         if given is None:

@@ -65,7 +65,7 @@ class Elements(Kept):
             self._held = None
 
 
-class Call:
+class OffloadedCall:
     """One call of a layer with offloading, between `open` and `close`.
 
     Args:
@@ -97,11 +97,11 @@ class Call:
         del self._hooks  # which would hold the call that holds it
         return self._sizes
 
-    def _pack(self, tensor: Tensor) -> "tuple[Call, Packed]":
+    def _pack(self, tensor: Tensor) -> "tuple[OffloadedCall, Packed]":
         elements = self._elements(tensor)
         return self, self._stay(tensor) if elements is None else use(Part(elements, Geometry.of(tensor)))
 
-    def _unpack(self, packed: "tuple[Call, Packed]") -> Tensor:
+    def _unpack(self, packed: "tuple[OffloadedCall, Packed]") -> Tensor:
         self._away.approach(self)
         return take(packed[1])
 
@@ -153,21 +153,21 @@ class Away:
         self._to_host, self._copies = to_host, copies or HostCopies()
         self._limit, self._resident = to_host.bytes, 0
         self._elements: WeakValueDictionary[Key, Elements] = WeakValueDictionary()
-        self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+        self._calls: WeakValueDictionary[int, OffloadedCall] = WeakValueDictionary()
         self._count = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle only the options."""
         return type(self), (self._to_host,)
 
-    def begin(self, layer: str, module: nn.Module) -> Call:
+    def begin(self, layer: str, module: nn.Module) -> OffloadedCall:
         """Begin a call of a layer, and release what calls more than `ahead` calls earlier have copied out.
 
         Args:
             layer: Name of the layer, for errors.
             module: Layer.
         """
-        call = Call(self, self._count, layer, module)
+        call = OffloadedCall(self, self._count, layer, module)
         for number, earlier in list(self._calls.items()):
             if self._to_host.store is None and number < call.number - self._to_host.ahead:
                 for elements in _alive(earlier):
@@ -177,7 +177,7 @@ class Away:
         call.open()
         return call
 
-    def approach(self, call: Call) -> None:
+    def approach(self, call: OffloadedCall) -> None:
         """Prefetch the storages of the `ahead` calls before this call, when backward first reaches it."""
         copies = self._copies if self._to_host.store is None else self._to_host
         if call.is_approached or copies.fetch is None:
@@ -219,6 +219,6 @@ class Away:
         self._resident -= size
 
 
-def _alive(call: Call | None) -> list[Elements]:
+def _alive(call: OffloadedCall | None) -> list[Elements]:
     """Return the offloaded elements of a call that the autograd graph still holds."""
     return [] if call is None else [elements for each in call.stored if (elements := each()) is not None]

@@ -20,7 +20,7 @@ from .packed import Geometry, Kept, Packed, Part, take, use
 from .then import Then
 
 
-class Note:
+class DroppedOutput:
     """Dropped output of a module, with all that is needed to recompute it.
 
     Args:
@@ -103,8 +103,8 @@ class Frame:
     def __init__(self, layer: str, module: nn.Module) -> None:
         self._layer, self._module = layer, module
         self._alive: list[StorageWeakRef] = []  # while these are there, no identity is given to another storage
-        self._notes: dict[int, Note] = {}  # by storage
-        self._all: list[Note] = []
+        self._notes: dict[int, DroppedOutput] = {}  # by storage
+        self._all: list[DroppedOutput] = []
         self._resident: dict[int, int] = {}  # bytes of storages that are kept
         self._kept: dict[tuple[int, Geometry, int], tuple[Kept, int]] = {}
         self._outer = outer_hooks()
@@ -155,7 +155,7 @@ class Frame:
         before = self._notes.get(identity)
         if before is not None and (before.version, before.dtype) == (version_of(output), output.dtype):
             return  # an inner module made it
-        note = Note(name, module, self._pack(source), source, output)
+        note = DroppedOutput(name, module, self._pack(source), source, output)
         use(note.source)
         self._alive.append(StorageWeakRef(storage))
         self._notes[identity] = note

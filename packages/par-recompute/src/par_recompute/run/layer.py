@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .._torch_private import compiles_frames, in_checkpoint, in_transform
 from ..observe.observer import Observer, is_plain
 from ..plan.table import WHOLE, Table
-from .away import Away, Call
+from .away import Away, OffloadedCall
 from .frame import Frame
-from .planner import Kind, Known, Planner, joined
+from .planner import CallKind, Known, Planner, joined
 from .whole import Whole, Written
 
 
@@ -52,7 +52,7 @@ class Ran(NamedTuple):
         on_host: Bytes of each offloaded storage, by the storage's identity.
     """
 
-    kind: Kind | None
+    kind: CallKind | None
     sizes: tuple[torch.Size, ...]
     dropped: frozenset[str]
     counted: dict[int, int] | None
@@ -74,15 +74,15 @@ class Layer:
     def __init__(self, known: Known, planner: Planner, away: Away | None = None) -> None:
         self.known, self.planner, self._away = known, planner, away
         self.ran: list[Ran] = []
-        self._runs: list[tuple[Frame | Whole | Watched, Call | None, frozenset[str]] | None] = []
+        self._runs: list[tuple[Frame | Whole | Watched, OffloadedCall | None, frozenset[str]] | None] = []
         self._again = False
         self._written = Written()
         self._hooked: frozenset[str] = frozenset()
         self._handles: list[Any] = []
         module = known.module
         self._own = [
-            module.register_forward_pre_hook(_Begin(self), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_End(self), prepend=True, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(_BeginHook(self), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_EndHook(self), prepend=True, with_kwargs=True, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -183,7 +183,7 @@ class Layer:
             handle.remove()
         self._handles = [
             self.known.module.get_submodule(name).register_forward_hook(
-                _Note(self, name), prepend=True, with_kwargs=True
+                _DroppedOutputHook(self, name), prepend=True, with_kwargs=True
             )
             for name in sorted(dropped)
         ]
@@ -220,7 +220,7 @@ class Leave:
         self._planner.leave()
 
 
-class _Begin:
+class _BeginHook:
     """Hook before a layer's forward."""
 
     def __init__(self, layer: Layer) -> None:
@@ -231,7 +231,7 @@ class _Begin:
         self._layer.begin(args, kwargs)
 
 
-class _End:
+class _EndHook:
     """Hook after a layer's forward; it also runs if the forward raised."""
 
     def __init__(self, layer: Layer) -> None:
@@ -242,7 +242,7 @@ class _End:
         self._layer.end(args, kwargs, output)
 
 
-class _Note:
+class _DroppedOutputHook:
     """Hook after the forward of a dropped module."""
 
     def __init__(self, layer: Layer, name: str) -> None:

@@ -68,7 +68,7 @@ class Kept:
         return tensor
 
 
-class Source(Protocol):
+class StorageOwner(Protocol):
     """Owner of a storage that serves as many `take` calls as it has uses."""
 
     uses: int
@@ -81,13 +81,13 @@ class Part:
     """Tensor in the storage of another tensor.
 
     Args:
-        source: Source of the other tensor.
+        source: Owner of the other tensor.
         geometry: Layout of the tensor in the storage.
     """
 
     __slots__ = ("_geometry", "source")
 
-    def __init__(self, source: Source, geometry: Geometry) -> None:
+    def __init__(self, source: StorageOwner, geometry: Geometry) -> None:
         self.source, self._geometry = source, geometry
 
     def take(self) -> Tensor:

@@ -22,7 +22,7 @@ RATE = 1e12
 """Operations a second. Only their ratio to bytes a second matters for what is chosen."""
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """Kind of a layer's call: two calls of one kind save the same tensors, possibly of other sizes.
 
     Numbers among the arguments are not part of the kind, because they may be counters.
@@ -86,14 +86,14 @@ class Known:
     name: str
     module: nn.Module
     number: int
-    seen: dict[Kind, Seen] = field(default_factory=dict)
-    current: Kind | None = None
+    seen: dict[CallKind, Seen] = field(default_factory=dict)
+    current: CallKind | None = None
     sizes: tuple[torch.Size, ...] = ()
     forward: int | None = None
-    calls: Counter[Kind] = field(default_factory=Counter)
-    before: Counter[Kind] = field(default_factory=Counter)
+    calls: Counter[CallKind] = field(default_factory=Counter)
+    before: Counter[CallKind] = field(default_factory=Counter)
 
-    def predict(self, kind: Kind | None, sizes: tuple[torch.Size, ...], dropped: frozenset[str]) -> int | None:
+    def predict(self, kind: CallKind | None, sizes: tuple[torch.Size, ...], dropped: frozenset[str]) -> int | None:
         """Return the bytes that a call saves if it drops these modules; None if no such call was observed."""
         seen = None if kind is None else self.seen.get(kind)
         return kept(seen.table, dropped) if seen is not None and seen.sizes == sizes else None
@@ -107,7 +107,7 @@ class Known:
         self.forward = forward
         return same
 
-    def running(self) -> dict[Kind, int]:
+    def running(self) -> dict[CallKind, int]:
         """Return the number of calls per forward of each kind with the modes and autocast of the latest call."""
         now = self.current
         most = self.before | self.calls
@@ -326,7 +326,9 @@ class Planner:
         )
 
 
-def kind_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, tuple[torch.Size, ...]]:
+def kind_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[CallKind, tuple[torch.Size, ...]]:
     """Return the kind of a call, and the shapes of its tensor arguments."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if is_plain(leaf)]
@@ -336,7 +338,7 @@ def kind_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for each in sorted(types)
         if torch.amp.is_autocast_available(each)
     ]
-    kind = Kind(
+    kind = CallKind(
         tuple(each.training for each in module.modules()),
         tuple(parameter.requires_grad for parameter in module.parameters()),
         tuple(autocast),
