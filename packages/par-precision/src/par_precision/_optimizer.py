@@ -35,7 +35,7 @@ from .norm.clip import check_limit, clip_coefficient
 from .norm.norm import counted_parts
 from .norm.sums import sum_of_powers
 from .scale.scaling import Scaling
-from .scale.schedule import Schedule
+from .scale.schedule import SkipAwareScheduler
 
 Loss = TypeVar("Loss")
 
@@ -106,7 +106,7 @@ class MixedOptimizer(Optimizer):
         self._weights, self._clip, self._policy, self._group, self._device = weights, clip, policy, group, device
         self._reads_freely = device.type == "cpu"  # the host need not wait
         self._have_momentum: set[int] = set()  # ids of the tensors that SGD has momentum for
-        self._schedules: WeakSet[Schedule] = WeakSet()
+        self._schedules: WeakSet[SkipAwareScheduler] = WeakSet()
         self.__setstate__({})  # makes room for hooks; Optimizer's constructor would make param groups of its own
         inner.__dict__[AROUND] = self
 
@@ -217,7 +217,7 @@ class MixedOptimizer(Optimizer):
         self._weights.zero_grad()
         self.scaling.loss_weights.forget()
 
-    def schedule(self, scheduler: LRScheduler) -> Schedule:
+    def schedule(self, scheduler: LRScheduler) -> SkipAwareScheduler:
         """An lr scheduler that stands still if every step since its last call was skipped.
 
         So it follows the weights, whether it is called after each step or after each epoch. Each call of its `step`
@@ -226,7 +226,7 @@ class MixedOptimizer(Optimizer):
         Args:
             scheduler: A scheduler of this optimizer or of the user's.
         """
-        schedule = Schedule(scheduler)
+        schedule = SkipAwareScheduler(scheduler)
         self._schedules.add(schedule)
         return schedule
 

@@ -34,7 +34,7 @@ def draw(topology: "Topology", path: str | Path) -> None:
     panels = _panels(topology)
     columns = min(_PANELS_PER_ROW, len(panels))
     rows = math.ceil(len(panels) / columns)
-    grid = _Grid(topology)
+    grid = _PanelGrid(topology)
     figure = Figure(figsize=grid.figure_size(columns, rows), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (label, names) in zip(all_axes, panels, strict=False):
@@ -45,7 +45,7 @@ def draw(topology: "Topology", path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-class _Grid:
+class _PanelGrid:
     """Which ranks are drawn, and in which cell: the fast half of the axes runs across, the slow half runs down."""
 
     def __init__(self, topology: "Topology") -> None:
@@ -99,7 +99,7 @@ def _across(shown: dict[str, int]) -> int:
     return min(products, key=lambda across: abs(math.log(across / root)))
 
 
-def _draw_panel(axes: Any, grid: _Grid, label: str, names: str | tuple[str, ...]) -> None:
+def _draw_panel(axes: Any, grid: _PanelGrid, label: str, names: str | tuple[str, ...]) -> None:
     """One panel: a cell a rank, its number inside, the same colour for the same group."""
     from matplotlib import colormaps  # noqa: PLC0415 - an extra
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415 - an extra

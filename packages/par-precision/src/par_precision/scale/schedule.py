@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 
-class Schedule(LRScheduler):
+class SkipAwareScheduler(LRScheduler):
     """An lr scheduler that stands still if the optimizer has skipped every step since the schedule's last call.
 
     It is an LRScheduler for whoever asks, such as a trainer, and has the attributes of the scheduler inside.
