@@ -7,7 +7,7 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology
 from par_layers import initialize, layer_set
-from par_pipeline import Offload, Pipeline, one_f_one_b, zb_h1
+from par_pipeline import ActivationOffload, Pipeline, one_f_one_b, zb_h1
 from par_recompute import Drop, Keep, ToHost, checkpoint_layers, saved
 from par_testing import storm
 from par_zero import shard
@@ -180,7 +180,7 @@ def test_pipelines_have_the_same_gradients_and_offload_what_is_kept(schedule):
             sizes.append(tensor.numel() * tensor.element_size())
             return tensor.detach().clone()
 
-        for offload in (None, Offload(store=store, load=torch.clone)):
+        for offload in (None, ActivationOffload(store=store, load=torch.clone)):
             assert all(map(torch.equal, gradients(policy, offload), expected)), (name, offload)
     # The first microbatch is looked at, and keeps inputs; after it layers offer what they keep.
     assert sum(stored["layers"]) < sum(stored["Drop"]) < sum(stored["cheap"]) < sum(stored["none"])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import launch
-from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
+from par_pipeline import ActivationOffload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
 from par_pipeline._structure import flatten
 from par_pipeline.wire.lanes import APART, FIRST, REST
 from par_pipeline.wire.message import HEADER, Header, encode_apart
@@ -52,7 +52,7 @@ def check(schedule, **options):
 @pytest.mark.parametrize("resident", [None, 0])
 def test_one_gpu_runs_all_stages_of_a_v(resident):
     with launch(timeout=60):
-        offload = None if resident is None else Offload(resident=resident)
+        offload = None if resident is None else ActivationOffload(resident=resident)
         timeline = check(zb_v(1, 4), offload=offload).timeline()
         assert timeline.makespan >= timeline.busy(0) > 0
         assert [timeline.peak(0)] == [simulate(zb_v(1, 4)).peak(0)]

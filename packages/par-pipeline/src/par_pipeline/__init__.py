@@ -26,7 +26,7 @@ from .stages.partition import partition
 
 if TYPE_CHECKING:
     from .runtime.microbatches import Microbatches, split_rows
-    from .runtime.offload import Offload
+    from .runtime.offload import ActivationOffload
     from .runtime.options import LossWeight, Transport
     from .runtime.pipeline import Batch, Pipeline, Result
     from .runtime.shared import Shared
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "ActivationOffload",
     "Batch",
     "Costs",
     "Event",
@@ -45,7 +46,6 @@ __all__ = [
     "Lazy",
     "LossWeight",
     "Microbatches",
-    "Offload",
     "Pipeline",
     "PipelineError",
     "Result",
@@ -76,7 +76,7 @@ _LATE = {
     "stages.build": ("build_stage",),
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Microbatches", "split_rows"),
-    "runtime.offload": ("Offload",),
+    "runtime.offload": ("ActivationOffload",),
     "runtime.options": ("LossWeight", "Transport"),
     "runtime.pipeline": ("Batch", "Pipeline", "Result"),
     "runtime.shared": ("Shared",),

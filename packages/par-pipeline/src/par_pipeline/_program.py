@@ -65,7 +65,7 @@ class Instruction(NamedTuple):
     target: int
 
 
-class Arrival(NamedTuple):
+class ExpectedMessage(NamedTuple):
     """Message that another rank sends.
 
     Args:
@@ -99,7 +99,7 @@ class Program:
     """
 
     instructions: tuple[Instruction, ...]
-    arrivals: dict[int, tuple[Arrival, ...]]
+    arrivals: dict[int, tuple[ExpectedMessage, ...]]
     departures: dict[int, tuple[Message, ...]]
     consumed: dict[Message, int]
     final: dict[int, tuple[int, int]]
@@ -129,7 +129,7 @@ def compile_program(
     ends = _Ends(() if forward_only else holders, schedule.rank_of(schedule.stages - 1) if broadcasts_loss else None)
     others = [peer for peer in range(len(schedule.ranks)) if peer != rank]
     peers = neighbours.union(peer for peer in others if ends.sent(rank, peer) or ends.sent(peer, rank))
-    arrivals: dict[int, tuple[Arrival, ...]] = {}
+    arrivals: dict[int, tuple[ExpectedMessage, ...]] = {}
     departures: dict[int, tuple[Message, ...]] = {}
     consumed: dict[Message, int] = {}
     for peer in sorted(peers):
@@ -145,8 +145,8 @@ def compile_program(
         coming += [(message, position) for message in ends.sent(peer, rank)]
         taken = [mine.takes for mine in instructions if mine.takes is not None and mine.source == peer]
         due = _due([message for message, _ in coming], [*taken, *ends.sent(peer, rank)])
-        of_step = (Arrival(*sent, after) for sent, after in zip(coming, due, strict=True))
-        arrivals[peer] = (*of_step, Arrival(STATUS, -1))
+        of_step = (ExpectedMessage(*sent, after) for sent, after in zip(coming, due, strict=True))
+        arrivals[peer] = (*of_step, ExpectedMessage(STATUS, -1))
     return Program(
         instructions=instructions,
         arrivals=arrivals,

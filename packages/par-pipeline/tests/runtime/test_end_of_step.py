@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from par_pipeline import PipelineError, Shared, one_f_one_b, zb_v
 from par_pipeline.runtime import pipeline as _pipeline
-from par_pipeline.runtime.run import Run
-from par_pipeline.wire.message import Kind
+from par_pipeline.runtime.run import StepExecution
+from par_pipeline.wire.message import MessageKind
 from par_testing import for_each
 
 from ..runtime_helpers import (
@@ -28,7 +28,7 @@ from ..runtime_helpers import (
 PLACES = {
     "summing the gradients of shared parameters": (Shared, "_fill_"),
     "joining the outputs": (_pipeline, "merge"),
-    "summing the loss": (Run, "loss"),
+    "summing the loss": (StepExecution, "loss"),
     "sharing the loss": (_pipeline, "flatten"),
 }
 """What to replace so that a step fails there."""
@@ -126,7 +126,7 @@ def test_a_rank_that_has_heard_of_a_failure_between_steps_begins_nothing():
         run.step(x, target=y)
         dist.barrier()
         word = run._equipment.wire._inboxes[1]._posted[0].first
-        while word.item() == Kind.UNWRITTEN:  # it is on its way
+        while word.item() == MessageKind.UNWRITTEN:  # it is on its way
             time.sleep(0.01)
         ran.clear()
         with pytest.raises(PipelineError, match="joining the outputs"):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from par_pipeline import Offload, gpipe, one_f_one_b, zb_v
-from par_pipeline.runtime.offload import Activations, HostCopies
+from par_pipeline import ActivationOffload, gpipe, one_f_one_b, zb_v
+from par_pipeline.runtime.offload import Activations, PinnedStore
 from par_testing import for_each, storm
 
 from ..runtime_helpers import (
@@ -110,7 +110,7 @@ def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
         for stage in stages:
             stage.zero_grad()
             stage.watch, stage.waiting = [], []
-        offload = Offload(resident=limit, store=disk.store, load=disk.load)
+        offload = ActivationOffload(resident=limit, store=disk.store, load=disk.load)
         pipeline(stages, schedule, offload=offload).step(x.requires_grad_(), target=y)
         assert_gradients(stages, reference, schedule, exact=name in WHOLE)
         waiting[limit] = max(
@@ -123,7 +123,7 @@ def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
 
 
 def test_tensors_of_the_cpu_stay():
-    tensor, copies = torch.ones(3), HostCopies()
+    tensor, copies = torch.ones(3), PinnedStore()
     assert copies.load(copies.store(tensor)) is tensor
 
 
@@ -143,7 +143,11 @@ def graph_without_backward(offload):
 def test_a_graph_without_backward_is_free_as_soon_as_nobody_has_it():
     gc.disable()
     try:
-        for offload in (Offload(), Offload(resident=10**6), Offload(store=lambda tensor: tensor, load=lambda it: it)):
+        for offload in (
+            ActivationOffload(),
+            ActivationOffload(resident=10**6),
+            ActivationOffload(store=lambda tensor: tensor, load=lambda it: it),
+        ):
             assert graph_without_backward(offload)() is None, offload
     finally:
         gc.enable()
@@ -159,7 +163,7 @@ def test_a_graph_without_backward_is_free_as_soon_as_nobody_has_it():
 )
 def test_what_an_offload_refuses(keywords, message):
     with pytest.raises(ValueError, match=message):
-        Offload(**keywords)
+        ActivationOffload(**keywords)
 
 
 class LateStreams(TorchDispatchMode):
@@ -223,7 +227,7 @@ def test_copies_beside_the_computation_are_waited_for_and_begin_two_microbatches
     x, y = data(6 * 4)
     serial(reference, x.tensor_split(6), y.tensor_split(6))
     late = LateStreams()
-    copies = HostCopies(late)
+    copies = PinnedStore(late)
     begun, come = set(), []
 
     def fetch(stored):
@@ -234,7 +238,7 @@ def test_copies_beside_the_computation_are_waited_for_and_begin_two_microbatches
         come.append(id(stored) in begun)
         return copies.load(stored)
 
-    run = pipeline(stages, schedule, offload=Offload(store=copies.store, load=load, fetch=fetch))
+    run = pipeline(stages, schedule, offload=ActivationOffload(store=copies.store, load=load, fetch=fetch))
     with late:
         run.step(x, target=y)
     assert_gradients(stages, reference, schedule, exact=name in WHOLE)
@@ -273,7 +277,7 @@ def test_two_microbatches_are_on_their_way_when_a_backward_begins():
 
     stages = stages_of(schedule, Marked)
     x, y = data(5)
-    offload = Offload(store=store, load=kept.__getitem__, fetch=fetch)
+    offload = ActivationOffload(store=store, load=kept.__getitem__, fetch=fetch)
     pipeline(stages, schedule, offload=offload).step(x.requires_grad_(), target=y)
     assert [number for number, _ in waiting] == [0, 1, 2, 3, 4]
     assert [max(on_their_way) for _, on_their_way in waiting] == [2, 3, 4, 4, 4]
@@ -285,7 +289,7 @@ def test_offload_to_the_host_gives_the_same_gradients():
         schedule = make(2, 3)
         stages = stages_of(schedule)
         reference = copied(stages)
-        run = pipeline(stages, schedule, offload=Offload(resident=100))
+        run = pipeline(stages, schedule, offload=ActivationOffload(resident=100))
         x, y = data(7)
         run.step(x, target=y)
         serial(reference, x.tensor_split(3), y.tensor_split(3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_pipeline._program import STATUS, Arrival, Message
+from par_pipeline._program import STATUS, ExpectedMessage, Message
 from par_pipeline.runtime.pipeline import _device_of
 from par_pipeline.wire import inbox as _inbox
 from par_pipeline.wire.inbox import Inbox
@@ -63,7 +63,7 @@ def test_receives_are_posted_up_to_a_budget_and_one_always(budget, posted):
     down, communicator = lane()
     inbox = Inbox(down, torch.device("cpu"), budget, lambda position: None, are_apart=False, peer=0)
     messages = [Message(gradient=False, stage=1, microbatch=k) for k in range(2)]
-    inbox.prepare((*map(Arrival, messages, range(2)), Arrival(STATUS, -1)))
+    inbox.prepare((*map(ExpectedMessage, messages, range(2)), ExpectedMessage(STATUS, -1)))
     assert communicator.begun == ["recv"] * posted
 
 
@@ -71,7 +71,7 @@ def test_receives_are_posted_up_to_a_budget_and_one_always(budget, posted):
 def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes, looks):
     down, communicator = lane()
     inbox = Inbox(down, torch.device("cpu"), 1, lambda position: None, are_apart=False, peer=0)
-    inbox.begin((Arrival(STATUS, -1),))
+    inbox.begin((ExpectedMessage(STATUS, -1),))
     inbox.expect()
     inbox.expect()  # which posts no other one
     assert (communicator.begun, communicator.waited) == (["recv"], [])

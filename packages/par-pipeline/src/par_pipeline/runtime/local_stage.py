@@ -14,7 +14,7 @@ Gradients = tuple[Tensor | None, ...]
 """Gradients of those tensors of a value that want one, in order."""
 
 
-class Saved(NamedTuple):
+class PendingBackward(NamedTuple):
     """State of a microbatch between its forward and its backward.
 
     Outputs are stored only as edges of the graph, so that their memory is free after the send unless autograd needs it.
@@ -50,14 +50,14 @@ class LocalStage:
         self.writes = bool(getattr(first_layer, "inplace", False))
         self.output: Signature | None = None
         self.gradient: Signature | None = None
-        self._saved: dict[int, Saved] = {}
+        self._saved: dict[int, PendingBackward] = {}
 
     def keep(self, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Store the state that the backward of a microbatch needs."""
         wanted = [tensor for tensor in outputs if tensor.requires_grad]
         edges = [get_gradient_edge(tensor) for tensor in wanted]
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        self._saved[microbatch] = Saved(leaves, edges, wanted if self._keeps_outputs else [])
+        self._saved[microbatch] = PendingBackward(leaves, edges, wanted if self._keeps_outputs else [])
 
     def outputs(self, microbatch: int) -> list[Tensor]:
         """Return the stored outputs of a microbatch."""

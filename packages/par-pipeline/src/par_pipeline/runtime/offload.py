@@ -16,7 +16,7 @@ AHEAD = 2
 """Prefetch depth: number of microbatches before its backward at which an offloaded activation is fetched."""
 
 
-class HostCopies:
+class PinnedStore:
     """Copies of tensors into pinned host memory and back, concurrent with the computation of their device.
 
     Copies out and copies back each have a stream, so that they delay neither the computation nor each other. The
@@ -31,7 +31,7 @@ class HostCopies:
         self._module = device_module
         self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out and back
 
-    def store(self, tensor: Tensor) -> "Tensor | OnHost":
+    def store(self, tensor: Tensor) -> "Tensor | PinnedTensor":
         """Begin to copy a tensor out."""
         module = self._module_of(tensor.device)
         if module is None:
@@ -45,18 +45,18 @@ class HostCopies:
             host.copy_(tensor, non_blocking=True)
         if not tensor.is_cpu:
             tensor.record_stream(out)  # its memory is not given to another before the copy has read it
-        return OnHost(host, tensor.device, out.record_event(), back, module)
+        return PinnedTensor(host, tensor.device, out.record_event(), back, module)
 
     @staticmethod
-    def fetch(stored: "Tensor | OnHost") -> None:
+    def fetch(stored: "Tensor | PinnedTensor") -> None:
         """Begin to copy a tensor back, unless the copy has begun."""
-        if isinstance(stored, OnHost):
+        if isinstance(stored, PinnedTensor):
             stored.come_back()
 
     @staticmethod
-    def load(stored: "Tensor | OnHost") -> Tensor:
+    def load(stored: "Tensor | PinnedTensor") -> Tensor:
         """Return the tensor on its device; the current stream waits for the copy back."""
-        return stored.take() if isinstance(stored, OnHost) else stored
+        return stored.take() if isinstance(stored, PinnedTensor) else stored
 
     def _module_of(self, device: torch.device) -> Any:
         if self._module is not None or device.type == "cpu":
@@ -65,8 +65,8 @@ class HostCopies:
 
 
 @dataclass
-class OnHost:
-    """Tensor that `HostCopies` has copied out.
+class PinnedTensor:
+    """Tensor that `PinnedStore` has copied out.
 
     Args:
         host: Copy in host memory, valid after the event `is_out`.
@@ -108,7 +108,7 @@ class OnHost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
+class ActivationOffload:
     """Options for offloading the activations of microbatches until their backward.
 
     By default, tensors of an accelerator are copied into pinned host memory while the device computes. The copies back
@@ -146,14 +146,14 @@ class _Stored(NamedTuple):
 
 
 class Activations:
-    """Saved activations of this rank's microbatches, within the limit of an `Offload`.
+    """Saved activations of this rank's microbatches, within the limit of an `ActivationOffload`.
 
     Args:
         offload: Options; None: all activations stay.
         modules: Stages of this rank; their parameters and buffers stay.
     """
 
-    def __init__(self, offload: Offload | None, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, offload: ActivationOffload | None, modules: Iterable[nn.Module]) -> None:
         self._offload, self._modules = offload, tuple(modules)
         self._resident: dict[Key, dict[int, int]] = {}  # for each microbatch, the bytes at each address
         self._stored: dict[Key, list[Any]] = {}  # for each microbatch, what can begin to come back ahead
@@ -162,7 +162,7 @@ class Activations:
         self._load: Callable[[Any], Tensor]
         self._fetch: Callable[[Any], None] | None
         if offload is None or offload.store is None or offload.load is None:
-            copies = HostCopies()
+            copies = PinnedStore()
             self._store, self._load, self._fetch = copies.store, copies.load, copies.fetch
         else:
             self._store, self._load, self._fetch = offload.store, offload.load, offload.fetch

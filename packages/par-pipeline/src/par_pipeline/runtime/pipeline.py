@@ -28,9 +28,9 @@ from .feed import make_feed, shares
 from .gradient_sync import GradientSync
 from .local_stage import LocalStage, across_border
 from .microbatches import Split, merge, split_rows
-from .offload import Activations, Offload
+from .offload import ActivationOffload, Activations
 from .options import DEFAULT_TRANSPORT, LossWeight, SplitWhere, Transport
-from .run import Equipment, Loss, Recorded, Run
+from .run import Equipment, Loss, Recorded, StepExecution
 from .shared import Cuts, Shared
 from .weight_gradients import SplitBackward
 
@@ -104,7 +104,7 @@ class Pipeline:
         split: Split = split_rows,
         weight: LossWeight | None = None,
         shared: Sequence[Shared] = (),
-        offload: Offload | None = None,
+        offload: ActivationOffload | None = None,
         broadcast_loss: bool = False,
         complete: Callable[[int], None] | None = None,
         split_backward: SplitWhere = "required",
@@ -339,7 +339,7 @@ class Pipeline:
         if self._is_spent:
             self.reset(timeout=self._equipment.wire.timeout.total_seconds())
         program = self._program(training=training)
-        run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
+        run = StepExecution(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
         try:
             self._equipment.wire.begin(program)
             return self._execute(run, fetch)
@@ -359,7 +359,7 @@ class Pipeline:
             )
         return self._programs[training]
 
-    def _execute(self, run: Run, fetch: Callable[[], Batch]) -> Result:
+    def _execute(self, run: StepExecution, fetch: Callable[[], Batch]) -> Result:
         """Run a step to its end; `_fail` reports any error here to the other ranks."""
         microbatches = self.schedule.microbatches
         inputs, kwargs, target = fetch()
@@ -393,7 +393,7 @@ class Pipeline:
         self._equipment.wire.end(run.program, wait_for)
         return Result(loss, outputs)
 
-    def _fail(self, run: Run, error: BaseException) -> None:
+    def _fail(self, run: StepExecution, error: BaseException) -> None:
         """Report an error to all ranks, and raise the exception that all ranks raise."""
         self._failed = True
         if isinstance(error, (PeerFailed, ConnectionError)):

@@ -69,7 +69,7 @@ class Equipment:
 
 
 @dataclass(kw_only=True)
-class Run:
+class StepExecution:
     """Running step.
 
     Args:

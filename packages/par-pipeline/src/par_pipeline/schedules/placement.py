@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 
-class Placement:
+class StagePlacement:
     """The stages of every rank.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .actions import Action, check_action
-from .placement import Placement
+from .placement import StagePlacement
 from .validate import validate
 
 Actions = Iterable[Action]
@@ -44,7 +44,7 @@ class Schedule:
             named_stages, named_microbatches = self._named_in_actions()
             placement = named_stages if placement is None else placement
             microbatches = named_microbatches if microbatches is None else microbatches
-        self.placement = Placement(placement)
+        self.placement = StagePlacement(placement)
         self.microbatches = microbatches
         if len(self.placement.by_rank) != len(self.ranks):
             raise ValueError(

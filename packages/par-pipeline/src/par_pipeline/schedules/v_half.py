@@ -26,7 +26,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         order is our own.
     """
     check_sizes(ranks=ranks, microbatches=microbatches)
-    run = _Run(ranks, microbatches)
+    run = _Lockstep(ranks, microbatches)
     actions = [_Listed(order, stages, microbatches) for order, stages in zip(run.orders, run.placement, strict=True)]
     return Schedule(actions, placement=run.placement, microbatches=microbatches)
 
@@ -47,7 +47,7 @@ class _Listed:
         return (next(following[letter]) for letter in self._order)
 
 
-class _Run:
+class _Lockstep:
     """All ranks in lockstep: in each unit of time, all choose by what was done before it, and then do it.
 
     The counters say how often each stage has run an operation.

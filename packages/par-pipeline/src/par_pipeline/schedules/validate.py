@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, check_action
-from .placement import Placement
+from .placement import StagePlacement
 from .walk import StageCosts, walk
 
 # What a stage has done with a microbatch, and what it does next.
@@ -17,7 +17,7 @@ _NEXT = {
 _MISSING = {_WAITS: "F", _FORWARD: "B (or I and W)", _INPUT: "W"}
 
 
-def validate(ranks: Sequence[Iterable[Action]], placement: Placement, microbatches: int) -> None:
+def validate(ranks: Sequence[Iterable[Action]], placement: StagePlacement, microbatches: int) -> None:
     """Checks a schedule; `Schedule.validate` says for what.
 
     Sends do not stop a rank, and receives stand ready in the order in which the peer sends. So ranks wait for ever only
@@ -42,7 +42,7 @@ def validate(ranks: Sequence[Iterable[Action]], placement: Placement, microbatch
     walk(ranks, placement, microbatches, StageCosts(ones, ones, ones, zeros))
 
 
-def _check_placement(placement: Placement) -> None:
+def _check_placement(placement: StagePlacement) -> None:
     """Every stage is on one rank, and none is left out."""
     holders: dict[int, int] = {}
     for rank, stages in enumerate(placement.by_rank):

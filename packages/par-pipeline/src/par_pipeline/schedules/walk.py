@@ -11,7 +11,7 @@ from operator import add
 from typing import NamedTuple
 
 from .actions import BACKWARD, FORWARD, INPUT_GRAD, KEPT_ACTIVATIONS, WEIGHT_GRAD, Action
-from .placement import Placement
+from .placement import StagePlacement
 
 
 class Event(NamedTuple):
@@ -64,7 +64,7 @@ class StageCosts(NamedTuple):
 
 def walk(
     ranks: Sequence[Iterable[Action]],
-    placement: Placement,
+    placement: StagePlacement,
     microbatches: int,
     costs: StageCosts,
     record: Callable[[Event], None] | None = None,
@@ -99,7 +99,7 @@ def walk(
     return [tracks[rank] for rank in range(len(ranks))]
 
 
-class _Link(NamedTuple):
+class _StageLink(NamedTuple):
     """Messages and time of an operation of one stage, for all microbatches.
 
     A message is a number: stage * microbatches + microbatch into a forward, its complement into a backward. The number
@@ -120,7 +120,7 @@ class _Link(NamedTuple):
     delay: float
 
 
-def _links(placement: Placement, microbatches: int, costs: StageCosts) -> dict[str, list[_Link]]:
+def _links(placement: StagePlacement, microbatches: int, costs: StageCosts) -> dict[str, list[_StageLink]]:
     """For each operation, the link of every stage."""
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     delays = [
@@ -130,14 +130,14 @@ def _links(placement: Placement, microbatches: int, costs: StageCosts) -> dict[s
     ahead = [(stage + 1) * microbatches for stage in range(len(delays))]  # from each stage to the next
     back = [~(stage * microbatches) for stage in range(len(delays))]  # from the next stage to each
 
-    def backward(seconds: Iterable[float]) -> list[_Link]:
-        return list(map(_Link, seconds, repeat(-1), [*back, None], [None, *back], [0.0, *delays]))
+    def backward(seconds: Iterable[float]) -> list[_StageLink]:
+        return list(map(_StageLink, seconds, repeat(-1), [*back, None], [None, *back], [0.0, *delays]))
 
     return {
-        FORWARD: list(map(_Link, costs.forward, repeat(1), [None, *ahead], [*ahead, None], [*delays, 0.0])),
+        FORWARD: list(map(_StageLink, costs.forward, repeat(1), [None, *ahead], [*ahead, None], [*delays, 0.0])),
         BACKWARD: backward(map(add, costs.input_grad, costs.weight_grad)),
         INPUT_GRAD: backward(costs.input_grad),
-        WEIGHT_GRAD: [_Link(seconds, 1, None, None, 0.0) for seconds in costs.weight_grad],
+        WEIGHT_GRAD: [_StageLink(seconds, 1, None, None, 0.0) for seconds in costs.weight_grad],
     }
 
 
@@ -159,7 +159,7 @@ class _Messages:
 def _walk_rank(
     rank: int,
     actions: Iterable[Action],
-    links: dict[str, list[_Link]],
+    links: dict[str, list[_StageLink]],
     messages: _Messages,
     record: Callable[[Event], None] | None,
 ) -> Generator[int, None, Track]:
@@ -192,7 +192,7 @@ def _walk_rank(
 
 
 def _describe_deadlock(
-    ranks: Sequence[Iterable[Action]], placement: Placement, microbatches: int, waiting: dict[int, int]
+    ranks: Sequence[Iterable[Action]], placement: StagePlacement, microbatches: int, waiting: dict[int, int]
 ) -> str:
     """Says who waits for whom, from the lowest waiting rank on until the circle closes."""
     message_of = {rank: message for message, rank in waiting.items()}

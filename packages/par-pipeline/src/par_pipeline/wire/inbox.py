@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from .._errors import PeerFailed
-from .._program import Arrival, Message
+from .._program import ExpectedMessage, Message
 from .apart import Apart
 from .lanes import FIRST, REST, Lane
-from .message import Contents, Expectations, Header, Kind
+from .message import Contents, Expectations, Header, MessageKind
 
 _AWAKE = 2e-3  # seconds in which a rank that waits does not sleep; other threads of its process need the interpreter
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows has no sched_yield
@@ -75,7 +75,7 @@ class Inbox:
         self._lane, self._settle = lane, settle
         self._expected = Expectations()  # of this rank
         self._apart = Apart(lane, device, budget) if are_apart else None
-        self._coming: deque[Arrival] = deque()
+        self._coming: deque[ExpectedMessage] = deque()
         self._posted: deque[Posted] = deque()  # buffers for what comes first, and ...
         self._planned: deque[int] = deque()  # ... bytes of those for what comes then
         self._budget = budget
@@ -85,7 +85,7 @@ class Inbox:
         """Return the global rank whose messages this object receives; see `par_groups.attributes.WAITS_FOR`."""
         return (self._peer,)
 
-    def plan(self, arrivals: tuple[Arrival, ...]) -> None:
+    def plan(self, arrivals: tuple[ExpectedMessage, ...]) -> None:
         """Plan the buffers for a step. The peer's `Outbox` computes the same sizes at the same point."""
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
@@ -93,7 +93,7 @@ class Inbox:
         are_apart = self._apart is not None
         self._planned.extend(self._expected.room_for(message, are_apart=are_apart) for message in without_buffer)
 
-    def begin(self, arrivals: tuple[Arrival, ...]) -> None:
+    def begin(self, arrivals: tuple[ExpectedMessage, ...]) -> None:
         """Begin a step, in which the peer sends these messages in this order."""
         self.plan(arrivals)
         self._late = len(self._coming)  # a higher rank's status of the last step, which comes before all else
@@ -103,7 +103,7 @@ class Inbox:
             plan = ((arrival.after, self._expected.bytes_ahead(arrival.message)) for arrival in arrivals)
             self._apart.begin((after, ahead) for after, ahead in plan if ahead != 0)  # nothing comes apart of 0 bytes
 
-    def prepare(self, arrivals: tuple[Arrival, ...]) -> None:
+    def prepare(self, arrivals: tuple[ExpectedMessage, ...]) -> None:
         """Post the receives of a possible next step."""
         self.plan(arrivals)
         with suppress(ConnectionError):  # a rank that is done may have left
@@ -120,7 +120,7 @@ class Inbox:
         Raises:
             PeerFailed: The peer reports that the last step failed.
         """
-        while self._late and self._posted and self._posted[0].first.item() != Kind.UNWRITTEN:
+        while self._late and self._posted and self._posted[0].first.item() != MessageKind.UNWRITTEN:
             self._receive()
             self._late -= 1
         if self._apart is not None:
@@ -181,12 +181,12 @@ class Inbox:
         """Post the next receive."""
         size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        first = buffer[0].fill_(Kind.UNWRITTEN)
+        first = buffer[0].fill_(MessageKind.UNWRITTEN)
         self._posted.append(Posted(buffer, first, self._lane.receive(buffer, FIRST)))
         self._planned.popleft()
         self._budget -= size
 
-    def _receive(self) -> tuple[Arrival, Header]:
+    def _receive(self) -> tuple[ExpectedMessage, Header]:
         """Receive the peer's next message, and return its place in the plan and its header.
 
         Raises:
@@ -194,7 +194,7 @@ class Inbox:
         """
         buffer, first, work = self._posted.popleft()
         until = time.perf_counter() + _AWAKE
-        while first.item() == Kind.UNWRITTEN and time.perf_counter() < until:
+        while first.item() == MessageKind.UNWRITTEN and time.perf_counter() < until:
             _let_others_run()
         self._lane.wait(work, FIRST)
         self._budget += buffer.nbytes

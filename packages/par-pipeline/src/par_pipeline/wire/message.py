@@ -39,7 +39,7 @@ _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the firs
 _CPU = torch.device("cpu")
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message, stored in its first byte."""
 
     EXPECTED = 0
@@ -120,8 +120,8 @@ def encode(signature: Signature, tensors: Sequence[Tensor], expected: Signature 
     if description:
         parts.insert(0, _padded(description))
     if HEADER + aligned(len(description)) + signature.size > room:
-        return [(FIRST, _header(Kind.FOLLOWED, len(description), signature.size)), (REST, torch.cat(parts))]
-    return [(FIRST, torch.cat([_header(Kind.WHOLE, len(description), signature.size), *parts]))]
+        return [(FIRST, _header(MessageKind.FOLLOWED, len(description), signature.size)), (REST, torch.cat(parts))]
+    return [(FIRST, torch.cat([_header(MessageKind.WHOLE, len(description), signature.size), *parts]))]
 
 
 def encode_apart(
@@ -150,14 +150,14 @@ def encode_apart(
     if as_expected:
         return [(FIRST, _nothing_new()), *apart]
     description = pickle.dumps(signature)
-    header = _header(Kind.FOLLOWED, len(description), signature.size)
+    header = _header(MessageKind.FOLLOWED, len(description), signature.size)
     return [(FIRST, header), (REST, torch.cat([_padded(description), *behind])), *apart]
 
 
 def encode_failure(failure: Failure) -> Tensor:
     """Encode the message that replaces all remaining messages of a failed step; it fits any buffer."""
     data = pickle.dumps(tuple(failure))
-    return _header(Kind.FAILED, len(data), 0, data)
+    return _header(MessageKind.FAILED, len(data), 0, data)
 
 
 class Header:
@@ -180,8 +180,8 @@ class Header:
         self.failure: Failure | None = None
         if kind:  # EXPECTED is 0, and looked at no further: it is the usual case, and reading costs time
             _, size, self.body = message[: _FIELDS.size].view(torch.int64).tolist()
-            self.follows, self.description = kind == Kind.FOLLOWED, aligned(size)
-            if kind == Kind.FAILED:
+            self.follows, self.description = kind == MessageKind.FOLLOWED, aligned(size)
+            if kind == MessageKind.FAILED:
                 self.failure = Failure(*_unpickled(message, _FIELDS.size, size))
 
     def decode(
@@ -235,10 +235,10 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
 
 @cache
 def _nothing_new() -> Tensor:
-    return _header(Kind.EXPECTED, 0, 0)
+    return _header(MessageKind.EXPECTED, 0, 0)
 
 
-def _header(kind: Kind, description: int, body: int, data: bytes = b"") -> Tensor:
+def _header(kind: MessageKind, description: int, body: int, data: bytes = b"") -> Tensor:
     data = (_FIELDS.pack(kind, description, body) + data).ljust(HEADER, b"\0")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
