@@ -21,11 +21,10 @@ from _table import Section, write_sections
 from _turns import quartile, ratio, shuffled
 from torch import nn
 
-from par_diagnosis import Watchdog
+from par_diagnosis import CollectiveWaits, Watchdog
 from par_groups import FlightRecorder, ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import Block
-from par_train.run.monitor import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
 TURNS, STEPS, PROCESSES, DEPTH, IDLE = 16, 20, 4, 20, 8.0
@@ -90,7 +89,7 @@ def measure() -> tuple[dict[str, list[float]], dict[str, float], int, tuple[floa
         contenders: dict[str, Callable[[], AbstractContextManager[object]]] = {
             BARE: nullcontext,
             WATCHED: partial(Watchdog, folder, groups, timeout=300.0),
-            SAMPLED: lambda: Exposed(groups).sampled(),
+            SAMPLED: lambda: CollectiveWaits(groups).sampled(),
         }
         taken: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(TURNS + 2):

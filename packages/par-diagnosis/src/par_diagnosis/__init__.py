@@ -1,8 +1,9 @@
-"""Report which rank of a job hangs, where and why, from a thread that watches each rank.
+"""Report which rank of a job hangs, where and why, and where the time of a job goes.
 
 `_watchdog` notices a hang, SIGQUIT or an error. `_capture` makes the dump of this rank, and `_exchange` sends it to the
 other ranks over the store. `_explain` compares the dumps in words, with `_divergence` for ranks that call different
-collectives. These modules and `_dump` need no torch, so `python -m par_diagnosis` starts at once.
+collectives. `_goodput` divides the time into phases and waits for other ranks, and `_profile` records a trace of all
+ranks. `_explain`, `_divergence` and `_dump` need no torch, so `python -m par_diagnosis` starts at once.
 """
 
 from importlib import import_module
@@ -10,13 +11,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._activity import Activity
+    from ._goodput import CollectiveWaits, Goodput, PhaseClock, peak_flops_of
+    from ._profile import StepProfiler, merge_traces
     from ._watchdog import Watchdog
 
 __version__ = "0.1.0"
 
-__all__ = ["Activity", "Watchdog"]
+__all__ = [
+    "Activity",
+    "CollectiveWaits",
+    "Goodput",
+    "PhaseClock",
+    "StepProfiler",
+    "Watchdog",
+    "merge_traces",
+    "peak_flops_of",
+]
 
-_MODULE_OF = {"Activity": "_activity", "Watchdog": "_watchdog"}
+_MODULE_OF = {
+    "Activity": "_activity",
+    "CollectiveWaits": "_goodput",
+    "Goodput": "_goodput",
+    "PhaseClock": "_goodput",
+    "StepProfiler": "_profile",
+    "Watchdog": "_watchdog",
+    "merge_traces": "_profile",
+    "peak_flops_of": "_goodput",
+}
 """Module of each public name. A module is imported when a name is first used, because it imports torch."""
 
 

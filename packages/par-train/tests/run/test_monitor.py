@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from par_diagnosis import Activity
-from par_groups import ProcessGroups, Topology
+from par_diagnosis import CollectiveWaits, PhaseClock
 from par_plan import PretrainedShape, Shape, model_flops
 from par_train import Run, Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-from par_train.run.monitor import Exposed, Goodput, PhaseClock
 
 from .policies_of import policies_of
 
@@ -68,14 +66,14 @@ def lines_of(folder):
 
 def looking(monkeypatch, then):
     """Has `then` called with what the watcher of waiting sees in each of its looks."""
-    waits_in = Exposed._waits_in
+    waits_in = CollectiveWaits._waits_in
 
-    def noted(exposed, frame):
-        label = waits_in(exposed, frame)
+    def noted(waits, frame):
+        label = waits_in(waits, frame)
         then(label)
         return label
 
-    monkeypatch.setattr(Exposed, "_waits_in", noted)
+    monkeypatch.setattr(CollectiveWaits, "_waits_in", noted)
 
 
 def wait_for(path):
@@ -174,68 +172,20 @@ def test_the_sample_job_tells_mfu_and_its_time(command):
     assert any(text.startswith("time       00:0") and "model FLOPs/s, MFU" in text for text in done.stdout.splitlines())
 
 
-@pytest.mark.ranks(2, backend="gloo")
-def test_exposed_names_the_axis_of_a_collective(tmp_path, monkeypatch):
-    """Rank 1 comes when both have been looked at many times: rank 0 in the collective, rank 1 elsewhere."""
-    looks, inside, elsewhere = 10, [], []
-
-    def note(label):
-        (inside if label else elsewhere).append(label)
-        if len(inside) == looks:
-            (tmp_path / "seen").touch()
-
-    if dist.get_rank() == 0:
-        looking(monkeypatch, note)
-    else:
-        looking(monkeypatch, elsewhere.append)
-    with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
-        exposed = Exposed(groups)
-        with exposed.sampled():
-            if dist.get_rank() == 1:
-                wait_for(tmp_path / "seen")
-                while len(elsewhere) < looks:
-                    time.sleep(0.01)
-                assert not any(elsewhere)
-            dist.all_reduce(torch.ones(1), group=groups["tensor"])
-        waited = exposed.take()
-        assert exposed.take() == dict.fromkeys(waited, 0.0)
-        label = next(iter(groups.named()))
-        if dist.get_rank() == 0:
-            assert waited[label] >= 0.05 * (looks - 1)  # the pause between two looks
-        assert waited.keys() <= {label}
-
-
-def test_exposed_names_the_axis_that_a_package_declares():
+def test_collective_waits_use_the_axis_that_a_package_declares():
     from par_pipeline.wire.lanes import FIRST, Lane
     from par_zero._collectives import Handle
 
-    exposed, labels = Exposed(SimpleNamespace(named=dict)), []
+    waits, labels = CollectiveWaits(SimpleNamespace(named=dict)), []
 
     class Work:
         def wait(self, *_):
-            labels.append(exposed._waits_in(sys._getframe()))
+            labels.append(waits._waits_in(sys._getframe()))
 
     Work().wait()
     Handle([Work()]).wait()
     Lane(1, None, None, timedelta(seconds=1)).wait(Work(), FIRST)
     assert labels == [None, "data", "pipeline"]
-
-
-def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
-    now = [10.0]
-    monkeypatch.setattr("par_train.run.monitor.time.monotonic", lambda: now[0])
-    clock = PhaseClock(Activity())
-    for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
-        clock.enter(0, phase)
-        now[0] += seconds
-    assert clock.seconds() == {
-        "restart": 0.0, "data": 4.0, "step": 2.0, "validation": 0.0, "log": 0.0, "checkpoint": 4.0
-    }  # fmt: skip
-    goodput = Goodput(clock=clock, exposed=None, flops=10.0, peak=None)
-    line = goodput.line({"tokens": 5}, 10.0)
-    assert line == {"time_data": 0.4, "time_step": 0.2, "time_checkpoint": 0.4, "flops_per_second": 5.0}
-    assert goodput.summary() == "00:10: steps 20.0%, data 40.0%, checkpoint 40.0%; 5 model FLOPs/s"
-    assert goodput.line({}, 1.0) == {}
 
 
 def test_a_gpt_of_the_planner_has_the_flops_of_its_sizes():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_train import Run, Strategy
-from par_train.run.profile import merge, read_steps
+from par_train.strategy.settings import read_steps
 
 from .policies_of import policies_of
 
@@ -18,28 +18,6 @@ from .policies_of import policies_of
 def test_what_is_no_range_of_steps_is_refused(text):
     with pytest.raises(ValueError, match="steps=10:15"):
         read_steps(text)
-
-
-def test_traces_are_moved_to_one_clock_and_one_process_a_rank(tmp_path):
-    def trace(base, ts):
-        return {
-            "baseTimeNanoseconds": base,
-            "traceEvents": [
-                {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
-                {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 9, "ts": ts, "dur": 2.0},
-                {"ph": "X", "name": "pipeline 1F0", "pid": 77, "tid": 9, "ts": ts, "dur": 5.0},
-            ],
-        }
-
-    parts = [tmp_path / "0", tmp_path / "1"]
-    parts[0].write_text(json.dumps(trace(1_000_000, 10.0)))
-    parts[1].write_text(json.dumps(trace(1_500_000, 10.0)))
-    merge(parts, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(e["pid"], e["ts"]) for e in events if e["name"] == "aten::mm"] == [(0, 10.0), (1, 510.0)]
-    assert [(e["pid"], e["dur"]) for e in events if e["name"] == "1F0"] == [(0, 5.0), (1, 5.0)]
-    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")]
-    assert names == [(0, "rank 0"), (0, "pipeline"), (1, "rank 1"), (1, "pipeline")]
 
 
 @pytest.mark.ranks(2, backend="gloo")

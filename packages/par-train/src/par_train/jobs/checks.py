@@ -9,10 +9,9 @@ from par_groups import Topology, format_bytes
 from par_pipeline import partition
 
 from .._errors import UserError
-from ..run.profile import read_steps
 from ..run.trackers import check_trackers
 from ..strategy.axes import EXPERTS, data_axes
-from ..strategy.settings import make_schedule, microbatches_of, read_recompute
+from ..strategy.settings import make_schedule, microbatches_of, read_recompute, read_steps
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
 from .text import Text, check_size, read_text

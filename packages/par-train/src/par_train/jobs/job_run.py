@@ -103,7 +103,7 @@ class JobRun:
         )
         facts = {"options": repr(options), "arguments": sys.argv[1:]}
         self._monitor = Monitor(strategy, files, policy, facts, report_errors=False)
-        trainer.on_phase = lambda phase: self._monitor.enter(self.loop.step, phase)
+        trainer.on_phase = lambda phase: self._monitor.clock.enter(self.loop.step, phase)
         # `write_line` writes the lines, so that none is due in the loop.
         logging = LoggingPolicy(every=options.train.steps, trackers=options.trackers)
         log = MetricsLog(strategy, files, logging, self._monitor, stop)
@@ -145,7 +145,7 @@ class JobRun:
         validates = trainer.step % options.train.validate_every == 0 or last
         writes = trainer.step % options.sample.every == 0 or last if options.sample.every else validates
         if (validates or writes) and not result.signal:
-            self._monitor.enter(self.loop.step, "validation")
+            self._monitor.clock.enter(self.loop.step, "validation")
         validation_loss = trainer.validate() if validates and not result.signal else None
         samples = trainer.write_samples() if writes and not result.signal else []
         draws = trainer.step % max(1, options.train.steps // LOADS_DRAWN) == 0 or validates
@@ -169,7 +169,7 @@ class JobRun:
             "samples": samples or None,
             "expert_load": load or None,
         }
-        self._monitor.enter(self.loop.step, "log")
+        self._monitor.clock.enter(self.loop.step, "log")
         if self._monitor.goodput is not None:
             line |= self._monitor.goodput.line({"tokens": tokens}, self._took)
         self.loop.write(line)

@@ -241,7 +241,7 @@ class MetricsLog:
 
     def write_line(self, step: int) -> None:
         """Write a line of what ranks have logged since the last one. Collective."""
-        self._monitor.enter(step, "log")
+        self._monitor.clock.enter(step, "log")
         means, counts = self._gathered.take()  # also if this rank has logged nothing, because another one may have
         if not means and not counts:
             return

@@ -222,13 +222,13 @@ class TrainingLoop:
                 starting.enter_context(self.strategy.worker_signals.starting(batches))
             iterator = iter(batches)
         while True:
-            self._monitor.at(self.step)
-            self._monitor.enter(self.step, "data")
+            self._monitor.profiler.update(self.step)
+            self._monitor.clock.enter(self.step, "data")
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._monitor.enter(self.step, "step")
+            self._monitor.clock.enter(self.step, "step")
             yield batch
 
     def _agree_to_continue(self) -> int:
@@ -277,7 +277,7 @@ class TrainingLoop:
         self._log.write(line)
 
     def _save(self, *, async_: bool = False) -> None:
-        self._monitor.enter(self.step, "checkpoint")
+        self._monitor.clock.enter(self.step, "checkpoint")
         self._saver.save(self.step, async_=async_)
 
     def _end(self, until: int) -> None:
@@ -289,12 +289,12 @@ class TrainingLoop:
             if self._stop.problem is not None:
                 raise self._stop.problem
             is_open = self._log.close()
-        self._monitor.end()
+        self._monitor.profiler.stop()
         if self._saver.saved != self.step:
             self._save()  # which waits for earlier saves, in the first tier
         if self._saver.is_copying:
             self._note(NEAR)
-        self._monitor.enter(self.step, "checkpoint")
+        self._monitor.clock.enter(self.step, "checkpoint")
         self._saver.wait()
         self._note(SAVED)
         with together("the end of the run", None):

@@ -1,10 +1,12 @@
-"""Settings that a file or a flag can hold, checked without torch: the schedule of a pipeline, and recomputation."""
+"""Settings that a file or a flag can hold, checked without torch: pipeline schedule, recomputation, profiled steps."""
 
 import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from par_groups import parse_size
 from par_pipeline import Schedule, schedule
+
+from .._errors import UserError
 
 if TYPE_CHECKING:
     from par_recompute import Drop, Keep, Layers, Ops
@@ -16,6 +18,7 @@ FORMS = "'cheap', 'layers', 'layers:2' for every second layer, 'keep:0.4' for a 
 
 _COUNT = re.compile(r"[0-9]+")
 _PART = re.compile(r"[0-9]*\.?[0-9]+")
+_STEPS = re.compile(r"steps=(\d+):(\d+)")
 
 
 def read_recompute(text: str) -> tuple[str, float]:
@@ -95,3 +98,15 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Sch
 def microbatches_of(given: int, ranks: int) -> int:
     """Return the number of microbatches: `given` if not 0, else two per pipeline rank, one without a pipeline."""
     return given or (2 * ranks if ranks > 1 else 1)
+
+
+def read_steps(text: str) -> range:
+    """Return the steps that a text such as "steps=10:15" names; it excludes 15.
+
+    Raises:
+        UserError: The text has another form, or its range is empty.
+    """
+    match = _STEPS.fullmatch(text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UserError(f"profile={text!r}: it must be the first step and the step after the last, such as steps=10:15")
+    return range(int(match[1]), int(match[2]))

@@ -5,103 +5,93 @@ profiler runs. They get a track of their own, so that pipeline bubbles are visib
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UserError
+import torch.distributed as dist
+
+from par_groups import together
 
 if TYPE_CHECKING:
     import torch
 
-    from .files import RunFiles
-
 ACTION = "pipeline "
 """The prefix of a pipeline action's name in a trace."""
 
-_STEPS = re.compile(r"steps=(\d+):(\d+)")
 
-
-def read_steps(text: str) -> tuple[int, int]:
-    """Return the first step, and the step after the last one, of a text such as "steps=10:15".
-
-    Raises:
-        UserError: The text has another form, or its range is empty.
-    """
-    match = _STEPS.fullmatch(text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise UserError(f"profile={text!r}: it must be the first step and the step after the last, such as steps=10:15")
-    return int(match[1]), int(match[2])
-
-
-class Profile:
-    """The profiler of a run.
+class StepProfiler:
+    """torch's profiler for a range of steps on all ranks of torch.distributed, with one trace for Perfetto.
 
     Args:
-        steps: Range of steps to record, such as "steps=10:15".
-        files: Files of the run, which include the trace.
+        steps: Steps to record, such as `range(10, 15)`; an empty range records nothing.
+        path: File of the trace, such as "trace.json". Every rank writes its part beside it, so that the folder must be
+            one that all ranks share.
 
-    Raises:
-        UserError: `steps` is not a range of steps.
+    Example:
+        profiler = StepProfiler(range(10, 15), "trace.json")
+        for step, batch in enumerate(batches):
+            profiler.update(step)
+            train(batch)
+        profiler.stop()
     """
 
-    def __init__(self, steps: str, files: "RunFiles") -> None:
-        self._first, self._last = read_steps(steps)
-        self._files = files
+    def __init__(self, steps: range, path: str | PathLike[str]) -> None:
+        self._steps, self._path = steps, Path(path)
         self._profiler: torch.profiler.profile | None = None
 
-    def at(self, step: int) -> None:
-        """Start or stop the recording after `step` steps. Collective if it stops."""
-        if self._profiler is None and self._first <= step < self._last:
+    def update(self, step: int) -> None:
+        """Start or stop the recording before a step. Collective if it stops.
+
+        Args:
+            step: Number of finished steps.
+        """
+        if self._profiler is None and step in self._steps:
             from torch.profiler import profile  # noqa: PLC0415 - slow to import
 
             self._profiler = profile()
             self._profiler.start()
-        elif step >= self._last:
-            self.end()
+        elif step >= self._steps.stop:
+            self.stop()
 
-    def drop(self) -> None:
-        """Stop the recording of a failed run, and write nothing."""
+    def cancel(self) -> None:
+        """Stop the recording of a failed job, and write nothing."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the recording, if it runs, and write the trace. Collective over the world."""
         if self._profiler is None:
             return
-        import torch.distributed as dist  # noqa: PLC0415
-
-        from par_groups import together  # noqa: PLC0415
-
         profiler, self._profiler = self._profiler, None
-        self._first = self._last
+        self._steps = range(0)
         rank, world = dist.get_rank(), dist.get_world_size()
-        parts = [self._files.folder / f"trace-{number}.json.part" for number in range(world)]
+        parts = [self._path.with_name(f"{self._path.stem}-{number}.json.part") for number in range(world)]
         with together("writing a trace", None):
             profiler.stop()
             profiler.export_chrome_trace(str(parts[rank]))
         with together("merging traces", None):
             if rank == 0:
-                merge(parts, self._files.trace)
+                merge_traces(parts, self._path)
         parts[rank].unlink()
 
 
-def merge(parts: Sequence[Path], target: Path) -> None:
+def merge_traces(parts: Sequence[str | PathLike[str]], target: str | PathLike[str]) -> None:
     """Merge the traces of all ranks into one file. Does not communicate.
 
     Args:
         parts: Traces that torch's profiler exported, in the order of the ranks.
         target: Path of the merged trace.
     """
-    traces = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    traces = [json.loads(Path(part).read_text(encoding="utf-8")) for part in parts]
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     events = [
         event for rank, trace in enumerate(traces) for event in _events(rank, trace, (bases[rank] - bases[0]) / 1e3)
     ]
     merged = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": bases[0], "ranks": len(parts)}
-    target.write_text(json.dumps(merged), encoding="utf-8")
+    Path(target).write_text(json.dumps(merged), encoding="utf-8")
 
 
 _TRACKS = 1 << 20
