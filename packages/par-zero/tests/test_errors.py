@@ -292,7 +292,7 @@ def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tm
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_bfree=1, f_blocks=9, f_frsize=4096))
     module = mlp()
     optimizer = adamw(module.parameters())
-    words = [f"the disk at {str(tmp_path)!r} has 4.1 KB free and 8.2 KB are needed; free some, or offload less"]
+    words = [f"the disk at {str(tmp_path)!r} has 4.1 kB free and 8.2 kB are needed; free some, or offload less"]
     offload = {"optimizer": "disk", "path": str(tmp_path)}
     refused(ValueError, *words, module=module, optimizer=optimizer, stage=0, offload=offload)
     assert not list(tmp_path.iterdir())

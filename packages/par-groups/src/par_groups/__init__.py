@@ -11,6 +11,7 @@ from ._disk import sync_to_disk
 from ._error_text import error_text
 from ._registry import Registry
 from ._sizes import format_bytes, format_seconds, parse_size
+from ._slotted import slotted_attributes
 from .live.environment import Launch, read_environment
 from .live.signals import STOP_SIGNALS, block_stop_signals
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
@@ -126,6 +127,7 @@ __all__ = [
     "sharding_of",
     "shorten_path",
     "slots_of",
+    "slotted_attributes",
     "sync_to_disk",
     "to_dtensor",
     "together",

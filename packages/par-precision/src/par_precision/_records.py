@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from par_groups import slotted_attributes
 
 
 def is_record(value: Any) -> bool:
@@ -36,7 +38,7 @@ def parts_of_record(record: Any) -> dict[str, Any]:
     if isinstance(record, MutableMapping):
         return dict(record)
     found = dict(getattr(record, "__dict__", {}))
-    return found | {name: getattr(record, name) for name in _slots_of(type(record)) if hasattr(record, name)}
+    return found | {name: getattr(record, name) for name in slotted_attributes(type(record)) if hasattr(record, name)}
 
 
 def with_parts(record: Any, parts: dict[str, Any]) -> Any:
@@ -48,12 +50,3 @@ def with_parts(record: Any, parts: dict[str, Any]) -> Any:
         else:
             object.__setattr__(changed, name, value)
     return changed
-
-
-def _slots_of(kind: type) -> Iterator[str]:
-    """The names of attributes that a class, and those that it is made from, keep in slots."""
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name

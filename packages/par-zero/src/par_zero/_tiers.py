@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, Literal
 
-from par_groups import parse_size
+from par_groups import format_bytes, parse_size
 
 TIERS = ("device", "host", "disk")
 """Tiers from the fastest to the largest: the computing device, the memory of its host, a disk of the host."""
@@ -16,8 +16,6 @@ Parts = str | float | Mapping[str, float]
 
 Budget = int | str | Mapping[str, int | str]
 """Bytes that one rank may use: of the device, or of each tier."""
-
-_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 _TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, a mapping of tiers, or 'auto'"
 
@@ -234,14 +232,6 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
     return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
 
 
-def text_of(size: int) -> str:
-    """Return bytes as text for errors, such as "2.0 GB"."""
-    for name, unit in _UNITS.items():
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} B"
-
-
 def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
     """Return a text such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
 
@@ -250,8 +240,9 @@ def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
         given: Budget of the tier, in bytes.
         parts: Bytes that the tier must hold, by kind.
     """
-    least = text_of(sum(parts.values()))
-    unit = least.split()[1]
-    told = {name: f"{size / _UNITS.get(unit, 1):.{int(unit != 'B')}f}" for name, size in parts.items()}
-    said = ", ".join(f"{name} {number}" for name, number in told.items() if float(number))
-    return f"the budget of the {tier} is {text_of(given)}, and {least} are the least: {said}"
+    total = format_bytes(sum(parts.values()))
+    unit = total.split()[1]
+    factor = parse_size(f"1{unit}")
+    sizes = {name: f"{size / factor:.{int(factor > 1)}f}" for name, size in parts.items()}
+    said = ", ".join(f"{name} {size}" for name, size in sizes.items() if float(size))
+    return f"the budget of the {tier} is {format_bytes(given)}, and {total} are the least: {said}"

@@ -97,29 +97,29 @@ REFUSED = {
     "alone": (
         1,
         AUTO | {"budget": "100KB"},
-        r"the budget of the device is 100\.0 KB, and 24\d\.\d KB are the least: parameters 66\.6, gradients 66\.0, "
+        r"the budget of the device is 100 kB, and 24\d kB are the least: parameters 66\.6, gradients 66\.0, "
         r"optimizer 66\.1, buffers 49\.2; raise it, or give bytes of a host or a disk, where the optimizer's state may",
     ),
     "device": (
         3,
         AUTO | {"budget": {"device": "100KB", "host": "1MB"}},
-        r"the budget of the device is 100\.0 KB, and 182\.1 KB are the least: parameters 33\.6, the root's unit 0\.8, "
+        r"the budget of the device is 100 kB, and 182 kB are the least: parameters 33\.6, the root's unit 0\.8, "
         r"two units 32\.8, gradients 33\.0, buffers 81\.9, with all that is 'auto' elsewhere; raise it",
     ),
     "host": (
         1,
         AUTO | {"budget": {"device": "200KB", "host": "1KB"}},
-        r"the budget of the host is 1\.0 KB, and 4\d\.\d KB are the least: optimizer 4\d\.\d, for which the device",
+        r"the budget of the host is 1\.0 kB, and 4\d\.\d kB are the least: optimizer 4\d\.\d, for which the device",
     ),
     "disk": (
         1,
         AUTO | {"budget": {"device": "200KB", "host": "20KB", "disk": "2KB"}, "piece": 2048, "ahead": 1},
-        r"the budget of the disk is 2\.0 KB, and \d+\.\d KB are the least: optimizer \d+\.\d, for which the device",
+        r"the budget of the disk is 2\.0 kB, and \d+\.\d kB are the least: optimizer \d+\.\d, for which the device",
     ),
     "given": (
         1,
         {"optimizer": "host", "budget": {"host": "10KB"}},
-        r"the budget of the host is 10\.0 KB, and 66\.0 KB are the least: optimizer 66\.0; raise it, or let less lie",
+        r"the budget of the host is 10\.0 kB, and 66\.0 kB are the least: optimizer 66\.0; raise it, or let less lie",
     ),
     "stage": (2, AUTO | {"parameters": "auto", "budget": "1MB"}, "parameters='auto' needs stage 3, where units are"),
 }

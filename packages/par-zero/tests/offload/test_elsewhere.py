@@ -369,7 +369,7 @@ def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_c
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(os, "statvfs", small_disk)
-        with pytest.raises(ValueError, match=r"has 0 B free and 4.1 KB are needed; free some, or offload less"):
+        with pytest.raises(ValueError, match=r"has 0 B free and 4.1 kB are needed; free some, or offload less"):
             shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=elsewhere(tmp_path, optimizer="device"))
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(each) for each in module.parameters()]
     assert_same(dict(module.named_parameters()), dict(mlp().named_parameters()))

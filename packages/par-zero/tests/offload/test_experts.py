@@ -169,7 +169,7 @@ def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
     before = [id(each) for each in optimizer.param_groups[0]["params"]]
     offload = Offload(optimizer="auto", budget={"device": 25_000, "host": 1_000})
     options = {"group": dist.group.WORLD, "expert_groups": [DataParallelGroup(holding(2))], "bucket": 300}
-    with pytest.raises(ValueError, match=r"the budget of the host is 1\.0 KB, and .* KB are the least: optimizer"):
+    with pytest.raises(ValueError, match=r"the budget of the host is 1\.0 kB, and .* kB are the least: optimizer"):
         shard(module, optimizer, stage=1, offload=offload, **policies(**options))
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == before
     shard(module, optimizer, stage=1, **policies(**options))

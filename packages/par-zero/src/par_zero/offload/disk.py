@@ -20,7 +20,8 @@ from weakref import finalize
 
 import torch
 
-from .._tiers import text_of
+from par_groups import format_bytes
+
 from .pieces import PAGE, StateBlock, pages
 
 _CALL = 2**22
@@ -195,7 +196,8 @@ def check_room(folder: str, size: int) -> None:
 def _too_small(folder: str, size: int) -> ValueError:
     free = shutil.disk_usage(folder).free
     return ValueError(
-        f"the disk at {folder!r} has {text_of(free)} free and {text_of(size)} are needed; free some, or offload less"
+        f"the disk at {folder!r} has {format_bytes(free)} free and {format_bytes(size)} are needed; free some, or "
+        "offload less"
     )
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._tiers import text_of
+from par_groups import format_bytes
+
 from .ledger import Move, Placement, Sizes
 from .moments import Trace
 
@@ -177,10 +178,10 @@ def home_of(sizes: Sizes, fetched: Sizes, tiers: Sequence[tuple[str, int]]) -> d
     for unit in sorted(sizes, key=lambda unit: -fetched[unit]):
         tier = next((tier for tier in left if left[tier] >= sizes[unit]), None)
         if tier is None:
-            rooms = " and ".join(f"{text_of(room)} of the {tier}" for tier, room in tiers)
+            rooms = " and ".join(f"{format_bytes(room)} of the {tier}" for tier, room in tiers)
             raise ValueError(
-                f"the budget has {rooms}, and all units have {text_of(sum(sizes.values()))}, each in one tier; give "
-                "more, or name the disk too"
+                f"the budget has {rooms}, and all units have {format_bytes(sum(sizes.values()))}, each in one tier; "
+                "give more, or name the disk too"
             )
         left[tier] -= sizes[unit]
         home[unit] = tier

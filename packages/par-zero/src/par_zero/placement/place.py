@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from par_groups import parse_size
+from par_groups import format_bytes, parse_size
 
-from .._tiers import TIERS, text_of
+from .._tiers import TIERS
 from .ledger import Placement, Sizes, simulate
 from .moments import Trace
 from .policies import POLICIES
@@ -50,8 +50,8 @@ def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") 
     for tier, bytes_ in tiers.items():
         if ledger.peak.get(tier, 0) > bytes_:
             raise ValueError(
-                f"the policy {policy!r} takes {text_of(ledger.peak[tier])} of the {tier}, whose budget is "
-                f"{text_of(bytes_)}; have it keep less"
+                f"the policy {policy!r} takes {format_bytes(ledger.peak[tier])} of the {tier}, whose budget is "
+                f"{format_bytes(bytes_)}; have it keep less"
             )
     return placement
 
@@ -89,13 +89,13 @@ def check_least(trace: Trace, sizes: Sizes, device: int, resident: int = 0) -> N
     if least > device:
         number = needs.index(least)
         moment = trace.moments[number]
-        shares = f"shares, gradients and state {text_of(resident)}, " if resident else ""
+        shares = f"shares, gradients and state {format_bytes(resident)}, " if resident else ""
         needed = least - moment.other - resident
-        units = f"{_count(len(moment.needs))} {text_of(needed)}, " if moment.needs else ""
+        units = f"{_count(len(moment.needs))} {format_bytes(needed)}, " if moment.needs else ""
         where = f"moment {number}, {moment.kind}" + (f" of {moment.unit!r}" if moment.unit else "")
         raise ValueError(
-            f"the budget of the device is {text_of(device)}, and {text_of(least)} are the least: {shares}{units}other "
-            f"{text_of(moment.other)} ({where}); give more, or make units smaller"
+            f"the budget of the device is {format_bytes(device)}, and {format_bytes(least)} are the least: "
+            f"{shares}{units}other {format_bytes(moment.other)} ({where}); give more, or make units smaller"
         )
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._tiers import TIERS, text_of
+from par_groups import format_bytes
+
+from .._tiers import TIERS
 
 KINDS = ("parameters", "units", "gradients", "optimizer", "copies", "buffers")
 """What bytes are of, in the order in which they are printed."""
@@ -53,8 +55,8 @@ class Residency:
             if self.fullest[tier] != self.now[tier]:
                 columns.append((f"{tier} at fullest", self.fullest[tier]))
         rows = [["", *(name for name, _ in columns)]]
-        rows += [[kind, *(text_of(held[kind]) for _, held in columns)] for kind in KINDS]
-        rows.append(["all together", *(text_of(sum(held.values())) for _, held in columns)])
+        rows += [[kind, *(format_bytes(held[kind]) for _, held in columns)] for kind in KINDS]
+        rows.append(["all together", *(format_bytes(sum(held.values())) for _, held in columns)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
             "  ".join(

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import slotted_attributes
+
 from .._torch_private import tree_leaves
 
 _CLOSED = (
@@ -83,13 +85,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
     leaves = tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
-
-
-def _slots_of(kind: type) -> Iterator[str]:
-    """The names under which the slots of a class, and of those that it is made from, are attributes."""
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name
+    return [
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name, None) for name in slotted_attributes(type(value))),
+    ]
