@@ -222,3 +222,60 @@ def test_set_optimizer_state_dict_of_masters_raises_before_changes():
     own, plain = mixed(own := nn.Linear(4, 4), torch.optim.AdamW(own.parameters()), "fp32")
     set_optimizer_state_dict(own, plain, given)
     assert plain.state[own.weight]["step"] == 1
+
+
+def halve_in_place(tensor):
+    tensor.detach().mul_(0.5)
+
+
+def halve_through_data(tensor):
+    tensor.data.mul_(0.5)
+
+
+def halve_by_assignment(tensor):
+    tensor.data = tensor.data * 0.5
+
+
+class Lookahead:
+    """Slow weights around an optimizer, as pytorch_optimizer and timm have them: every second step is halved."""
+
+    def __init__(self, optimizer, halve):
+        self.optimizer, self.halve, self.steps = optimizer, halve, 0
+
+    def step(self):
+        self.optimizer.step()
+        self.steps += 1
+        for group in self.optimizer.param_groups if self.steps % 2 == 0 else ():
+            for tensor in group["params"]:
+                self.halve(tensor)
+
+
+@pytest.mark.parametrize("then", ["forward", "state_dict", "masters", "compiled"])
+@pytest.mark.parametrize("halve", [halve_in_place, halve_through_data, halve_by_assignment])
+def test_mixed_masters_written_after_a_step_reach_the_module(halve, then):
+    module = nn.Linear(8, 8)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.5), "bf16")
+    call = torch.compile(module, backend="eager", fullgraph=True) if then == "compiled" else module
+    lookahead = Lookahead(optimizer, halve)
+    for _ in range(4):
+        call(torch.ones(2, 8)).square().mean().backward()
+        lookahead.step()
+        optimizer.zero_grad() if then == "compiled" else module.zero_grad()
+    masters = optimizer.param_groups[0]["params"]
+    if then == "state_dict":
+        module.state_dict()
+    elif then == "masters":
+        optimizer.state_dict()
+    else:
+        call(torch.ones(2, 8))
+    for master, parameter in zip(masters, module.parameters(), strict=True):
+        assert torch.equal(parameter, master.bfloat16())
+
+
+def test_masters_and_parameters_both_written_raise_by_name():
+    module = nn.Linear(8, 8)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.5), "bf16")
+    halve_in_place(optimizer.param_groups[0]["params"][1])
+    halve_in_place(module.bias)
+    with pytest.raises(RuntimeError, match=r"'bias' was written in the module, and master weights in the SGD"):
+        module(torch.ones(2, 8))

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         sharding_of,
         slots_of,
     )
-    from .sharding.watched_weight import WatchedWeight, watch_weight_
+    from .sharding.watched_weight import WatchedParameter, WatchedWeight, watch_weight_
     from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
 
 __version__ = "0.1.0"
@@ -86,6 +86,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Topology",
+    "WatchedParameter",
     "WatchedWeight",
     "WeightGradHook",
     "WeightGradient",
@@ -165,7 +166,7 @@ _MODULE_OF = {
             *("SCALARS", "Segment", "Segments", "segments_of", "set_segments"),
             *("set_slots", "sharding_of", "slots_of"),
         ),
-        "sharding.watched_weight": ("WatchedWeight", "watch_weight_"),
+        "sharding.watched_weight": ("WatchedParameter", "WatchedWeight", "watch_weight_"),
         "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),
     }.items()
     for name in names

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import (
+    WatchedParameter,
     attributes,
     follow_written_,
     on_settle,
@@ -29,7 +30,7 @@ from .norm.norm import CountedGradients
 from .norm.ownership import Ownership
 
 _LINK = "par_precision_masters"
-"""The attribute of a parameter that has a master: its `_Link`."""
+"""The attribute of a parameter that has a master: its `Link`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -73,6 +74,7 @@ class Masters(Weights):
         self._pairs: list[Pair] = []
         self._names: list[str] = []
         self._versions: list[int] = []
+        self._master_versions: list[int] = []
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -99,9 +101,9 @@ class Masters(Weights):
         Args:
             module: The module, which is to keep these parameters.
         """
-        link = _Link(self)
+        link = Link(self)
         self._note_versions()
-        module.register_load_state_dict_post_hook(_Link(self, "check_kept"))
+        module.register_load_state_dict_post_hook(Link(self, "check_kept"))
         for pair in self._pairs:
             watch_weight_(pair.parameter)
             pair.parameter.__dict__[_LINK] = link
@@ -109,7 +111,8 @@ class Masters(Weights):
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
         on_written([pair.parameter for pair in self._pairs], link)
-        on_settle([pair.master for pair in self._pairs], _Link(self, "follow"))
+        on_settle([pair.master for pair in self._pairs], Link(self, "settle"))
+        module.register_state_dict_pre_hook(Link(self, "publish_written"))
 
     @torch.no_grad()
     def gradients(self) -> CountedGradients:
@@ -123,7 +126,9 @@ class Masters(Weights):
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
-        self.follow()
+        self.settle()
+        for pair in self._pairs:  # fused kernels accept no subclass
+            pair.master.__class__ = nn.Parameter
         several = len(self._buckets) > 1
         if several:
             _hide(self._pairs)
@@ -144,12 +149,13 @@ class Masters(Weights):
 
     def zero_grad(self) -> None:
         """Drops the parameters' gradients; the optimizer drops the masters'."""
+        self.publish_written()  # most loops come here between a step and a forward, which is blind if it is compiled
         for pair in self._pairs:
             pair.parameter.grad = None
 
     def masters(self) -> list[Tensor]:
         """The fp32 copies, in the order of their parameters; DTensors if those are, so that a save knows the whole."""
-        self.follow()
+        self.settle()
         return [cut_like(pair.master.detach(), pair.parameter) for pair in self._pairs]
 
     def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -181,9 +187,31 @@ class Masters(Weights):
         _round(self._pairs)
         self._note_versions()
 
+    def publish_written(self, *_: object) -> None:
+        """Round the masters to the parameters if a program, such as a Lookahead, has written masters after a step.
+
+        Raises:
+            RuntimeError: The program has also written the parameters since the last step.
+        """
+        if self._master_versions == [version_of(pair.master) for pair in self._pairs]:
+            return
+        versions = zip(self._names, self._versions, self._current_versions(), strict=True)
+        if written := [name for name, before, now in versions if before != now]:
+            raise RuntimeError(
+                f"{written[0]!r} was written in the module, and master weights in the "
+                f"{type(self._optimizer).__name__}, since the last step, and only one of the two can count; write only "
+                "the optimizer's tensors, or the module's parameters before the step"
+            )
+        self.publish()
+
     @torch.no_grad()
-    def follow(self, _: Sequence[Tensor] = ()) -> None:
-        """Update the masters with all values that a program has written to parameters since they were rounded."""
+    def settle(self, *_: object) -> None:
+        """Bring what a program has written since the last step, to masters or to parameters, to the other of the two.
+
+        Raises:
+            RuntimeError: The program has written both.
+        """
+        self.publish_written()
         for pair, before, now in zip(self._pairs, self._versions, self._current_versions(), strict=True):
             if before != now or attributes.HAS_ALIAS.of(pair.parameter):
                 follow_written_(pair.master, local_part(pair.parameter))
@@ -200,7 +228,11 @@ class Masters(Weights):
                 )
 
     def _note_versions(self) -> None:
+        """Record that masters and parameters agree, and count what a program writes to either of them from now on."""
         self._versions = self._current_versions()
+        for pair in self._pairs:
+            pair.master.__class__ = WatchedParameter
+        self._master_versions = [version_of(pair.master) for pair in self._pairs]
 
     def _current_versions(self) -> list[int]:
         """How often each parameter was written, as autograd counts."""
@@ -236,10 +268,11 @@ class Masters(Weights):
             pair.master.grad.add_(gradient)
 
 
-class _Link:
+class Link:
     """Weak reference from a parameter to the optimizer's masters, called when the parameter was written.
 
-    A master also has a link, called before it is read from outside. The module has a link that is called after a load.
+    A master also has a link, called before it is read from outside. The module has links that are called before a
+    forward, before its state dict is made and after a load.
     Copies of a parameter, and parameters loaded from a file, have an empty link, because they have no master.
 
     Args:
@@ -256,13 +289,13 @@ class _Link:
         if masters is not None:
             getattr(masters, self._method)(*args)
 
-    def __reduce__(self) -> tuple[type["_Link"], tuple[()]]:  # how copy and pickle make another
-        return _Link, ()
+    def __reduce__(self) -> tuple[type["Link"], tuple[()]]:  # how copy and pickle make another
+        return Link, ()
 
 
 def has_master(tensor: Tensor) -> bool:
     """Whether an optimizer was given an fp32 master of a parameter, even if that optimizer is gone."""
-    link: _Link | None = tensor.__dict__.get(_LINK)
+    link: Link | None = tensor.__dict__.get(_LINK)
     return link is not None and link.masters is not None
 
 

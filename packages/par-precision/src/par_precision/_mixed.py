@@ -14,7 +14,7 @@ from ._checks import check, check_all, check_cut, is_own, lack_of_layers, record
 from ._float8 import convert_to_float8_
 from ._float8 import float8_layers as layers_of
 from ._kept import cast_
-from ._masters import Masters
+from ._masters import Link, Masters
 from ._optimizer import Clip, MixedOptimizer
 from ._policy import Policy
 from ._precisions import Precision, precision_of
@@ -147,10 +147,11 @@ def mixed(
         check_owned(recorded(module, optimizer), group)
     device = device_of(list(module.parameters()), group)
     scaling = Scaling(loss_scale, device)
-    policy = Policy(chosen, device.type, output_dtype, takes_gradients=masters.accumulate)
     module, weights = _prepared(
         module, optimizer, chosen, ownership, masters=masters, rounding=rounding, float8_layers=float8_layers
     )
+    before = Link(weights, "publish_written") if isinstance(weights, Masters) else None
+    policy = Policy(chosen, device.type, output_dtype, takes_gradients=masters.accumulate, before=before)
     policy.attach(module)
     clip = Clip(norm=clip_norm, value=clip_value)
     return module, MixedOptimizer(optimizer, weights, scaling, clip=clip, policy=policy, group=group, device=device)

@@ -28,13 +28,21 @@ class Policy:
         device: Type of the module's device.
         output_dtype: dtype that half-precision outputs get. None leaves them.
         takes_gradients: Whether gradients are taken from parameters as they come, before DDP has averaged them.
+        before: Function that is called before each forward, such as one that updates rounded parameters. None: nothing
+            is called. Compiled code does not call it.
     """
 
     def __init__(
-        self, precision: Precision, device: str, output_dtype: torch.dtype | None, *, takes_gradients: bool = False
+        self,
+        precision: Precision,
+        device: str,
+        output_dtype: torch.dtype | None,
+        *,
+        takes_gradients: bool = False,
+        before: Callable[[], object] | None = None,
     ) -> None:
         self._precision, self._device, self._output_dtype = precision, device, output_dtype
-        self._takes_gradients = takes_gradients
+        self._takes_gradients, self._before = takes_gradients, before
         self._here = _Here()
 
     def attach(self, module: nn.Module) -> None:
@@ -59,6 +67,8 @@ class Policy:
                 "masters=MasterWeights(accumulate=True): gradients would be added up before DistributedDataParallel "
                 "averages them, and replicas would drift apart; remove it, or use FSDP2 or par-zero"
             )
+        if self._before is not None and not torch.compiler.is_compiling():
+            self._before()
         weights = self._precision.weights
         if weights is not None:
             args = tuple(_cast(value, weights) for value in args)

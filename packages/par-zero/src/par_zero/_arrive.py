@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import WatchedWeight
+from par_groups import WatchedParameter, WatchedWeight
 
 from ._collectives import Handle, all_gather, is_gloo
 from ._reduce import LearnedOrder, Reducer
 from ._torch_private import has_compiled, without_torch_functions
 from .layout.chunk import Chunk
-from .optimizer.written import WatchedParameter
 
 _NOTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
 

@@ -10,8 +10,7 @@ A step rounds master weights to the module's parameters, and would overwrite wha
 first finds the parameters that were written, and copies what was written to the master weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,43 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import attributes, follow_written_, on_written, watch_weight_
+from par_groups import WatchedParameter, attributes, follow_written_, on_written, watch_weight_
 
 from .._torch_private import call_last_after_step, version_of, without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.sharers import Sharers
-
-
-class WatchedParameter(nn.Parameter):
-    """Tensor of an optimizer between two steps."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The tensor outside of autograd, with the same version counter, so that writes to it are counted."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        """Copy the values. The tensor must keep its memory, which is part of a chunk."""
-        self.detach().copy_(value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_ordinary(self):
-            return self.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _as_ordinary(self):
-            return self.__deepcopy__(memo)
-
-
-@contextmanager
-def _as_ordinary(tensor: nn.Parameter) -> Iterator[None]:
-    """Make a watched tensor an ordinary parameter inside, so that copies of it are ordinary parameters."""
-    tensor.__class__ = nn.Parameter
-    try:
-        yield
-    finally:
-        tensor.__class__ = WatchedParameter
 
 
 class Watch:
