@@ -84,7 +84,7 @@ def test_plans_are_made_once_for_a_batch_and_a_mask():
     for mask in (Mask(), Mask(causal=True), Mask()):
         for _ in range(3):
             context.attention(x, x, x, mask=mask)
-    assert context._plan.cache_info().misses == 2
+    assert context._attend.plan.cache_info().misses == 2
 
 
 @pytest.mark.ranks(2)

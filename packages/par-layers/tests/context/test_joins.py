@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask, Tokens
-from par_layers.context import context as context_module
 from par_layers.context import kernels
 from par_layers.context.balance import cut_tokens
 from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose_kernels
 from par_layers.context.merge import RunningSoftmax, empty_sum
+from par_layers.context.modes import attention as attention_module
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import plan_ring
 from par_layers.context.pieces import AttentionPiece, pieces
@@ -202,7 +202,7 @@ def by_joined_pieces(monkeypatch):
     """Lets `Context` compute by the kernel of GPUs, whose operator is replaced; what that cannot, as ever."""
     monkeypatch.setattr(kernels, "flash_attention", flash.forward)
     monkeypatch.setattr(kernels, "flash_attention_backward", flash.backward)
-    monkeypatch.setattr(context_module, "choose_kernels", lambda *_: Kernels(CudaFlash(), CpuFlash()))
+    monkeypatch.setattr(attention_module, "choose_kernels", lambda *_: Kernels(CudaFlash(), CpuFlash()))
 
 
 @pytest.mark.ranks([1, 2, pytest.param(4, marks=pytest.mark.storm)])

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, _torch_private, attention_memory, context_attention
-from par_layers.context import context as context_module
 from par_layers.context.cost import received
 from par_layers.context.kernels import Kernels
+from par_layers.context.modes import attention as attention_module
 from par_layers.context.modes import gather as gather_module
 from par_layers.context.modes import ulysses as ulysses_module
 from par_testing import count_collectives, step, storm
@@ -381,7 +381,7 @@ def held(config, mask, length, rows):
     s, none = length // world, WithoutMemory()
     forward, backward = [], []
     with live(config) as groups, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_module, "choose_kernels", lambda *_: Kernels(none, none))
+        patch.setattr(attention_module, "choose_kernels", lambda *_: Kernels(none, none))
         for mode in (gather_module, ulysses_module):
             patch.setattr(mode, "functional_collectives", EXCHANGES)
         context = Context(groups)

@@ -1,21 +1,19 @@
 """Context parallelism: an object that splits batches along the sequence, and computes attention over all ranks."""
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from par_groups import Axes, ProcessGroups
+from par_groups import ProcessGroups
 
 from .._tensor_cache import TensorCache
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .arguments import (
     TARGETS,
     agree_on_batch,
-    axes_of,
     check_heads,
     in_autocast,
     next_tokens,
@@ -27,21 +25,12 @@ from .balance import CAUSAL, CUTS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
 from .existing.decoders import check_decoder
 from .existing.transformers import local_batch, prepare, whole_batch
-from .kernels import check_kernel, choose_kernels
+from .kernels import check_kernel
 from .mask import Mask
-from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
-from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
-from .modes.ulysses import HeadShares, to_heads, to_tokens
-from .steps import AttentionOptions
+from .modes.attention import PLANS, SequenceAttention, name_of
 from .tokens import Documents, Tokens
 
-PLANS = 32
-"""How many plans a context keeps."""
-
 MODES = ("gather", "ring", "ulysses", "2d")
-
-CPU_BLOCK = 128
-"""Most queries of a piece with a mask on a CPU, whose kernel computes what the mask hides, too."""
 
 M = TypeVar("M", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any] | Sequence[Any])
@@ -101,27 +90,17 @@ class Context:
         self.how = options.get("cut", "auto") if cut is None else cut
         if self.how not in CUTS:
             raise ValueError(f"cut is {self.how!r}; it must be one of {', '.join(map(repr, CUTS))}")
-        self.axis, self.kernel, self.block, self.multiple = axis, kernel, block, multiple
+        self.axis, self.block, self.multiple = axis, block, multiple
         self.device = torch.device("cpu") if groups is None else groups.device
         self.ranks = 1 if groups is None else groups.size(axis)
         self.rank = 0 if groups is None else groups.rank(axis)
         self._groups = groups
-        self._outer, self._inner, self._between = axes_of(groups, axis, self.mode, options)
+        self._attend = SequenceAttention(groups, axis, self.mode, options, kernel=kernel, block=block)
         if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
             raise ValueError(
                 f"cut is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; leave "
                 "cut out"
             )
-        self._inner_ranks = 1 if groups is None or self._inner is None else groups.size(self._inner)
-        outer = self._name(self._outer)
-        self._gather = GatherOptions(outer, options.get("parts"), options.get("keep", False))
-        self._ring = RingOptions(outer, outer)
-        if groups is not None and self._between == "ring" and groups.size(self._outer) > 1:
-            keys, gradients = channels_of(groups, self._outer)
-            self._ring = RingOptions(keys.group_name, gradients.group_name)
-        self._plan = lru_cache(PLANS)(self._make_plan)
-        self._shares = lru_cache(PLANS)(self._make_shares)
-        self._outer_rank = 0 if groups is None else groups.rank(self._outer)
         self._tensor = TensorCache(self._make_tensor, PLANS)
 
     # Cutting a batch
@@ -157,7 +136,7 @@ class Context:
             documents=documents,
             masks=masks,
             pad=pad,
-            inner=self._inner_ranks,
+            inner=self._attend.inner_ranks,
             block=self.block,
         )
         if multiple is not None:
@@ -332,7 +311,9 @@ class Context:
         if x.shape[dim] != tokens.local:
             raise ValueError(f"tokens are {tokens.local} a rank, x has {x.shape[dim]} along dim {dim}")
         home = self._tensor("home", tokens, x.device)
-        return x.index_select(dim, home) if self.ranks == 1 else all_tokens(x, home, dim, self._name(self.axis))
+        if self.ranks == 1:
+            return x.index_select(dim, home)
+        return all_tokens(x, home, dim, name_of(self._groups, self.axis))
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce a sum over the sequence's ranks. Collective over these ranks.
@@ -344,7 +325,7 @@ class Context:
         Args:
             x: This rank's part of the sum.
         """
-        return x if self.ranks == 1 else all_sum(x, self._name(self.axis))
+        return x if self.ranks == 1 else all_sum(x, name_of(self._groups, self.axis))
 
     def transformers_(self, model: M) -> M:
         """Replace the attention of a Hugging Face Transformers model by this context's, in place; no communication.
@@ -387,11 +368,11 @@ class Context:
         Raises:
             ValueError: The heads do not divide by the ranks that exchange tokens for heads.
         """
-        if heads % self._inner_ranks:
-            divisors = [n for n in range(2, self._inner_ranks) if self.ranks % n == 0 and heads % n == 0]
+        if heads % self._attend.inner_ranks:
+            divisors = [n for n in range(2, self._attend.inner_ranks) if self.ranks % n == 0 and heads % n == 0]
             hybrid = f", or '2d' with ulysses={divisors[-1]}" if divisors else ""
             raise ValueError(
-                f"heads {heads} do not divide by {self._inner_ranks} ranks of ulysses; use mode 'ring' or "
+                f"heads {heads} do not divide by {self._attend.inner_ranks} ranks of ulysses; use mode 'ring' or "
                 f"'gather'{hybrid}"
             )
 
@@ -419,52 +400,16 @@ class Context:
             raise ValueError(f"scale is {scale!r}; it must be a positive number")
         tokens = self.static(q.shape[1]) if tokens is None else tokens
         self._check(q, tokens, mask)
-        kernels = choose_kernels(q, v, self.kernel, self.block)
-        plan = self._plan(tokens, mask, kernels.joins)
-        how = AttentionOptions(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
-        if self._inner_ranks == 1:
-            return self._attend(q, k, v, sinks, plan, how)
-        shares = self._shares(q.shape[2], k.shape[2])
-        q, k, v = to_heads(q, k, v, shares)
-        mine = None if sinks is None else sinks[shares.rank * shares.mine :][: shares.mine]
-        return to_tokens(self._attend(q, k, v, mine, plan, how), shares)
+        return self._attend(q, k, v, sinks, tokens=tokens, mask=mask, scale=scale)
 
     @disable_dynamo
     def _apart(self, *tensors: Any, **options: Any) -> Tensor:
         """Compute attention between two graphs of torch.compile, because a graph cannot hold the plans."""
         return self._attention(*tensors, **options)
 
-    def _name(self, axes: Axes) -> str:
-        """Return the name of a group; "" for a group of one rank.
-
-        Plans and autograd graphs store the name instead of the group, because a graph that holds a group when the
-        process ends aborts it.
-        """
-        return "" if self._groups is None or self._groups.size(axes) == 1 else self._groups[axes].group_name
-
     def _highest(self, x: Tensor) -> Tensor:
         """Return the maximum over all elements and all ranks of the sequence, a scalar. Collective over these ranks."""
-        return x.max() if self.ranks == 1 else all_highest(x.max(), self._name(self.axis))
-
-    def _make_plan(self, tokens: Tokens, mask: Mask, joins: frozenset[str]) -> GatherPlan | RingPlan:
-        merged = tokens if self._inner_ranks == 1 else tokens.merged(self._inner_ranks)
-        plan = plan_ring if self._between == "ring" else plan_gather
-        block = min(self.block, CPU_BLOCK) if self.device.type == "cpu" else self.block
-        return plan(mask, merged, self._outer_rank, block, joins)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: AttentionOptions
-    ) -> Tensor:
-        """Compute attention over the ranks that exchange keys, by a ring or a gather."""
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
-        if isinstance(plan, RingPlan):
-            return attend_ring(q, k, v, sinks, plan=plan, how=how, options=self._ring)
-        return attend(q, k, v, sinks, plan=plan, how=how, options=self._gather)
-
-    def _make_shares(self, heads: int, key_heads: int) -> HeadShares:
-        """Return the heads of each rank between the two exchanges of tokens for heads."""
-        rank = 0 if self._groups is None or self._inner is None else self._groups.rank(self._inner)
-        return HeadShares(self._name(self._inner or ()), self._inner_ranks, rank, heads, key_heads)
+        return x.max() if self.ranks == 1 else all_highest(x.max(), name_of(self._groups, self.axis))
 
     def _make_tensor(self, what: str, tokens: Tokens, device: torch.device | None) -> Tensor:
         """Return an index array of `tokens` (home, index, positions or following) for this rank, on a device."""
