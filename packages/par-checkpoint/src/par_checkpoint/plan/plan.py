@@ -19,16 +19,16 @@ the block's turn has come, which bounds the memory of a plan.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from .claims import GlobalTensor
-from .deal import ByteShares, Rotation, Together, Windows
+from .deal import ByteShares, Rotation
 from .files import Area, File, FileBlock
 from .homes import Homes
 from .overlap import BoxIndex, indexes_of
+from .round_robin import RoundRobin
 from .tasks import AssignedRun, BlockList, Blocks, HeldRun, RankPlan, parts_of
 
 _READERS = 4  # ranks that may read one block from the page cache, which costs less than sending it
@@ -96,19 +96,11 @@ class BlockPlanner:
         self._begins: dict[int, int] = {}  # by file: where its first area begins
         for area in areas:
             self._begins.setdefault(area.file, area.begin)
-        self._begin()
-        self._seen: dict[
-            tuple[int, tuple[tuple[int, ...], ...]], _Held
-        ] = {}  # what an area repeats, by what lies where
+        self._round_robin = RoundRobin(size, self._window)
+        # An area repeats the same pattern of tensors over and over, such as the layers of a model. The holders of each
+        # pattern are computed once.
+        self._seen: dict[tuple[int, tuple[tuple[int, ...], ...]], _Held] = {}
         self._indexes = indexes_of(tensors)
-
-    def _begin(self) -> None:
-        """Reset the assignment."""
-        self._turns = [0] * self._size  # number of blocks of each rank so far in which other ranks take part
-        self._dealt: Counter[tuple[int, ...]] = (
-            Counter()
-        )  # number of blocks so far that each tuple of ranks rotated over
-        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file and its window
 
     def save(self) -> RankPlan:
         """Plan a save. One rank writes a block, or its holders write their runs of it. One replica sends each box."""
@@ -130,7 +122,7 @@ class BlockPlanner:
         """Assign every run of blocks, and list the blocks in which this rank takes part."""
         blocks = Blocks(self._tensors, self._indexes, self._areas, self._rank, hosts=self._hosts, saving=saving)
         listed = BlockList(blocks, self._dealt_out(saving=saving, near=near))
-        return RankPlan(blocks, listed, max(self._turns), window=self._window)
+        return RankPlan(blocks, listed, max(self._round_robin.turns), window=self._window)
 
     def writers(self) -> "list[array[int]]":
         """Return the rank that writes each block of each area in a save without blocks that several ranks write."""
@@ -148,7 +140,7 @@ class BlockPlanner:
 
     def _dealt_out(self, *, saving: bool, near: bool) -> Iterator[list[AssignedRun | HeldRun]]:
         """Yield the runs of blocks of each area, in order."""
-        self._begin()
+        self._round_robin = RoundRobin(self._size, self._window)
         if self._size == 1:
             for area in self._areas:
                 yield [AssignedRun(Rotation(0, area.count, (0,), 0, (0,)), sends=False)]
@@ -159,7 +151,7 @@ class BlockPlanner:
             self._seen.clear()
             if saving and self._owners:
                 owner = (self._owners[area.file],)
-                yield [self._rotated(0, area.count, owner, sends=True)]
+                yield [self._round_robin.rotated(0, area.count, owner, sends=True)]
             elif number in shared:
                 yield [AssignedRun(shared[number], sends=True)]
             else:
@@ -170,6 +162,7 @@ class BlockPlanner:
 
         Areas with the same holders are assigned together, one run of blocks after the other.
         """
+        turns_so_far = self._round_robin.turns
         classes: dict[int, list[int]] = {}
         for number, area in enumerate(self._areas):
             holders = 0
@@ -186,14 +179,14 @@ class BlockPlanner:
             chunk = max(-(-sum(lengths) // len(ranks)), -(-max(lengths) // _WRITERS) if saving else 1)
             chunk = -(-chunk // self._window) * self._window
             # The ranks with the fewest blocks so far write this file, so that many such files spread over all ranks.
-            free = sorted(self._neighbours(ranks), key=self._turns.__getitem__)[: -(-sum(lengths) // chunk)]
+            free = sorted(self._neighbours(ranks), key=turns_so_far.__getitem__)[: -(-sum(lengths) // chunk)]
             chosen = tuple(self._neighbours(free))
-            turns, offset = self._next_turns(chosen), 0
+            turns, offset = self._round_robin.next_turns(chosen), 0
             for number, length in zip(numbers, lengths, strict=True):
                 found[number] = ByteShares(0, length, chosen, offset, chunk, turns)
                 offset += length
             for place, rank in enumerate(chosen):
-                self._turns[rank] = turns[place] + min(chunk, offset - place * chunk)
+                turns_so_far[rank] = turns[place] + min(chunk, offset - place * chunk)
         return found
 
     def _neighbours(self, ranks: Sequence[int]) -> list[int]:
@@ -251,7 +244,7 @@ class BlockPlanner:
         if self._homes is not None and not saving:
             yield from self._where_kept(number, first, stop, main, held.some)
         elif saving and held.is_whole:
-            yield self._rotated(first, stop, main, sends=False)
+            yield self._round_robin.rotated(first, stop, main, sends=False)
         elif (
             (not self._alone if saving else held.is_once)
             and stop == first + 1
@@ -260,12 +253,15 @@ class BlockPlanner:
         ):
             yield HeldRun(first, stop)
         elif self._by_window:
-            yield from self._in_windows(number, first, stop, main, sends=len(held.some) > 1)
+            before = (area.begin - self._begins[area.file]) // area.block
+            yield from self._round_robin.in_windows(
+                first, stop, main, file=area.file, before=before, sends=len(held.some) > 1
+            )
         elif saving or not near:
-            yield self._rotated(first, stop, main, sends=saving or len(held.some) > 1)
+            yield self._round_robin.rotated(first, stop, main, sends=saving or len(held.some) > 1)
         else:
             readers = tuple(sorted(held.some if len(held.some) <= _READERS else held.much)) or main
-            yield self._together(first, stop, readers, sends=not held.some <= set(readers))
+            yield self._round_robin.together(first, stop, readers, sends=not held.some <= set(readers))
 
     def _where_kept(
         self, number: int, first: int, stop: int, main: tuple[int, ...], some: frozenset[int]
@@ -283,65 +279,7 @@ class BlockPlanner:
         for low, high, seeing in self._homes.runs(self._names[self._areas[number].file], first, stop):
             among = set(seeing)
             readers = tuple(rank for rank in main if rank in among) or tuple(sorted(some & among)) or seeing
-            yield self._rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
-
-    def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
-        """Assign blocks round-robin, continuing after the rank of the last such block."""
-        start = self._dealt[ranks] % len(ranks)
-        self._dealt[ranks] += stop - first
-        deal = Rotation(first, stop, ranks, start, tuple(self._turns[rank] for rank in ranks))
-        if sends:
-            for place, rank in enumerate(ranks):
-                self._turns[rank] += len(range(first + (place - start) % len(ranks), stop, len(ranks)))
-        return AssignedRun(deal, sends)
-
-    def _in_windows(
-        self, number: int, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool
-    ) -> Iterator[AssignedRun]:
-        """Assign windows of blocks round-robin. A window of an earlier run stays with its reader if possible."""
-        # One request reads a window, so its blocks must belong to one round. Its first turn is therefore a multiple of
-        # the window's length.
-        area = self._areas[number]
-        before = (area.begin - self._begins[area.file]) // area.block  # number of the file's blocks before this area
-        window, inside = divmod(before + first, self._window)
-        reader, *known = self._last
-        goes_on = known == [area.file, window]
-        if inside or goes_on:
-            turn = self._turns[reader]
-            if not goes_on or reader not in ranks:
-                reader = ranks[self._dealt[ranks] % len(ranks)]
-                self._dealt[ranks] += 1
-                (turn,) = self._next_turns((reader,))
-            end = min(first + self._window - inside, stop)
-            yield AssignedRun(Rotation(first, end, (reader,), 0, (turn,)), sends)
-            if sends:
-                self._turns[reader] = turn + end - first
-            self._last = reader, area.file, window
-            first = end
-        if first == stop:
-            return
-        start = self._dealt[ranks] % len(ranks)
-        deal = Windows(first, stop, ranks, start, self._next_turns(ranks), self._window)
-        yield AssignedRun(deal, sends)
-        self._dealt[ranks] += deal.count
-        if sends:
-            for place, rank in enumerate(ranks):
-                for last in deal.numbers(place)[-1:]:
-                    done = min((last + 1) * self._window, stop - first) - last * self._window
-                    self._turns[rank] = deal.turns[place] + last // len(ranks) * self._window + done
-        self._last = ranks[(start + deal.count - 1) % len(ranks)], area.file, (before + stop - 1) // self._window
-
-    def _next_turns(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the next turn of each rank with which a window may begin."""
-        return tuple(-(-self._turns[rank] // self._window) * self._window for rank in ranks)
-
-    def _together(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> AssignedRun:
-        """Assign blocks that all of the ranks read."""
-        deal = Together(first, stop, ranks, tuple(self._turns[rank] for rank in ranks))
-        if sends:
-            for rank in ranks:
-                self._turns[rank] += stop - first
-        return AssignedRun(deal, sends)
+            yield self._round_robin.rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
 
 
 class _Held:
