@@ -24,7 +24,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self.ranks = ranks
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
-        """Whether this rank speaks at that level."""
+        """Return whether this rank logs records of a level."""
         return (self.ranks is None or current_rank() in self.ranks) and super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -35,7 +35,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, ranks: Collection[int] | None = (0,), file: str | Path | None = None) -> RankLogger:
-    """A logger that speaks on the given ranks only.
+    """Return a logger that writes on some ranks only.
 
     Handlers, levels and formats stay the application's, as for any logger; only a per-rank file is set up here.
 
@@ -58,7 +58,7 @@ def get_logger(name: str, ranks: Collection[int] | None = (0,), file: str | Path
 
 
 def current_rank() -> int:
-    """The global rank: of the running world, else the launcher's, else 0."""
+    """Return the global rank in the running world; without a world, the launcher's rank, or 0."""
     return dist.get_rank() if dist.is_initialized() else launched_rank(os.environ)
 
 

@@ -141,7 +141,7 @@ def _joined(spans: Iterator[Span]) -> list[Span]:
 
 
 def _boxes(spans: list[list[Span]], copies: tuple[int, ...]) -> Iterator[Box]:
-    """The products of the spans, each with its place in the contiguous local tensor."""
+    """Yield the products of the spans, each with its offset in the contiguous local tensor."""
     stride = row_major([sum(length for _, length in along_dim) for along_dim in spans])
     placed = [_with_positions(along_dim) for along_dim in spans]
     for corner in itertools.product(*placed):
@@ -167,7 +167,7 @@ def _copies(mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Seque
 
 
 def _candidates(mesh: DeviceMesh, dims: int) -> Iterator[tuple[Placement, ...]]:
-    """Every way to place a tensor, replicated where a mesh dim has size 1."""
+    """Yield every combination of placements, with `Replicate` on mesh dims of size 1."""
     every: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(dims))]
     yield from itertools.product(*(every if mesh.size(dim) > 1 else every[:1] for dim in range(mesh.ndim)))
 

@@ -62,7 +62,7 @@ class JointOptimizer(Optimizer):
         return self._state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all optimizers, one after the other.
+        """Run the step of every optimizer, one after the other.
 
         Args:
             closure: Function that is called once before the steps; it may compute gradients.

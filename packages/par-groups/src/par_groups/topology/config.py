@@ -116,7 +116,7 @@ def _parse_axis(name: str, value: object) -> AxisConfig:
 
 
 def _default_mode(name: str, size: int, options: Mapping[str, Any]) -> str | None:
-    """The mode of an axis that names none; None where there is nothing for a mode to do, or the user must choose."""
+    """Return the mode of an axis whose mode is not set; None if the axis needs none, or if the user must choose."""
     return DEFAULT_MODES.get(name) if size > 1 or options else None
 
 

@@ -10,7 +10,7 @@ _SHOWN = 6
 
 
 def describe(topology: "Topology") -> str:
-    """One line for each axis: its size, the distance of neighbours, the number of groups, and the first group.
+    """Return one line for each axis: its size, the distance of neighbours, the number of groups, and the first group.
 
     Args:
         topology: The topology to describe.
@@ -45,7 +45,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
-    """Columns of one width each: names and groups to the left, numbers to the right."""
+    """Yield lines with columns of equal width: names and groups to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -46,7 +46,7 @@ def draw(topology: "Topology", path: str | Path) -> None:
 
 
 class _PanelGrid:
-    """Which ranks are drawn, and in which cell: the fast half of the axes runs across, the slow half runs down."""
+    """Grid of the drawn ranks: the fast half of the axes runs across, the slow half runs down."""
 
     def __init__(self, topology: "Topology") -> None:
         self.topology = topology
@@ -84,7 +84,7 @@ def _panels(topology: "Topology") -> list[tuple[str, str | tuple[str, ...]]]:
 
 
 def _shown_sizes(topology: "Topology") -> dict[str, int]:
-    """The sizes that are drawn: the largest axis is halved until few enough cells are left."""
+    """Return the sizes that are drawn: the largest axis is halved until few enough cells remain."""
     shown = dict(topology.axes)
     while math.prod(shown.values()) > _MAX_CELLS:
         largest = max(shown, key=shown.__getitem__)
@@ -93,14 +93,14 @@ def _shown_sizes(topology: "Topology") -> dict[str, int]:
 
 
 def _across(shown: dict[str, int]) -> int:
-    """The cells in a row: the product of the fast axes that comes nearest to a square picture."""
+    """Return the number of cells in a row: the product of fast axes that is nearest to a square picture."""
     products = itertools.accumulate(reversed(shown.values()), operator.mul, initial=1)
     root = math.sqrt(math.prod(shown.values()))
     return min(products, key=lambda across: abs(math.log(across / root)))
 
 
 def _draw_panel(axes: Any, grid: _PanelGrid, label: str, names: str | tuple[str, ...]) -> None:
-    """One panel: a cell a rank, its number inside, the same colour for the same group."""
+    """Draw one panel: a cell for each rank with its number; ranks of one group have one colour."""
     from matplotlib import colormaps  # noqa: PLC0415 - an extra
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415 - an extra
 

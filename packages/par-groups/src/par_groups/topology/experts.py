@@ -41,7 +41,7 @@ def own_axis(given: Mapping[str, int | None], cut_over: object) -> int:
 
 
 def view_of_experts(sizes: Mapping[str, int], size: int, cut_over: int) -> dict[str, int]:
-    """The axes of the view "experts" and their sizes, slowest first.
+    """Return the axes of the view "experts" and their sizes, slowest first.
 
     Args:
         sizes: The size of each axis of the config.
