@@ -31,15 +31,15 @@ class ModelSizes:
         frozen: Elements that are not trained.
         root: At stage 3, elements that stay gathered from the beginning of forward to the end of backward.
         units: At stage 3, elements of each other unit.
-        inflight: Number of chunks that are reduced at a time.
+        inflight: Maximum number of chunks whose reduction is in flight.
         kept: Number of buffers of chunks that stay between backward passes.
-        waiting: At stage 3, number of chunks that may wait for a later chunk of their unit. Ranks learn the order in
-            which that is in the first steps.
-        tensors: For each tensor that the optimizer comes to have, the number of its param group.
-        beside: Bytes of what is in no chunk, such as buffers of the model.
-        experts: The same of experts that other ranks share than all else, whose part of `root` and `units` is there;
-            None: there are none.
-        chunks: With such experts, all chunks in the order of their reduction.
+        waiting: At stage 3, number of chunks that may wait for a later chunk of their unit, before ranks have agreed on
+            an order in the first steps.
+        tensors: Param group of each tensor that the optimizer will have, by number.
+        beside: Size of the tensors in no chunk, such as buffers of the model, in bytes.
+        experts: Sizes of the experts, which a different set of ranks shards. `root` and `units` count them as well.
+            None: no experts.
+        chunks: All chunks in the order of their reduction, if `experts` is set.
     """
 
     trained: tuple[int, ...]
@@ -76,7 +76,7 @@ class ModelSizes:
 
     @property
     def at_once(self) -> int:
-        """At stage 3, elements of the two gathered units besides the root: the running and the prefetched unit."""
+        """At stage 3, elements of the two gathered units other than the root: the running and the prefetched unit."""
         return sum(sorted(self.units, reverse=True)[:2])
 
 
@@ -130,11 +130,11 @@ def model_sizes(
 
     Args:
         model: Slice of the model on this rank.
-        optimizer: Its optimizer; None: it is only run.
+        optimizer: Optimizer of the model; None: the model is not trained.
         stage: ZeRO stage.
-        ranks: Number of ranks that share.
-        options: The options of `par_zero.shard`; None: its defaults.
-        experts: Parameters of experts that other ranks share, and the number of these.
+        ranks: Number of data-parallel ranks.
+        options: Options of `par_zero.shard`. None: its defaults.
+        experts: Parameters of experts, and the number of the data-parallel ranks that shard them; None: no experts.
     """
     options = options or ShardOptions()
     shares = [experts] if experts[0] else []
@@ -186,11 +186,11 @@ def sharding_of_sizes(
     """Return how data ranks shard a module, from its parameters only.
 
     Args:
-        sizes: Its sizes.
-        elements: Number of its elements that are reduced.
-        ranks: Number of data ranks that share them.
-        job: The job, of which ZeRO stage, precision and microbatches matter here.
-        gloo: Whether a reduce-scatter receives as much as it sends.
+        sizes: Sizes of the module.
+        elements: Number of the module's elements whose gradients are reduced.
+        ranks: Number of data-parallel ranks.
+        job: Training job; its ZeRO stage, precision and microbatches determine the result.
+        gloo: Whether a reduce-scatter needs a receive buffer as large as its input. Default: False.
     """
     reduced = buffer_elements(sizes.trained, sizes.inflight)
     return ZeroSharding(

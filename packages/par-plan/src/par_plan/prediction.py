@@ -72,9 +72,9 @@ class Prediction:
     """Prediction of a step under one configuration.
 
     Args:
-        topology: Which ranks work together.
-        job: The training job.
-        bubble: The part of a step's time in which a pipeline rank waits.
+        topology: Topology of the ranks.
+        job: Training job.
+        bubble: Fraction of a step's time in which a pipeline rank waits, from 0 to 1.
         ranks: Predictions for the first and the last rank of the pipeline, and for each kind of rank between them.
     """
 
@@ -153,14 +153,14 @@ class Predictor:
     once per slice, as is the state of a slice at a ZeRO stage.
 
     Args:
-        shape: The model's sizes.
-        topology: Its axes.
+        shape: Sizes of the model.
+        topology: Topology of the ranks.
         job: Batch, precision, microbatches, documents and imbalance. Each prediction may change schedule, stage,
             recomputation and offloading.
-        machine: What it runs on; None: `Machine()`.
+        machine: Machine; None: `Machine()`.
 
     Raises:
-        ValueError: Sizes that do not go together; the message names them.
+        ValueError: The sizes contradict each other; the message names them.
     """
 
     def __init__(
@@ -339,13 +339,13 @@ class _StageState:
     """Persistent state of a slice at a ZeRO stage, and the traffic of the ranks that shard it.
 
     Args:
-        replicas: Sharding of its parameters, and of distributed experts.
+        replicas: Sharding of the parameters, and of distributed experts.
         numbers: Widths of numbers.
-        parameters: Number of elements.
-        table: Bytes of the gradient of the embedding's table.
-        memory: Bytes with all of it on the device.
-        transfers: Gradients and parameters that ranks receive which share them.
-        sources: What may lie elsewhere.
+        parameters: Number of parameter elements.
+        table: Size of the gradient of the embedding's table, in bytes.
+        memory: Memory without offloading, in bytes.
+        transfers: Gradients and parameters that the sharding ranks receive.
+        sources: State that can be offloaded.
     """
 
     replicas: tuple[ZeroSharding, ...]
@@ -374,10 +374,10 @@ class _StageWork:
     """Work and traffic of a rank within the microbatches of a step.
 
     Args:
-        transfers: What it receives.
-        seconds: How long it takes, by the terms of `seconds_within`.
-        attention: Bytes that one attention over a sequence's ranks holds in backward.
-        experts: Cost of its layers of experts; None without experts.
+        transfers: Traffic that the rank receives.
+        seconds: Seconds by term, as `seconds_within` returns them.
+        attention: Memory that one attention over a sequence's ranks holds in backward, in bytes.
+        experts: Cost of the layers of experts; None without experts.
     """
 
     transfers: tuple[AxisTraffic, ...]

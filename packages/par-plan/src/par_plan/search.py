@@ -189,9 +189,9 @@ def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> t
     saves the least for backward. The time that all variants have in common is a bound for each of them.
 
     Args:
-        frame: The frame.
-        job: Its job.
-        activations: Whether activations count.
+        frame: Predictor of the topology.
+        job: Training job.
+        activations: Whether activations count. Default: True.
     """
     machine, topology = frame.machine, frame.topology
     again, elsewhere = frame.model.recomputes[-1], bool(machine.tiers)
@@ -275,11 +275,11 @@ def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
 def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
     """Return the sequence modes that no other mode beats in both time and memory.
 
-    That is so in whatever schedule.
+    This holds for every schedule.
 
     Args:
-        frame: The frame, in the mode "gather".
-        job: Its job.
+        frame: Predictor in the mode "gather".
+        job: Training job.
     """
     ways = sequence_modes(frame.model, frame.topology, frame.machine)
     if len(ways) == 1:
@@ -301,12 +301,12 @@ def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
 def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Machine) -> list[Topology]:
     """Return a topology in each context-parallel mode; itself without sequence ranks.
 
-    In mode 2d as many ranks exchange tokens for heads as a node has, and heads allow.
+    In mode "2d", the ranks of one node exchange tokens for heads, as far as the heads divide.
 
     Args:
-        shape: The model's sizes.
-        topology: Sizes, and the mode "gather".
-        machine: Whose nodes decide.
+        shape: Sizes of the model.
+        topology: Sizes of the axes, with the mode "gather".
+        machine: Machine; the size of its nodes bounds the inner ranks of mode "2d".
     """
     model, ranks = planned(shape), topology.size("sequence")
     if ranks == 1:

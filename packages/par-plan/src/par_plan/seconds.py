@@ -74,9 +74,9 @@ def interconnect(topology: Topology, split: TensorSplit, sequence: SequenceSplit
 
     Args:
         topology: Sizes and modes of the axes.
-        split: The cut of its tensor mode.
-        sequence: The cut of its sequences.
-        machine: What it runs on.
+        split: Tensor-parallel split.
+        sequence: Split of sequences.
+        machine: Machine.
     """
     groups: dict[str, str | tuple[str, ...]] = {"data": "data", "pipeline": "pipeline", "tensor": "tensor"}
     if sequence.ranks > 1:
@@ -112,14 +112,14 @@ def seconds_within(
     Args:
         model: Model, with the job's recomputation.
         wiring: Connections of the topology.
-        job: The job.
-        machine: What it runs on.
+        job: Training job.
+        machine: Machine.
         part: Slice of the model on the rank.
-        transfers: Traffic that it receives within microbatches.
-        attentions: Its different attentions, with the number of each.
+        transfers: Traffic that the rank receives within microbatches.
+        attentions: Number of the rank's layers with each attention.
 
     Returns:
-        By the names in `TERMS`, those from "compute" to "pipeline".
+        Seconds by name: the names of `TERMS` from "compute" to "pipeline".
     """
     split, sequence, links = wiring.split, wiring.sequence, wiring.links
     rows = job.batch // wiring.data
@@ -184,11 +184,11 @@ def seconds_of(
     """Return the seconds of a step on one rank, by the names in `TERMS`.
 
     Args:
-        within: Those of its microbatches, as `seconds_within` gives them.
-        wiring: The topology, and what connects its ranks.
-        job: The job.
-        machine: What it runs on.
-        pipeline: The pipeline.
+        within: Seconds within microbatches, as `seconds_within` returns them.
+        wiring: Connections of the topology.
+        job: Training job.
+        machine: Machine.
+        pipeline: Cost of the pipeline.
         shared: Traffic between the ranks that shard its parameters.
         away: Offloaded state; None means that nothing is offloaded.
     """

@@ -158,11 +158,11 @@ class ModelSlice:
     """Slice of a model on a pipeline rank.
 
     Args:
-        blocks: Number of its blocks.
-        first: Whether it has the embeddings.
-        last: Whether it has the last norm and the classifier.
+        blocks: Number of blocks.
+        first: Whether the slice contains the embeddings.
+        last: Whether the slice contains the last norm and the classifier.
         runs: For each stage, the kinds of blocks with their numbers, if blocks differ.
-        mixtures: Number of its blocks that have experts.
+        mixtures: Number of blocks with experts.
     """
 
     blocks: int
@@ -389,8 +389,8 @@ def count_experts(mixture: Mixture, spread: ExpertPlacement, layers: int) -> Par
     """Return the parameter count of one rank in distributed experts.
 
     Args:
-        mixture: A layer of experts.
-        spread: How they lie.
+        mixture: Layer of experts.
+        spread: Placement of the experts on ranks.
         layers: Number of layers with experts that the rank has.
     """
     tensors = expert_tensors(mixture, spread)

@@ -52,11 +52,11 @@ def plan_measured(spent: BudgetPlan, measured: MeasuredStep) -> MeasuredPlan:
     A layer that does not save everything is recomputed. The largest layer must fit during recomputation.
 
     Args:
-        spent: Decision before the first step.
-        measured: What that has shown.
+        spent: Plan before the first step.
+        measured: Measurements of the first step.
 
     Raises:
-        TooSmallError: Not even the inputs of layers have room.
+        TooSmallError: The device memory is too small even for the inputs of layers.
     """
     held = measured.held
     frontiers = [[one for one in model.frontiers if one] for model in measured.models]

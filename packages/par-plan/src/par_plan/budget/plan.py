@@ -199,9 +199,9 @@ def least_in_words(tier: str, given: float, parts: Mapping[str, float]) -> str:
     """Return the minimum of a tier as text, with its parts.
 
     Args:
-        tier: The tier.
-        given: Its budget in bytes.
-        parts: Bytes that have to lie there, by what they are.
+        tier: Name of the tier.
+        given: Budget of the tier, in bytes.
+        parts: Bytes that must be stored on the tier, by description.
     """
     least = sum(parts.values())
     return (

@@ -23,9 +23,9 @@ class Offloadable:
     """State that can be offloaded, fully or in part.
 
     Args:
-        name: What it is: "optimizer" or "parameters".
-        frees: Bytes that the device has more of when all of it is away.
-        takes: Bytes that all of it takes elsewhere, by tier.
+        name: "optimizer" or "parameters".
+        frees: Device memory that becomes free when all of the state is offloaded, in bytes.
+        takes: Memory that all of the state needs on each other tier, in bytes.
         beside: Further bytes of host memory if all of it is offloaded to any tier, such as gradients for the host's
             step.
         grain: Bytes of the largest indivisible part; 0 means that any fraction is possible.
@@ -58,8 +58,8 @@ class TierFractions:
     """Offloaded fraction of each source, by tier.
 
     Args:
-        parts: By name of a source, the part of it in each tier of `AWAY`.
-        bytes: Bytes in each of these tiers.
+        parts: Fraction of each source on each tier of `AWAY`, from 0 to 1, by name of the source.
+        bytes: Size on each of these tiers, in bytes.
     """
 
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -125,12 +125,14 @@ def zero_sharding(
     """Return how data ranks shard the parameters of a GPT, in par-zero's default chunks without padding.
 
     Args:
-        count: The parameters of a rank.
+        count: Parameter count of a rank.
         numbers: Widths of numbers.
         zero: ZeRO stage, 0 to 3.
-        ranks: Number of ranks that share.
-        accumulates: As in `ZeroSharding`.
-        gloo: As in `ZeroSharding`.
+        ranks: Number of data-parallel ranks.
+        accumulates: Whether gradients accumulate over microbatches before they are reduced, as in `ZeroSharding`.
+            Default: False.
+        gloo: Whether a reduce-scatter needs a receive buffer as large as its input, as in `ZeroSharding`. Default:
+            False.
     """
     elements, bucket = count.total, BUCKET // numbers.master
     if zero < 3:  # parameters fill buckets in their order
@@ -185,7 +187,7 @@ def added(memories: Sequence[MemoryUse]) -> MemoryUse:
     """Return the sum of the memory of several parts; gradients of one part arrive at a time.
 
     Args:
-        memories: Those of each part.
+        memories: Memory of each part.
     """
     sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(MemoryUse)}
     return MemoryUse(**{**sums, "arriving": max(each.arriving for each in memories)})
@@ -292,10 +294,10 @@ def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidth
     If parameters are in host memory in the master's dtype, the host's step needs no copies of them.
 
     Args:
-        memory: Its memory with all of it on the device.
-        replicas: The replicas.
+        memory: Memory of the rank without offloading.
+        replicas: Sharding of the parameters over data-parallel ranks.
         numbers: Widths of numbers.
-        job: The job, which says which parts.
+        job: Training job with the offloaded fractions.
     """
     away = job.optimizer_offloaded
     if away:

@@ -25,11 +25,12 @@ class SequenceSplit:
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
         ranks: Number of ranks of a sequence.
-        inner: Number of neighbouring ranks that exchange tokens for heads; all in "ulysses", 1 in "gather" and "ring".
-        outer: How keys and values travel between groups of these.
-        how: Which tokens a rank has, such as "zigzag"; "auto" for what attention is fastest with.
-        parts: Most parts that heads are fetched in; None is as many as par-layers finds worth it.
-        keep: Whether what was fetched is kept until backward.
+        inner: Number of neighbouring ranks that exchange tokens for heads; all ranks in "ulysses", 1 in "gather" and
+            "ring".
+        outer: Mode in which groups of these neighbours exchange keys and values.
+        how: Assignment of tokens to ranks, such as "zigzag"; "auto" for the assignment with the fastest attention.
+        parts: Maximum number of parts in which heads are fetched; None: the number that par-layers computes.
+        keep: Whether fetched keys and values are kept until backward.
         multiple: Divisor of a rank's runs of tokens, so that sequence parallelism can split them further.
     """
 
@@ -90,11 +91,11 @@ class RankAttention:
     """One attention of a model, as one tensor rank computes it.
 
     Args:
-        heads: Number of heads of queries.
-        key_heads: Number of heads of keys, and of values.
-        width: Features of a head of queries and outputs, the mean of both.
-        key_width: Features of a head of keys and values, the mean of both.
-        mask: What a token sees.
+        heads: Number of query heads.
+        key_heads: Number of key heads, which is the number of value heads.
+        width: Mean number of features of a query head and an output head.
+        key_width: Mean number of features of a key head and a value head.
+        mask: Tokens that a token sees.
     """
 
     heads: int
@@ -108,14 +109,14 @@ class RankAttention:
 class AttentionTraffic:
     """Traffic and memory of one attention over sequence ranks, in elements per row of a microbatch.
 
-    Forward and backward; the mean over ranks, unless it says the most.
+    All figures count forward and backward, and are means over ranks unless stated otherwise.
 
     Args:
         keys: Keys and values that a rank receives, and their gradients.
-        most_keys: Those of the rank that receives most.
+        most_keys: Keys, values and their gradients that the rank with the most traffic receives.
         key_messages: Number of exchanges, or of messages around a ring, for a microbatch.
         heads: Queries, keys, values and outputs that a rank receives in exchange of tokens for heads.
-        head_messages: Number of these exchanges for a microbatch.
+        head_messages: Number of exchanges of tokens for heads for a microbatch.
         kept: Largest number of elements saved for backward, in addition to attention over a rank's own tokens.
         held: Largest number of elements held during backward, in addition to `kept`.
         work: Work of the busiest rank, relative to the mean for a row of one document.
@@ -136,9 +137,9 @@ def local_tokens(sequence: SequenceSplit, length: int, documents: tuple[int, ...
     """Return the number of tokens of a row on each rank, with padding if they do not divide.
 
     Args:
-        sequence: How the sequence is cut.
+        sequence: Split of the sequence over ranks.
         length: Number of tokens in a row.
-        documents: Lengths of the documents of a row; None is one.
+        documents: Lengths of the documents of a row; None: the row is one document.
     """
     if sequence.ranks == 1:
         return length
@@ -158,11 +159,11 @@ def reach(
     """Return the traffic and memory of one attention.
 
     Args:
-        sequence: How the sequence is cut.
-        attention: The attention.
+        sequence: Split of the sequence over ranks.
+        attention: Attention of one rank.
         length: Number of tokens in a row.
-        documents: Lengths of the documents of a row; None is one.
-        again: Whether forward is computed once more in backward, as activation checkpointing does.
+        documents: Lengths of the documents of a row; None: the row is one document.
+        again: Whether backward recomputes the forward, as activation checkpointing does. Default: False.
 
     Raises:
         ValueError: The heads do not divide, or documents do not fill the row.
@@ -220,14 +221,14 @@ def sequence_traffic(
     """Return the traffic over the sequence axis: keys and values, tokens for heads, and sums of losses.
 
     Args:
-        sequence: How the sequence is cut.
-        attentions: The attentions of this rank, and how many are alike.
+        sequence: Split of the sequence over ranks.
+        attentions: Number of this rank's layers with each attention.
         length: Number of tokens in a row.
-        documents: Lengths of the documents of a row; None is one.
-        microbatches: Number of microbatches by the number of their rows that this rank computes attention of.
-        width: Bytes of a number.
-        again: Whether forward is computed once more in backward.
-        loss: Whether the rank has the loss.
+        documents: Lengths of the documents of a row; None: the row is one document.
+        microbatches: Number of microbatches, by the number of their rows whose attention this rank computes.
+        width: Size of a number, in bytes.
+        again: Whether backward recomputes the forward, as activation checkpointing does.
+        loss: Whether the rank computes the loss.
     """
     if sequence.ranks == 1:
         return []

@@ -143,12 +143,12 @@ def exchange_traffic(
     """Return the traffic between expert ranks: dispatched tokens, combined outputs, and token counts.
 
     Args:
-        mixture: A layer of experts; None: the model has none.
+        mixture: Layer of experts; None: the model has no experts.
         split: Tensor split, and placement of experts.
         numbers: Widths of numbers.
         layers: Number of layers with experts that the rank has.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
-        load: How busy experts are; counted is the rank with most rows.
+        load: Relative load of the experts; the result is for the rank with the most tokens.
     """
     if mixture is None or split.experts.parallel == 1 or not layers:
         return []

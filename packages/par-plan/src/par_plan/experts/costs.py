@@ -54,12 +54,13 @@ def layer_cost(
     """Return the cost of one layer on a rank for one microbatch.
 
     Args:
-        mixture: The layer.
-        spread: How experts lie.
+        mixture: Layer of experts.
+        spread: Placement of the experts on ranks.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
-        element: Bytes of an element of an activation.
-        load: How busy experts are.
-        joins: Whether tokens that tensor ranks share are joined again; they are not under sequence parallelism.
+        element: Size of an element of an activation, in bytes.
+        load: Relative load of the experts. Default: 1.0.
+        joins: Whether the layer all-gathers the tokens that tensor ranks split; it does not under sequence parallelism.
+            Default: True.
     """
     shape = MoEShape(
         tokens=routed_tokens(spread, tokens),
@@ -85,11 +86,11 @@ def saved_mixture(mixture: Mixture, spread: ExpertPlacement, numbers: ExpertWidt
     """Return the bytes that autograd saves of a `LayerSet.MoE` for one microbatch.
 
     Args:
-        mixture: The layer.
-        spread: How experts lie.
+        mixture: Layer of experts.
+        spread: Placement of the experts on ranks.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
-        load: How busy experts are.
+        load: Relative load of the experts.
     """
     routed, width = routed_tokens(spread, tokens), mixture.hidden * numbers.residual
     router = routed * (width + 4 * mixture.experts + mixture.top_k * (8 + 4) + 4)  # scores, ids, gates and their sum
@@ -143,11 +144,11 @@ def routed_traffic(
     """Return the bytes that the busiest rank receives for one microbatch.
 
     Args:
-        mixture: The layer.
-        spread: How experts lie.
+        mixture: Layer of experts.
+        spread: Placement of the experts on ranks.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
-        load: How busy experts are.
+        load: Relative load of the experts.
     """
     cost, row = layer_cost(mixture, spread, tokens, numbers.residual, load), mixture.hidden * numbers.residual
     rows = float(cost.dispatch) / (row + BESIDE) + float(cost.combine) / row  # in backward what left comes again
@@ -170,12 +171,12 @@ def expert_work(
     """Return the cost of layers of experts on the busiest rank; None without experts.
 
     Args:
-        mixture: A layer of experts; None: the model has none.
-        spread: How experts lie.
+        mixture: Layer of experts; None: the model has no experts.
+        spread: Placement of the experts on ranks.
         numbers: Widths of numbers.
         layers: Number of layers with experts that the rank has.
         microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
-        load: How busy experts are.
+        load: Relative load of the experts.
     """
     if mixture is None or not layers:
         return None

@@ -110,9 +110,9 @@ def why_not_placed(mixture: Mixture | None, spread: ExpertPlacement, load: Load 
     """Return why a placement of experts is impossible, and the fix; None if it is possible.
 
     Args:
-        mixture: The model's experts; None: it has none.
-        spread: How they are to lie.
-        load: How busy they are.
+        mixture: Experts of the model; None: the model has no experts.
+        spread: Requested placement.
+        load: Relative load of the experts. Default: 1.0.
     """
     if mixture is None:
         if not spread.is_dealt:
@@ -140,8 +140,8 @@ def expert_tensors(mixture: Mixture, spread: ExpertPlacement) -> tuple[int, int]
     """Return the elements of a rank's two packed tensors of experts: input and output weights.
 
     Args:
-        mixture: The layer.
-        spread: How they lie.
+        mixture: Layer of experts.
+        spread: Placement of the experts on ranks.
     """
     out = mixture.experts // spread.parallel * mixture.intermediate // spread.tensor * mixture.hidden
     return (2 if mixture.gated else 1) * out, out

@@ -24,8 +24,8 @@ class GPTPlan:
     """A GPT as the planner sees it; see `PlannedModel`.
 
     Args:
-        shape: Its sizes.
-        recompute: Kind of recomputation, as in `TrainingJob`.
+        shape: Sizes of the model.
+        recompute: Name of the recomputation, as in `TrainingJob`.
     """
 
     shape: Shape

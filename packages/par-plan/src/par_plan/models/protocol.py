@@ -46,7 +46,7 @@ class PlannedModel(Protocol):
         """Return the model with another kind of recomputation.
 
         Args:
-            recompute: As in `TrainingJob`.
+            recompute: Name of the recomputation, as in `TrainingJob`.
 
         Raises:
             ValueError: There are no formulas for it.

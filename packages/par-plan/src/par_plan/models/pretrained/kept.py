@@ -105,15 +105,15 @@ class SavedActivations:
 
 @dataclass(frozen=True)
 class TensorRoles:
-    """Which modules of a model a plan cuts, by name.
+    """Names of the modules of a model that a tensor-parallel plan shards.
 
     Args:
-        layers: The list of layers.
-        columns: Linears that open a region; none for a model without a plan.
-        rows: Linears that close one.
+        layers: Name of the list of layers.
+        columns: Linears that open a tensor-parallel region; empty for a model without a plan.
+        rows: Linears that close such a region.
         blocks: Modules with an unsplit sequence inside: sharded experts.
-        experts: Modules with the packed weights of experts, cut or not.
-        head: The linear that gives logits, or None.
+        experts: Modules with the packed weights of experts, sharded or not.
+        head: Linear that returns the logits, or None.
     """
 
     layers: str
@@ -137,17 +137,17 @@ def trace_saved(
 ) -> dict[int, SavedActivations]:
     """Return the saved activations by layer; -1 is the part before the layers, `layers` the part after them.
 
-    Logits, and what a loss keeps of them, are not among it.
+    The result does not count logits and the activations that a loss saves.
 
     Args:
-        model: A model of transformers on the meta device, which is left as it is.
-        roles: Which of its modules a plan cuts.
+        model: Hugging Face Transformers model on the meta device; it is not changed.
+        roles: Modules that a tensor-parallel plan shards.
         context: Number of tokens in a row.
         numbers: Widths of numbers.
-        experts_per_token: Number of experts that a token goes to.
-        packed: Whether rows hold several documents, and so have positions of their own.
-        masked: Whether attention gets a mask that separates documents.
-        over_ranks: Whether attention is a `par_layers.Context`'s, as it is over the ranks of a sequence.
+        experts_per_token: Number of experts that a token is routed to. Default: 1.
+        packed: Whether rows hold several documents with separate positions. Default: False.
+        masked: Whether attention receives a mask that separates documents. Default: False.
+        over_ranks: Whether a `par_layers.Context` computes attention, as over sequence ranks. Default: False.
 
     Raises:
         ValueError: The forward cannot be followed without memory, or the model cannot attend over ranks.
@@ -194,14 +194,14 @@ def _attention(attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
 
 
 class _ForwardTrace:
-    """Watches a forward.
+    """Trace of a forward and of the tensors that it saves.
 
     Args:
-        model: The model, which is this trace's own.
-        roles: Which of its modules a plan cuts.
+        model: Model, owned by this trace.
+        roles: Modules that a tensor-parallel plan shards.
         numbers: Widths of numbers.
-        chosen: Number of experts that a token goes to.
-        masked: Whether attention is given a mask.
+        chosen: Number of experts that a token is routed to.
+        masked: Whether attention receives a mask.
     """
 
     def __init__(
@@ -312,7 +312,10 @@ class _ForwardTrace:
         return output
 
     def _note_constants(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Outputs without a gradient from modules outside the layers, such as rotary tables, belong to no layer."""
+        """Record outputs without a gradient from modules outside the layers, such as rotary tables.
+
+        No layer saves them.
+        """
         del module, args
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
@@ -363,10 +366,10 @@ class _ForwardTrace:
 
 
 class _RecordingContext(Context):
-    """In the place of the context of a sequence's ranks: computes nothing.
+    """Replacement of a sequence context that records what attention saves, and computes nothing.
 
     Args:
-        trace: Counts what attention keeps.
+        trace: Trace that counts the saved activations of attention.
     """
 
     def __init__(self, trace: _ForwardTrace) -> None:

@@ -350,7 +350,7 @@ class PretrainedShape:
 
     @cached_property
     def _flops_of_layers(self) -> tuple[float, ...]:
-        """For each kind of layer the floating-point operations of its matrices for one token in forward."""
+        """Floating-point operations of each kind of layer's matrices, for one token in forward."""
         structure, totals = self._structure, []
         for names in structure.of_samples:
             total = 0.0

@@ -21,27 +21,27 @@ SMALL = (2, 3, 5, 7, 11, 13)
 
 
 class Structure:
-    """A model on the meta device, taken apart by name.
+    """Model on the meta device, described by the names of its parameters and layers.
 
     Args:
-        model: The model, whose values are not read.
+        model: Model; its values are not read.
 
     Attributes:
         model: A copy on the meta device.
-        config: Its config, of text.
-        parameters: Its parameters by name.
+        config: Config of the model, or of the text part of a multimodal model.
+        parameters: Parameters by name.
         table: The name of the embedding's table.
         head: The name of the module that gives logits, or None.
         layers: The name of the list of layers.
         kinds: The kind of every layer.
-        samples: For each kind the first layer of it.
-        sampled: Model with only these layers under their names: it gives the same answers in less time.
-        ends: The names of the parameters outside of the layers that the first, a middle and the last stage have; or why
-            there are no stages.
+        samples: First layer of each kind, by kind.
+        sampled: Model with only these layers, under their original names; it answers the same questions in less time.
+        ends: Names of the parameters outside of the layers on the first, a middle and the last stage; or the reason why
+            the model cannot be split into stages.
 
     Raises:
         TypeError: The model has no list of layers.
-        ValueError: It was cut over ranks before.
+        ValueError: The model is already sharded over ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class Structure:
 
     @cached_property
     def of_samples(self) -> tuple[tuple[str, ...], ...]:
-        """For each kind of layer the names of the parameters of its sample."""
+        """Names of the parameters of each kind's sample layer."""
         return tuple(
             tuple(name for name in self.parameters if name.startswith(f"{self.layers}.{number}."))
             for number in self.samples
@@ -105,7 +105,7 @@ class Structure:
 
     @cached_property
     def have_experts(self) -> tuple[bool, ...]:
-        """For each kind of layer whether it has experts."""
+        """Whether each kind of layer has experts."""
         return tuple(any(name in self.experts for name in names) for names in self.of_samples)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -188,8 +188,8 @@ def alone(tensor: Mapping[str, Any], ranks: int, spread: ExpertPlacement | None 
     """Return a topology with one tensor group.
 
     Args:
-        tensor: Its mode.
-        ranks: Number of its ranks.
+        tensor: Tensor mode and its options.
+        ranks: Number of ranks of the tensor group.
         spread: Placement of experts, with all experts on one rank; None means no placement.
     """
     dealt = spread is not None and spread.is_dealt
