@@ -43,8 +43,8 @@ class Signature(NamedTuple):
     """Complete description of a nested value, without its tensors' elements.
 
     Args:
-        structure: None if the value is its only leaf; a number for a plain tuple of so many leaves; bytes for the
-            pickled value with numbers in place of its leaves.
+        structure: Description of the nesting. None: the value is its only leaf. A number: a plain tuple of so many
+            leaves. Bytes: the pickled value with numbers in place of its leaves.
         leaves: Metadata of each leaf, in order.
         specs: Metadata of each tensor, in order.
         size: Size of all tensors, each aligned, in bytes.

@@ -14,14 +14,14 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each action takes, in any unit: one number for all stages, or a list with one for each.
+    """Duration of each action, in any unit: one number for all stages, or a list with one number for each stage.
 
-    A whole backward takes the time of its two parts.
+    A complete backward takes the time of its two parts.
 
     Args:
         forward: Time of the forward of one stage and microbatch.
-        input_grad: Time of the backward's part that the stage before waits for.
-        weight_grad: Time of the backward's part that nobody waits for.
+        input_grad: Time of the input gradient, which the stage before waits for.
+        weight_grad: Time of the weight gradient, which no rank waits for.
         communication: Time from the end of an action to the earliest start of the action on another rank that takes
             its result. In a list, an entry is for the way between its stage and the next one, in either direction;
             the last stage's is not used.

@@ -56,7 +56,7 @@ def draw_step(path: str | Path, events: Sequence[Event], *, makespan: float, pea
 
 
 def _chunks(events: Sequence[Event]) -> dict[int, _Chunk]:
-    """For each stage, which of its rank's stages it is."""
+    """Return, for each stage, its index among its rank's stages and the number of these."""
     stages_of_ranks: dict[int, set[int]] = defaultdict(set)
     for event in events:
         stages_of_ranks[event.rank].add(event.action.stage)
@@ -68,7 +68,7 @@ def _chunks(events: Sequence[Event]) -> dict[int, _Chunk]:
 
 
 def _label_rows(axes: Any, peaks: Sequence[int]) -> None:
-    """The ranks on the left, their peaks on the right."""
+    """Write the ranks on the left and their peaks on the right."""
     ranks = range(len(peaks))
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     right = axes.secondary_yaxis("right")
@@ -80,7 +80,7 @@ def _label_rows(axes: Any, peaks: Sequence[int]) -> None:
 
 
 def _draw_boxes(axes: Any, events: Sequence[Event], chunks: dict[int, _Chunk]) -> None:
-    """The boxes of all actions; those of one row and colour in one call."""
+    """Draw the boxes of all actions; one call draws all boxes of a row and colour."""
     boxes: dict[tuple[int, str, _Chunk], list[tuple[float, float]]] = defaultdict(list)
     for rank, (op, stage, _), start, end in events:
         boxes[rank, op, chunks[stage]].append((start, end - start))
@@ -89,7 +89,7 @@ def _draw_boxes(axes: Any, events: Sequence[Event], chunks: dict[int, _Chunk]) -
 
 
 def _draw_numbers(axes: Any, events: Sequence[Event], chunks: dict[int, _Chunk], inches: float) -> None:
-    """The microbatch in each box that is wide enough; `inches` is the width of one unit of time."""
+    """Write the microbatch into each box that is wide enough; `inches` is the width of one unit of time."""
     digits = len(str(max(event.action.microbatch for event in events)))
     for rank, (op, stage, microbatch), start, end in events:
         box = (end - start) * inches
@@ -103,7 +103,7 @@ def _draw_numbers(axes: Any, events: Sequence[Event], chunks: dict[int, _Chunk],
 
 
 def _draw_legend(axes: Any, ops: set[str], *, has_several: bool) -> None:
-    """The colours; `has_several` says whether a rank has more than one stage."""
+    """Draw the legend of colours; `has_several` is whether a rank has more than one stage."""
     from matplotlib.patches import Patch  # noqa: PLC0415 - an extra
 
     handles = [Patch(facecolor=_COLOURS[op], label=name) for op, name in OPERATION_NAMES.items() if op in ops]
@@ -114,7 +114,7 @@ def _draw_legend(axes: Any, ops: set[str], *, has_several: bool) -> None:
 
 
 def _shade(op: str, chunk: _Chunk) -> tuple[float, float, float]:
-    """The operation's colour, the lighter the later the stage is on its rank."""
+    """Return the operation's colour, lighter for later stages of the rank."""
     index, count = chunk
     white = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
     code = _COLOURS[op]

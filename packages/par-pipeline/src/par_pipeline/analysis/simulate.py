@@ -9,17 +9,17 @@ from .timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Runs a valid schedule, each rank in its order and as soon as possible.
+    """Simulate a valid schedule: each rank runs its actions in order, each action as early as possible.
 
-    No action is kept, so that ten million of them fit into little memory; pictures and traces run it again.
+    The result stores no actions, so that ten million actions need little memory; pictures and traces simulate again.
 
     Args:
         schedule: A schedule that `Schedule.validate` accepts.
-        costs: How long each action takes. Default: one unit each for forward, input gradient and weight gradient,
-            nothing for communication.
+        costs: Duration of each action. Default: one unit each for forward, input gradient and weight gradient, and 0
+            for communication.
 
     Raises:
-        ValueError: Ranks wait for ever, or the costs are for another number of stages.
+        ValueError: The ranks deadlock, or the costs are for another number of stages.
     """
     by_stage = (costs or Costs()).by_stage(schedule.stages)
     tracks = walk(schedule.ranks, schedule.placement, schedule.microbatches, by_stage)

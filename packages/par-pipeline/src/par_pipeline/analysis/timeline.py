@@ -56,15 +56,15 @@ class Timeline:
         return self._tracks[rank].end - self._tracks[rank].start
 
     def busy(self, rank: int) -> float:
-        """The time in which a rank runs actions."""
+        """Return the time in which a rank runs actions."""
         return self._tracks[rank].busy
 
     def idle(self, rank: int) -> float:
-        """The time in which a rank waits, between its first action and its last."""
+        """Return the time in which a rank waits between its first and its last action."""
         return self.span(rank) - self.busy(rank)
 
     def peak(self, rank: int) -> int:
-        """The most activations that a rank keeps at once, each of one stage and microbatch.
+        """Return the maximum number of activations that a rank keeps at once, each of one stage and microbatch.
 
         They are kept from the forward to the end of the backward, or of the weight gradient.
         """
@@ -117,7 +117,7 @@ class Timeline:
 
 
 def _sum_up(events: Iterable[Event]) -> list[Track]:
-    """The sum of every rank's events."""
+    """Return the totals of every rank's events."""
     by_rank: dict[int, list[Event]] = {}
     for event in events:
         by_rank.setdefault(event.rank, []).append(event)

@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     @classmethod
     def of_linear(cls, weight: Tensor, x: Tensor, gradient: Tensor) -> "Product":
-        """The weight gradient of a linear layer.
+        """Return the weight gradient of a linear layer, not computed yet.
 
         Args:
             weight: The layer's weight [n, k].
@@ -45,7 +45,7 @@ class Product(NamedTuple):
 
 
 def like_leaf(parameter: nn.Parameter) -> Tensor:
-    """A leaf that shares a parameter's memory and may have gradients of the same dtypes."""
+    """Return a leaf that shares a parameter's memory and accepts gradients of the same dtypes."""
     leaf = parameter.detach().requires_grad_()
     if hasattr(parameter, "grad_dtype"):  # torch of before gives gradients the parameter's dtype
         leaf.grad_dtype = parameter.grad_dtype
@@ -53,12 +53,12 @@ def like_leaf(parameter: nn.Parameter) -> Tensor:
 
 
 def gradient_dtype_of(weight: Tensor) -> torch.dtype:
-    """The dtype of a weight's gradient."""
+    """Return the dtype of a weight's gradient."""
     return getattr(weight, "grad_dtype", None) or weight.dtype
 
 
 def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], Tensor] | None:
-    """A `forward` that puts off the weight's gradient, for a layer that runs torch's own; None for any other.
+    """Return a `forward` that defers the weight's gradient, for a layer that runs torch's own forward; else None.
 
     Args:
         module: The layer.
@@ -74,7 +74,7 @@ def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], 
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a convolution runs torch's own forward with padding by numbers."""
+    """Return whether a convolution runs torch's own forward with numeric padding."""
     forwards = [kind.forward for kind in _CONVOLUTIONS]
     return type(module).forward in forwards and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 

@@ -55,7 +55,7 @@ class GradientSync:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Delay the reduction until `release`, inside the context."""
+        """Defer the reduction until `release`, inside the context."""
         module = self._module
         if isinstance(module, FullyShardedModule):
             _set_last(module, last=False)

@@ -15,7 +15,7 @@ SplitWhere = Literal["required", "where possible"]
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How activations and gradients travel between the ranks of a pipeline.
+    """Options for transfers of activations and gradients between the ranks of a pipeline.
 
     Args:
         dtype: A dtype such as torch.bfloat16. Wider outputs and gradients are cast to it for the transfer and arrive in
@@ -48,7 +48,7 @@ class Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeight:
-    """How much the loss of a microbatch counts in the loss of the batch.
+    """Weight of a microbatch's loss in the loss of the batch.
 
     Args:
         of: Function that returns the weight of a microbatch from its target, such as the number of tokens.

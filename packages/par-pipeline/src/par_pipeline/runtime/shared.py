@@ -120,7 +120,7 @@ class Shared:
                 parameter.grad = None
 
     def holders_in(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        """The ranks of a pipeline that have such parameters.
+        """Return the ranks of a pipeline that hold the shared parameters.
 
         Raises:
             ValueError: One of them is not in the pipeline.
@@ -145,7 +145,7 @@ class Shared:
         return absent
 
     def _views(self) -> list[list[tuple[Box, Tensor]]]:
-        """This rank's parts of each parameter's gradient."""
+        """Return this rank's parts of each parameter's gradient."""
         views: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
         for name, box, view in gradients(self._named_tensors()):
             if name in views:
@@ -153,7 +153,7 @@ class Shared:
         return list(views.values())
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that have gradients. An optimizer may hold the parameters themselves, without their names."""
+        """Yield the tensors that have gradients. An optimizer may hold the parameters under other names or none."""
         if self._optimizer is None:
             yield from self._parameters.items()
             return
@@ -182,7 +182,7 @@ class Shared:
             written_([parameter])
 
     def _exchanged(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all holders, each sent to every other one, point to point.
+        """Return the tensors of all holders. Each holder sends its tensor to every other holder, point to point.
 
         Pair by pair, the lower rank first: NCCL has a communicator for each pair, which does one thing after another. A
         batch of them would be one of the whole group, which other ranks take no part in.
@@ -202,12 +202,12 @@ class Shared:
         return [tensor.to(device) for tensor in tensors]
 
     def _gathered(self, mine: Any) -> list[Any]:
-        """A small object of each rank of the group; all-gather."""
+        """All-gather a small object over the group."""
         return list(agree(None, mine, self._group).values())
 
 
 def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:
-    """A parameter's record; without one, it is whole on this rank and its replicas."""
+    """Return a parameter's sharding metadata. Without metadata, it is unsharded on this rank and its replicas."""
     if attributes.SHARDING.is_on(parameter):
         return sharding_of(parameter)
     copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
@@ -215,7 +215,7 @@ def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Shar
 
 
 def _joined(records: Sequence[Sharding]) -> Sharding:
-    """One record out of several that differ in their copies alone: it has all those copies."""
+    """Merge sharding metadata that differs only in the replicas; the result lists the replicas of all."""
     boxes = []
     for same in zip(*(record.boxes for record in records), strict=True):
         copies = {rank for box in same for rank in box.copies}

@@ -12,7 +12,7 @@ from .schedule import Schedule
 
 @register_schedule("dualpipe_v")
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """A forward of one stage beside a backward of the rank's other, and zero bubble at both ends.
+    """Return DualPipe-V: a forward of one stage next to a backward of the rank's other stage, no bubble at the ends.
 
     Rank r holds the stages r and 2 `ranks` - 1 - r, and keeps at most 2 `ranks` + 1 activations.
 
@@ -40,7 +40,7 @@ def _dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """One rank's operations and stages, in the phases of the paper's figure: fill, steady state, drain."""
+    """Yield one rank's operations and stages, in the phases of the paper's figure: fill, steady state, drain."""
     down, up = v_shaped(ranks)[rank]
     below = ranks - 1 - rank
     yield from [("F", down)] * (2 * below)

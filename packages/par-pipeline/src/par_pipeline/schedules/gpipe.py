@@ -11,7 +11,7 @@ from .schedule import Schedule
 
 @register_schedule("gpipe")
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Every rank keeps the activations of all microbatches.
+    """Return GPipe: all forwards, then all backwards. Every rank keeps the activations of all microbatches.
 
     Args:
         ranks: Number of ranks in the pipeline, with one stage each.
@@ -32,7 +32,7 @@ def _gpipe(rank: int, microbatches: int) -> Iterator[Action]:
 
 @register_schedule("looped_bfs")
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Breadth first: a stage runs all microbatches before the rank's next stage does.
+    """Return looped breadth-first pipelining: a stage runs all microbatches before the rank's next stage does.
 
     Args:
         ranks: Number of ranks in the pipeline.

@@ -12,7 +12,9 @@ from .schedule import Schedule
 
 @register_schedule("1f1b")
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """A backward after each forward, once the first microbatch has come back: rank r keeps at most `ranks` - r.
+    """Return 1F1B: a backward after each forward, once the first gradient arrives.
+
+    Rank r keeps `ranks` - r microbatches.
 
     Args:
         ranks: Number of ranks in the pipeline, with one stage each.
@@ -37,7 +39,7 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @register_schedule("interleaved")
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over several stages per rank: `chunks` times less idle time, and `chunks` times the messages.
+    """Return interleaved 1F1B with several stages per rank: `chunks` times less bubble, `chunks` times the messages.
 
     Microbatches go round in groups, whose sizes differ by at most one, so that any number of them works.
 

@@ -5,10 +5,10 @@ from functools import cached_property
 
 
 class StagePlacement:
-    """The stages of every rank.
+    """Assignment of stages to ranks.
 
     Args:
-        stages_of_ranks: For each rank, the numbers of its stages, in any order.
+        stages_of_ranks: Numbers of each rank's stages, in any order.
     """
 
     def __init__(self, stages_of_ranks: Iterable[Iterable[int]]) -> None:
@@ -26,7 +26,7 @@ class StagePlacement:
         return 1 + max(self._rank_by_stage)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage.
+        """Return the rank that holds a stage.
 
         Raises:
             ValueError: No rank holds it.
@@ -37,10 +37,10 @@ class StagePlacement:
 
 
 def straight(ranks: int, chunks: int = 1) -> list[tuple[int, ...]]:
-    """Places the stages around the ranks, `chunks` times: rank 1 of 4 holds 1, 5, 9, ..."""
+    """Return the stages of each rank when stages go around the ranks `chunks` times: rank 1 of 4 holds 1, 5, 9, ..."""
     return [tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 
 
 def v_shaped(ranks: int) -> list[tuple[int, int]]:
-    """Places two stages on each rank, down the ranks and up again: rank 0 holds the first and the last."""
+    """Return two stages for each rank, down the ranks and up again: rank 0 holds the first and the last."""
     return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]

@@ -66,7 +66,7 @@ class Schedule:
         return self.placement.by_rank[rank]
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage.
+        """Return the rank that holds a stage.
 
         Raises:
             ValueError: No rank holds it.
@@ -109,7 +109,7 @@ class Schedule:
         return schedule
 
     def _named_in_actions(self) -> tuple[list[set[int]], int]:
-        """The stages that each rank's actions name, and the number of microbatches.
+        """Return the stages that each rank's actions name, and the number of microbatches.
 
         A stage that two ranks name is the first one's; `validate` then complains about the other one's actions.
         """
@@ -127,7 +127,7 @@ class Schedule:
 
 
 def _parse(cell: str, where: str, column: int) -> list[Action]:
-    """The actions of a cell: one, none where torch lets the rank wait, two where torch runs them as one."""
+    """Return the actions of a cell: none if the rank idles, one, or two that torch overlaps."""
     text = cell.strip()
     overlapped = _OVERLAPPED.fullmatch(text)
     texts = overlapped[1].split(";") if overlapped else [text] if text else []

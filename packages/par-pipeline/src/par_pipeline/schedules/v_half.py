@@ -13,7 +13,7 @@ from .schedule import Schedule
 
 @register_schedule("v_half")
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's memory: `ranks` + 2 activations of stages half as large.
+    """Return V-Half: half of 1F1B's memory, `ranks` + 2 activations of stages half as large.
 
     Rank r holds the stages r and 2 `ranks` - 1 - r. The order comes from running the ranks against each other with
     actions of equal length, and is kept as one byte per action.
@@ -48,7 +48,7 @@ class _Listed:
 
 
 class _Lockstep:
-    """All ranks in lockstep: in each unit of time, all choose by what was done before it, and then do it.
+    """Simulation of all ranks in lockstep: in each unit of time, all choose by what was done before it, and then do it.
 
     The counters say how often each stage has run an operation.
     """

@@ -13,7 +13,7 @@ INTERVAL = 6  # two stages, each with forward, input gradient and weight gradien
 
 @register_schedule("v_min")
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's memory: 2 ceil((`ranks` + 2) / 3) activations of stages half as large.
+    """Return V-Min: a third of 1F1B's memory, 2 ceil((`ranks` + 2) / 3) activations of stages half as large.
 
     Rank r holds the stages r and 2 `ranks` - 1 - r.
 
@@ -40,7 +40,7 @@ def _v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _block(rank: int, ranks: int) -> list[tuple[int, str, int]]:
-    """When the first microbatch's actions start on one rank: six units that differ modulo the interval.
+    """Return when the first microbatch's actions start on one rank: six units that differ modulo the interval.
 
     Forward and input gradient pass from stage to stage without waiting. Weight gradients take the units that are left.
     If the ranks are a multiple of three, the way back waits for two units, or it would meet the way there.

@@ -18,18 +18,18 @@ _MISSING = {_WAITS: "F", _FORWARD: "B (or I and W)", _INPUT: "W"}
 
 
 def validate(ranks: Sequence[Iterable[Action]], placement: StagePlacement, microbatches: int) -> None:
-    """Checks a schedule; `Schedule.validate` says for what.
+    """Check a schedule; `Schedule.validate` lists the rules.
 
-    Sends do not stop a rank, and receives stand ready in the order in which the peer sends. So ranks wait for ever only
-    where actions need each other in a circle, which a walk through them finds.
+    Sends do not block a rank, and receives are posted in the order in which the peer sends. So ranks deadlock only if
+    actions need each other in a circle, which a walk through the actions finds.
 
     Args:
-        ranks: For each rank, its actions in order.
-        placement: Which rank holds which stage.
+        ranks: Actions of each rank, in order.
+        placement: Map of stages to ranks.
         microbatches: Number of microbatches in the step.
 
     Raises:
-        ValueError: The message names the rank, the position and the action that is wrong.
+        ValueError: The schedule breaks a rule; the message names the rank, the position and the action.
     """
     _check_placement(placement)
     missing = [
@@ -43,7 +43,7 @@ def validate(ranks: Sequence[Iterable[Action]], placement: StagePlacement, micro
 
 
 def _check_placement(placement: StagePlacement) -> None:
-    """Every stage is on one rank, and none is left out."""
+    """Raise ValueError unless every stage is on exactly one rank, and no number is skipped."""
     holders: dict[int, int] = {}
     for rank, stages in enumerate(placement.by_rank):
         for stage in stages:

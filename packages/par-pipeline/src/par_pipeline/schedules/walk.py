@@ -47,7 +47,7 @@ class Track(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """How long the actions of every stage take.
+    """Durations of the actions of every stage.
 
     Args:
         forward: Time of a forward, by stage.
@@ -121,7 +121,7 @@ class _StageLink(NamedTuple):
 
 
 def _links(placement: StagePlacement, microbatches: int, costs: StageCosts) -> dict[str, list[_StageLink]]:
-    """For each operation, the link of every stage."""
+    """Return the link of every stage for each operation."""
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     delays = [
         0.0 if here == there else delay
@@ -163,7 +163,7 @@ def _walk_rank(
     messages: _Messages,
     record: Callable[[Event], None] | None,
 ) -> Generator[int, None, Track]:
-    """Walks through one rank's actions; yields a message whenever the rank has to wait for it."""
+    """Walk through one rank's actions, and yield a message whenever the rank has to wait for it."""
     arrival, waiting = messages.arrival, messages.waiting
     begin = None
     clock = busy = 0.0
@@ -194,7 +194,7 @@ def _walk_rank(
 def _describe_deadlock(
     ranks: Sequence[Iterable[Action]], placement: StagePlacement, microbatches: int, waiting: dict[int, int]
 ) -> str:
-    """Says who waits for whom, from the lowest waiting rank on until the circle closes."""
+    """Return the error text: who waits for whom, from the lowest waiting rank on until the circle closes."""
     message_of = {rank: message for message, rank in waiting.items()}
     rank, lines, seen = min(message_of), [], set[int]()
     while rank in message_of and rank not in seen:

@@ -11,7 +11,7 @@ from .schedule import Schedule
 
 @register_schedule("zb_v")
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """No rank waits, with 1F1B's memory: 2 `ranks` activations of stages half as large.
+    """Return ZB-V: no bubble, with 1F1B's memory: 2 `ranks` activations of stages half as large.
 
     Rank r holds the stages r and 2 `ranks` - 1 - r. Fewer than 2 `ranks` - 1 microbatches take the places of the first
     ones in the order for 2 `ranks` - 1.
@@ -32,7 +32,7 @@ def _zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """One rank's operations and stages: warm-up until all ranks run the second stage, steady state, cool-down."""
+    """Yield one rank's operations and stages: warm-up until all ranks run the second stage, steady state, cool-down."""
     down, up = v_shaped(ranks)[rank]
     ahead = 2 * ranks - rank - 1
     yield from [("F", down)] * (ahead - rank)

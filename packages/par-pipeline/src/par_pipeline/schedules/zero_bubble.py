@@ -11,7 +11,7 @@ from .schedule import Schedule
 
 @register_schedule("zb_h1")
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's idle time with its memory: every rank keeps at most `ranks` activations.
+    """Return ZB-H1: a third of 1F1B's bubble with its memory. Every rank keeps at most `ranks` activations.
 
     Rank r runs a weight gradient r microbatches after its input gradient.
 
@@ -28,7 +28,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 @register_schedule("zb_h2")
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """No rank waits between its first and last action, with twice 1F1B's memory: 2 `ranks` - 1 activations.
+    """Return ZB-H2: no bubble inside a rank's actions, with twice 1F1B's memory: 2 `ranks` - 1 activations.
 
     Ranks finish at different times, so what they all wait for at the end of a step still costs ZB-H1's idle time.
 

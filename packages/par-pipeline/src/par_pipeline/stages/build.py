@@ -88,7 +88,7 @@ def _described(layer: Any, name: str, types: Mapping[str, type[nn.Module]]) -> n
 
 
 def _stage(named: Sequence[tuple[str, nn.Module | Lazy]], run: range, seed: int | None) -> nn.Sequential:
-    """The layers of one stage; a Sequential calls its children by whatever names they have."""
+    """Build the layers of one stage, in an nn.Sequential with the layers' own names."""
     built: OrderedDict[str, nn.Module] = OrderedDict()
     for position in run:
         name, layer = named[position]
@@ -101,7 +101,7 @@ def _stage(named: Sequence[tuple[str, nn.Module | Lazy]], run: range, seed: int 
 
 @contextmanager
 def _seeded(seed: int | None, position: int) -> Iterator[None]:
-    """A context with random numbers of a layer's own; the generators of CPU and this rank's device are put back."""
+    """Seed the random numbers for one layer inside the context; restore the generators of CPU and device after it."""
     if seed is None:
         yield
         return

@@ -12,7 +12,7 @@ RUNS = 3
 
 
 def count_parameters(layers: Sequence[Any]) -> list[int]:
-    """The number of elements of each layer's parameters.
+    """Return the number of elements of each layer's parameters.
 
     Raises:
         TypeError: A layer has no `parameters()`.
@@ -24,7 +24,7 @@ def count_parameters(layers: Sequence[Any]) -> list[int]:
 
 
 def measure_seconds(layers: Sequence[Any], sample: Any) -> list[float]:
-    """Seconds of forward and backward of each layer, the median of a few runs after one that does not count.
+    """Measure the seconds of each layer's forward and backward: the median of a few runs after a warm-up run.
 
     Each layer gets the output of the one before it. Gradients, buffers and random numbers stay as they are.
 
@@ -54,7 +54,7 @@ def measure_seconds(layers: Sequence[Any], sample: Any) -> list[float]:
 
 
 def _forward_backward(layer: nn.Module, sample: Any) -> Any:
-    """The layer's output, detached, after a backward whose gradients are dropped."""
+    """Return the layer's output, detached, after a backward whose gradients are dropped."""
     differentiable = isinstance(sample, torch.Tensor) and sample.is_floating_point()
     entry = sample.detach().requires_grad_() if differentiable else sample
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}

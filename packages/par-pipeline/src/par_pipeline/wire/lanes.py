@@ -127,7 +127,7 @@ class Lanes(NamedTuple):
         return (up, down) if peer > self.rank else (down, up)
 
     def abort(self) -> None:
-        """Abort NCCL transfers in flight. Gloo's communicators end with their last reference."""
+        """Stop NCCL transfers in flight. Gloo's communicators end with their last reference."""
         for first, second in ((self.up, self.up_second), (self.down, self.down_second)):
             if second is not first:
                 second.abort()

@@ -248,5 +248,5 @@ def _padded(data: bytes) -> Tensor:
 
 
 def _unpickled(source: Tensor, start: int, size: int) -> Any:
-    """Unpickle data from another rank of the pipeline, without the padding behind it."""
+    """Load pickled data from another rank of the pipeline, without the padding behind it."""
     return pickle.loads(bytes(source[start : start + size].tolist()))  # noqa: S301

@@ -215,7 +215,7 @@ class Wire:
             self._abort()
 
     def _abort(self) -> None:
-        """Abort the transfers of separate tensors. The lanes of headers end with their last reference.
+        """Stop the transfers of separate tensors. The lanes of headers end with their last reference.
 
         Transfers of finished steps complete first, unless a rank is gone: a GPU may run behind its host.
         """
