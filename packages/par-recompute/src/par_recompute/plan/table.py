@@ -52,7 +52,7 @@ class Module:
     Args:
         flops: Floating-point operations.
         moved: Bytes that operations read and wrote.
-        obstacle: Why the module cannot be called again, such as "draws random numbers"; None if it can.
+        obstacle: Reason why the module cannot be called again, such as "draws random numbers"; None if it can.
         draws: Whether it draws random numbers.
         communicates: Whether it calls a collective.
         writes: Whether it writes into its buffers or parameters.
