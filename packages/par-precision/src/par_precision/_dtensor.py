@@ -16,18 +16,21 @@ _ORDINARY = (nn.Parameter, Tensor, WatchedWeight)  # comparing types is quicker 
 
 
 def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     kind = type(tensor)
     return kind not in _ORDINARY and hasattr(kind, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, outside of autograd; an ordinary tensor itself."""
+    """Return this rank's part of a DTensor, outside of autograd; an ordinary tensor itself."""
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def cut_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A DTensor of what this rank holds, if that has the shape of its part of a DTensor; else the tensor itself."""
+    """Return a DTensor of a local tensor with the shape of this rank's part of a given DTensor.
+
+    Else the local tensor.
+    """
     if not is_dtensor(tensor) or local.shape != local_tensor_of(tensor).shape:
         return local
     return type(tensor).from_local(
@@ -36,7 +39,7 @@ def cut_like(local: Tensor, tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of several tensors that this rank holds."""
+    """Return this rank's parts of several tensors."""
     return [tensor if type(tensor) in _ORDINARY else local_part(tensor) for tensor in tensors]
 
 
@@ -57,11 +60,11 @@ def local_gradient(tensor: Tensor) -> Tensor | None:
 
 
 def local_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of gradients that this rank holds, of those tensors that have a gradient."""
+    """Return this rank's parts of the gradients of several tensors, without the tensors that have no gradient."""
     return [gradient for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
 def gradient_is_in_place(tensor: Tensor) -> bool:
-    """Whether a tensor's gradient is cut like the tensor, so that `local_gradient` needs no communication."""
+    """Return whether a tensor's gradient is sharded like the tensor, so `local_gradient` needs no communication."""
     gradient = tensor.grad
     return not is_dtensor(tensor) or not is_dtensor(gradient) or gradient.placements == tensor.placements

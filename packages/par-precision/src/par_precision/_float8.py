@@ -81,7 +81,7 @@ def float8_linear(
     group: dist.ProcessGroup | None = None,
     layer: nn.Module | None = None,
 ) -> Tensor:
-    """`functional.linear` with the float8 products of `Float8Linear`, for layers of other classes.
+    """Compute `functional.linear` with the float8 matmuls of `Float8Linear`, for layers of other classes.
 
     Args:
         inputs: (..., in), bf16 or fp32.
@@ -159,7 +159,7 @@ def convert_to_float8_(
 
 
 def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None = None) -> dict[str, Any]:
-    """The layers that `convert_to_float8_` changes, by name."""
+    """Return the layers that `convert_to_float8_` changes, by name."""
     head_of: Any = getattr(module, "get_output_embeddings", None)
     head = None if head_of is None else head_of()
 
@@ -194,7 +194,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def _takes_product(layer: nn.Module) -> bool:
-    """Whether a layer of another class lets its product be replaced."""
+    """Return whether a layer of another class lets a caller replace its matmul."""
     product = vars(layer).get("linear", ...)
     sized = all(hasattr(layer, name) for name in ("in_features", "out_features", "weight"))
     return sized and (product is None or isinstance(product, Callable))  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ class _Scaled(NamedTuple):
         return _Scaled(self.values.t(), self.unit)
 
     def turned(self) -> "_Scaled":
-        """Lays a matrix out in the other order of memory."""
+        """Return the matrix in the other memory order."""
         return _Scaled(self.values.t().contiguous().t(), self.unit)
 
 
@@ -273,12 +273,12 @@ class _Float8Product(torch.autograd.Function):
 
 
 def _weight_gradient(gradient: _Scaled, inputs: _Scaled, dtype: torch.dtype) -> Tensor:
-    """The weight's gradient (out, in), from that of the output (rows, out) and the inputs (rows, in)."""
+    """Return the weight's gradient (out, in) from the output's gradient (rows, out) and the inputs (rows, in)."""
     return _product(gradient.turned().t(), inputs.turned(), dtype)
 
 
 def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """(m, k) row-major times (k, n) column-major, the only orders that every GPU with float8 multiplies.
+    """Multiply (m, k) row-major by (k, n) column-major, the only orders that every GPU with float8 multiplies.
 
     Args:
         one: The first matrix.
@@ -290,7 +290,7 @@ def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = F
 
 
 def _cast(matrix: Tensor, dtype: torch.dtype, largest: Tensor) -> _Scaled:
-    """A matrix in float8, row-major.
+    """Cast a matrix to float8, row-major.
 
     Args:
         matrix: bf16 or fp32.
@@ -303,7 +303,9 @@ def _cast(matrix: Tensor, dtype: torch.dtype, largest: Tensor) -> _Scaled:
 
 
 def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
-    """The largest absolute value of each tensor, over the group; infinite, so that products are NaN, where one is NaN.
+    """Return the largest absolute value of each tensor over the group.
+
+    Inf for a tensor with a NaN, so that its products are NaN.
 
     Returns:
         (number of tensors) in fp32.
@@ -317,7 +319,7 @@ def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(..., n) as (rows, n), with rows of zeros up to a multiple of 16; at least 16, should there be none."""
+    """Reshape (..., n) to (rows, n) and pad with rows of zeros to a multiple of 16, at least 16."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     missing = -rows.shape[0] % MULTIPLE if rows.shape[0] else MULTIPLE
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -116,7 +116,7 @@ class Masters(Weights):
 
     @torch.no_grad()
     def gradients(self) -> CountedGradients:
-        """The gradients that there are, in their own dtype or added up in fp32; widened if one bucket has all."""
+        """Return the existing gradients, in their own dtype or accumulated in fp32; in fp32 if one bucket holds all."""
         if len(self._buckets) == 1 and not self._accumulate:
             return _widen(self._buckets[0][1])
         for pair in self._pairs:
@@ -125,7 +125,7 @@ class Masters(Weights):
         return [(pair.counted, gradient) for pair in self._pairs if (gradient := pair.master.grad) is not None]
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
-        """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
+        """Step bucket by bucket; an optimizer skips masters without a gradient."""
         self.settle()
         for pair in self._pairs:  # fused kernels accept no subclass
             pair.master.__class__ = nn.Parameter
@@ -154,12 +154,15 @@ class Masters(Weights):
             pair.parameter.grad = None
 
     def masters(self) -> list[Tensor]:
-        """The fp32 copies, in the order of their parameters; DTensors if those are, so that a save knows the whole."""
+        """Return the fp32 copies, in the order of their parameters.
+
+        They are DTensors if those are, so that a save knows how they are sharded.
+        """
         self.settle()
         return [cut_like(pair.master.detach(), pair.parameter) for pair in self._pairs]
 
     def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The state of masters, with DTensors in it where the parameter is one.
+        """Return the state of the masters, with DTensors for parameters that are DTensors.
 
         torch.distributed.checkpoint takes tensors of one name for replicas, unless they say that they are parts.
         """
@@ -175,7 +178,7 @@ class Masters(Weights):
         return shown
 
     def taken(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The parts that this rank holds of what `shown` gave."""
+        """Return the parts that this rank holds of a state from `shown`."""
         return {
             number: {name: local_part(value) if isinstance(value, Tensor) else value for name, value in slots.items()}
             for number, slots in state.items()
@@ -235,7 +238,7 @@ class Masters(Weights):
         self._master_versions = [version_of(pair.master) for pair in self._pairs]
 
     def _current_versions(self) -> list[int]:
-        """How often each parameter was written, as autograd counts."""
+        """Return the version counter of each parameter, which autograd raises at every write."""
         return [version_of(local_part(pair.parameter)) for pair in self._pairs]
 
     @torch.no_grad()
@@ -294,7 +297,7 @@ class Link:
 
 
 def has_master(tensor: Tensor) -> bool:
-    """Whether an optimizer was given an fp32 master of a parameter, even if that optimizer is gone."""
+    """Return whether an optimizer has an fp32 master of a parameter, even if that optimizer was freed."""
     link: Link | None = tensor.__dict__.get(_LINK)
     return link is not None and link.masters is not None
 
@@ -311,7 +314,10 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
 
 
 def _arrived(masters: "weakref.ref[Masters]", number: int, parameter: Tensor) -> None:  # noqa: ARG001
-    """A parameter's hook. Python's collector does not look into hooks, so what one refers to would never be freed."""
+    """Notify the masters that a parameter has its gradient.
+
+    The hook holds a weak reference, because the garbage collector cannot free a cycle through a hook.
+    """
     alive = masters()
     if alive is not None:
         alive.arrived(number)
@@ -327,7 +333,7 @@ def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> Non
 
 
 def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
-    """Pairs whose fp32 gradients have at most so many bytes together, or one pair if it has more."""
+    """Yield buckets of pairs whose fp32 gradients fit into a number of bytes; a larger pair is a bucket of its own."""
     bucket: list[Pair] = []
     size = 0
     for pair in pairs:

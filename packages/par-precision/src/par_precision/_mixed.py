@@ -29,13 +29,14 @@ from .scale.scaling import Scaling
 
 @dataclass(frozen=True, kw_only=True)
 class MasterWeights:
-    """How fp32 master weights of half-precision parameters are updated.
+    """Options for fp32 master weights of half-precision parameters.
 
     Args:
-        accumulate: Whether each backward pass adds its gradients up in fp32, at 4 bytes an element more. Not under DDP.
-        bucket: Bytes of fp32 gradients that a step makes at a time. The optimizer's `step`, hooks included, runs once
-            for each bucket. An optimizer that counts steps by param group, not by parameter, needs a bucket that holds
-            all gradients.
+        accumulate: Whether each backward pass adds its gradients in fp32, for 4 more bytes per element. Not under DDP.
+            Default: False.
+        bucket: Size of the fp32 gradients that a step makes at a time, in bytes. The optimizer's `step`, hooks
+            included, runs once for each bucket. An optimizer that counts steps by param group instead of by parameter
+            needs a bucket that holds all gradients.
 
     Raises:
         ValueError: The bucket is empty.
@@ -51,14 +52,14 @@ class MasterWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticRounding:
-    """How steps of bf16 weights without fp32 masters are rounded.
+    """Options for rounding the steps of bf16 weights without fp32 masters.
 
     Args:
-        seed: Seed of the random bits, the same on all ranks.
+        seed: Seed of the random bits, equal on all ranks.
         moments: dtype of the optimizer's moments: torch.bfloat16 makes 8 bytes a parameter in all, torch.float32 12.
 
     Raises:
-        ValueError: Another dtype of moments.
+        ValueError: The dtype of moments is not supported.
     """
 
     seed: int = 0

@@ -58,11 +58,11 @@ class Step(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """How gradients are clipped; at most one is given.
+    """Clipping of gradients; at most one option is set.
 
     Args:
-        norm: Largest norm that all gradients together keep.
-        value: Largest absolute value that an element keeps.
+        norm: Largest norm of all gradients together. Default: no clipping by norm.
+        value: Largest absolute value of an element. Default: no clipping by value.
     """
 
     norm: float | None
@@ -141,7 +141,7 @@ class MixedOptimizer(Optimizer):
             self.scale(loss, weight).backward(gradient, retain_graph, create_graph, inputs=inputs)
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
-        """The loss times the loss scale, for a trainer or a pipeline that calls backward itself.
+        """Return the loss times the loss scale, for a trainer or a pipeline that calls backward itself.
 
         With weights the step makes gradients exact means: over all items of all losses since the last step, of all
         ranks of the group that gave any. Gradients are to be averaged over data ranks as ever; the group must have all
@@ -218,13 +218,13 @@ class MixedOptimizer(Optimizer):
         self.scaling.loss_weights.forget()
 
     def schedule(self, scheduler: LRScheduler) -> SkipAwareScheduler:
-        """An lr scheduler that stands still if every step since its last call was skipped.
+        """Return an lr scheduler that does not advance if every step since its last call was skipped.
 
-        So it follows the weights, whether it is called after each step or after each epoch. Each call of its `step`
-        reads one number from the device.
+        The schedule then matches the weights, whether you call it after each step or after each epoch. Each call of its
+        `step` reads one number from the device.
 
         Args:
-            scheduler: A scheduler of this optimizer or of the user's.
+            scheduler: Scheduler of this optimizer or of the user's optimizer.
         """
         schedule = SkipAwareScheduler(scheduler)
         self._schedules.add(schedule)
@@ -374,7 +374,7 @@ class MixedOptimizer(Optimizer):
         return norm if divisor is None else norm / divisor, divisor
 
     def _update(self, step: Step, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Steps the user's optimizer with gradients that are unscaled and clipped, by its kernels if they can.
+        """Step the user's optimizer with gradients that are unscaled and clipped, by its kernels if they support it.
 
         Args:
             step: Norm of the gradients.
@@ -402,18 +402,18 @@ class MixedOptimizer(Optimizer):
                 self.inner.__dict__.pop(name, None)
 
     def _is_fused(self) -> bool:
-        """Whether the optimizer's kernels take a divisor and skip."""
+        """Return whether the optimizer's kernels accept a divisor and a skip."""
         return takes_scale(self.inner) and all(group.get("fused", True) for group in self.param_groups)
 
     def _host_decides(self) -> bool:
-        """Whether the host decides about a skip: if the optimizer cannot or would do so wrongly, and on CPUs.
+        """Return whether the host decides about a skip: on CPUs, and if the optimizer cannot decide or decides wrongly.
 
         Fused SGD that skips a tensor's very first step keeps a momentum for it that nobody has written.
         """
         return self._reads_freely or not self._is_fused() or not self._momentum_wanted() <= self._have_momentum
 
     def _momentum_wanted(self) -> set[int]:
-        """The ids of the tensors that SGD is about to step."""
+        """Return the ids of the tensors that SGD is about to step."""
         if self._reads_freely or not isinstance(self.inner, torch.optim.SGD):
             return set()
         return {id(tensor) for group in self.param_groups for tensor in group["params"] if tensor.grad is not None}

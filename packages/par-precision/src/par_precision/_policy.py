@@ -109,7 +109,7 @@ class _Forward:
 
 
 def called(module: nn.Module) -> list[nn.Module]:
-    """The modules that a caller calls: the module, or its children if it has no forward, as a ModuleDict has none."""
+    """Return the modules that a caller calls: the module, or its children if it has no forward, like a ModuleDict."""
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return [module]
     return list(dict.fromkeys(part for child in module.children() for part in called(child)))
@@ -118,16 +118,16 @@ def called(module: nn.Module) -> list[nn.Module]:
 def _cast(
     value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None, inside: frozenset[int] = frozenset()
 ) -> Any:
-    """An argument with its floating-point tensors in another dtype.
+    """Return an argument with its floating-point tensors in another dtype.
 
     An argument without casts stays the same object, because forward may write into a caller's dict or list. A record
     with a cast tensor is copied.
 
     Args:
         value: Tensors, nested in tuples, lists, dicts and the like, and in records.
-        dtype: What they become.
-        only: The dtypes that are cast. None: all floating-point ones.
-        inside: The records around it, by their `id`: one that refers to itself is looked into once.
+        dtype: Target dtype.
+        only: dtypes that are cast. Default: all floating-point dtypes.
+        inside: Ids of the enclosing records, so that a record that refers to itself is visited once. Default: none.
     """
 
     def cast(leaf: Any) -> Any:
@@ -144,7 +144,7 @@ def _cast(
 
 
 def _cast_record(record: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, inside: frozenset[int]) -> Any:
-    """A record with its floating-point tensors in another dtype: a copy of it, or the record if nothing is cast."""
+    """Return a copy of a record with its floating-point tensors in another dtype; the record if nothing is cast."""
     before = parts_of_record(record)
     changed = {
         name: after
@@ -156,7 +156,10 @@ def _cast_record(record: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """fp32 products of NVIDIA GPUs in TF32, inside only. The settings belong to the process, so they are put back."""
+    """Use TF32 for fp32 matmuls of NVIDIA GPUs inside the context.
+
+    The settings are per process, so they are restored.
+    """
     settings: tuple[Any, ...] = (
         torch.backends.cuda.matmul,
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How numbers are kept and multiplied.
+    """Formats in which a precision stores and multiplies numbers.
 
     Args:
         weights: dtype that the module's parameters get. None leaves them as they are.

@@ -13,7 +13,7 @@ from par_groups import slotted_attributes
 
 
 def is_record(value: Any) -> bool:
-    """Whether an object is there for the values in it, so that a copy of it with other values serves as well.
+    """Return whether an object only holds values, so that a copy with other values can replace it.
 
     Objects with methods of their own, such as a cache of keys and values, are not: a forward may change them, and
     their owner looks for the change in the object that it has.
@@ -34,7 +34,7 @@ def is_record(value: Any) -> bool:
 
 
 def parts_of_record(record: Any) -> dict[str, Any]:
-    """The values in a record, by key or by name of the attribute."""
+    """Return the values in a record, by key or by name of the attribute."""
     if isinstance(record, MutableMapping):
         return dict(record)
     found = dict(getattr(record, "__dict__", {}))
@@ -42,7 +42,7 @@ def parts_of_record(record: Any) -> dict[str, Any]:
 
 
 def with_parts(record: Any, parts: dict[str, Any]) -> Any:
-    """A copy of a record with some other values; a frozen dataclass can be copied so, too."""
+    """Return a copy of a record with some values replaced; works for a frozen dataclass, too."""
     changed = copy.copy(record)
     for name, value in parts.items():
         if isinstance(changed, MutableMapping):

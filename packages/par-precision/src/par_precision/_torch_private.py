@@ -73,7 +73,7 @@ tell whether it is still the same."""
 
 
 def takes_scale(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels divide by its attribute `grad_scale`, and skip where `found_inf` is 1.
+    """Return whether an optimizer's kernels divide by its attribute `grad_scale`, and skip if `found_inf` is 1.
 
     Since 1.13. It is how torch's GradScaler asks, and no public method answers.
     """
@@ -81,7 +81,7 @@ def takes_scale(optimizer: Optimizer) -> bool:
 
 
 def with_step_hooks(step: Callable[[Optimizer], object]) -> Callable[[Optimizer], object]:
-    """A function as the `step` of an optimizer: with its hooks, and an entry in torch's profiler, around it.
+    """Wrap a function as an optimizer's `step`: with the optimizer's hooks and an entry in torch's profiler.
 
     Since 2.0. torch wraps the `step` of each class when its first optimizer is made; a step that is made of several
     must be wrapped as one.
@@ -91,7 +91,7 @@ def with_step_hooks(step: Callable[[Optimizer], object]) -> Callable[[Optimizer]
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The `step` of an optimizer's class, without the hooks that torch has wrapped around it.
+    """Return the `step` of an optimizer's class, without the hooks that torch has wrapped around it.
 
     Since 1.8. There is no public way to a step without hooks.
     """
@@ -113,7 +113,7 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def inside_ddp() -> bool:
-    """Whether a DistributedDataParallel is running its module's forward now.
+    """Return whether a DistributedDataParallel is running its module's forward now.
 
     Since 1.8. A module does not otherwise know of the wrapper around it.
     """
@@ -121,7 +121,7 @@ def inside_ddp() -> bool:
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The children of a module by attribute. A child with two names is there twice; `named_children()` has it once.
+    """Return a module's children by attribute. A child with two names is listed twice, unlike in `named_children()`.
 
     Since 0.2.
     """
@@ -137,7 +137,7 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def scaled_mm(
     one: Tensor, other: Tensor, scale_one: Tensor, scale_other: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
-    """The product of two float8 matrices, (m, k) by rows times (k, n) by columns, each times its fp32 scale.
+    """Multiply two float8 matrices, (m, k) row-major by (k, n) column-major, each times its fp32 scale.
 
     Since 2.5 in this form. torch.nn.functional.scaled_mm is public, but younger on CPUs than the oldest torch that this
     package works with.

@@ -43,7 +43,7 @@ class Weights(ABC):
 
     @abstractmethod
     def gradients(self) -> CountedGradients:
-        """The gradients that there are, and what this rank counts of them."""
+        """Return the existing gradients, and which elements this rank counts of each."""
 
     @abstractmethod
     def step(self, change: Change, number: int) -> None:
@@ -61,11 +61,11 @@ class Weights(ABC):
         """Drops gradients of tensors that the optimizer does not hold itself."""
 
     def masters(self) -> list[Tensor]:
-        """The fp32 copies, in the order of their parameters."""
+        """Return the fp32 copies, in the order of their parameters."""
         return []
 
     def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The optimizer's state as others save it.
+        """Return the optimizer's state in the form that a checkpoint stores.
 
         Args:
             state: The state of each tensor, by its number.
@@ -80,7 +80,7 @@ class Weights(ABC):
         """Rounds the copies to their parameters."""
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:  # noqa: B027
-        """Mends what the optimizer has made of a state that it loaded.
+        """Repair the state after the optimizer has loaded it.
 
         Args:
             state: The state as it was saved, by number of parameter.
@@ -100,7 +100,7 @@ class OwnWeights(Weights):
         self._counted = {tensor: ownership.of(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
     def gradients(self) -> CountedGradients:
-        """The gradients that there are, and what this rank counts of them."""
+        """Return the existing gradients, and which elements this rank counts of each."""
         every = self._counted.items()
         return [(counted, gradient) for tensor, counted in every if (gradient := local_gradient(tensor)) is not None]
 
@@ -124,7 +124,7 @@ class RoundedWeights(OwnWeights):
         self._options = options
 
     def step(self, change: Change, number: int) -> None:
-        """Steps the optimizer with the random numbers of this step, and with gradients that are changed in fp32."""
+        """Step the optimizer with the random numbers of this step, and with gradients that are changed in fp32."""
         stochastic_step_(self._optimizer, number, self._options, change.apply_)
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:

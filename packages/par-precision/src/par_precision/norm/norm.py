@@ -23,7 +23,7 @@ def grad_norm(
     replicas: dist.ProcessGroup | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """The norm of gradients over all ranks of a group, each element counted once.
+    """Return the norm of gradients over all ranks of a group, each element counted once.
 
     A DTensor, a tensor with a `Sharding` and a flat one with `Segments` say themselves which rank owns which element.
     Any other tensor is this rank's own (as a pipeline stage's is), unless `replicas` says that it is a copy. There is
@@ -54,14 +54,14 @@ CountedGradients = list[tuple[Counted, Tensor]]
 
 
 def counted_gradients(tensors: Iterable[Tensor], ownership: Ownership) -> CountedGradients:
-    """This rank's parts of the gradients of some tensors, passing over tensors without one."""
+    """Return this rank's parts of the gradients of some tensors, without the tensors that have no gradient."""
     return [(ownership.of(tensor), gradient) for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
 def total_norm(
     gradients: CountedGradients, group: dist.ProcessGroup | None, device: torch.device, order: float = 2.0
 ) -> Tensor:
-    """The norm of what all ranks of a group count. One all-reduce over the group, of one fp64 number.
+    """All-reduce the norm of the elements that the ranks of a group count: one fp64 number.
 
     Args:
         gradients: This rank's gradients.

@@ -58,7 +58,7 @@ class Ownership:
         return answer
 
     def _of_recorded(self, tensor: Tensor, record: object) -> Counted:
-        """The answer noted on the tensor, if it was for this record and these ranks; else a new one, which is noted."""
+        """Return the answer cached on the tensor if it is for this record and these ranks; else compute a new one."""
         note = tensor.__dict__.get(_NOTE)
         if note is None or note[0] is not record or note[1:3] != (self.ranks, self._alone):
             note = tensor.__dict__[_NOTE] = (record, self.ranks, self._alone, self._computed(tensor))
@@ -85,7 +85,7 @@ def _check_uncut(segments: Segments) -> None:
 
 
 def tensors_in(parameters: Parameters) -> Iterator[Tensor]:
-    """The tensors whose gradients are meant by a tensor, several, a module or an optimizer.
+    """Yield the tensors whose gradients belong to an argument: a tensor, several tensors, a module or an optimizer.
 
     Raises:
         RuntimeError: A module's parameter whose gradient lives elsewhere.

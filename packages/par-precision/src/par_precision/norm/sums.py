@@ -16,7 +16,7 @@ _TOGETHER = 1 << 16
 
 
 def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
-    """The sum of |x| ** power over all elements.
+    """Return the sum of |x| ** power over all elements.
 
     Args:
         tensors: Floating-point tensors on any devices.
@@ -42,13 +42,13 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
 
 
 def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp64 scalars as a vector on one device; an empty one if there are none."""
+    """Return fp64 scalars as a vector on one device; an empty vector for no scalars."""
     moved = [scalar if scalar.device == device else scalar.to(device) for scalar in scalars]
     return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Partial sums of squares. torch's norm in another dtype converts element by element there, and is 10x slower."""
+    """Yield partial sums of squares. torch's norm in another dtype converts element by element, and is 10x slower."""
     by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_shape[tensor.shape].append(tensor)
@@ -62,7 +62,7 @@ def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _flattened(numel: int, alike: list[Tensor]) -> Iterator[Tensor]:
-    """The elements of tensors of one shape, flat, as many at a time as fit into a cache."""
+    """Yield the elements of tensors of one shape, flat, as many at a time as fit into a cache."""
     if numel > _TOGETHER:
         for tensor in alike:
             yield from tensor.reshape(-1).split(_BLOCK)

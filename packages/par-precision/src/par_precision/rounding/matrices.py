@@ -26,15 +26,15 @@ SPREAD = 0x9E3779B1
 
 
 class Matrix(NamedTuple):
-    """A matrix of elements that are rounded at once.
+    """Matrix of elements that are rounded in one call.
 
     Args:
-        target: (rows, columns), bf16 or fp16; contiguous and of any shape if there are no steps.
-        source: fp32, of the same shape, and as contiguous.
-        first: Index of its first element in the uncut tensor, counted row-major.
-        steps: How far the index moves from a row to the next, and from a column to the next. None: by one from each
-            element to the next in memory.
-        keys: The keys of the uncut tensor at this step.
+        target: Result, (rows, columns), bf16 or fp16; contiguous and of any shape if `steps` is None.
+        source: fp32 values of the same shape and the same contiguity.
+        first: Row-major index of the matrix's first element in the unsharded tensor.
+        steps: Distances in that index between neighbouring rows and between neighbouring columns. None: the index grows
+            by one from each element to the next in memory.
+        keys: Keys of the unsharded tensor at this step.
     """
 
     target: Tensor
@@ -45,20 +45,20 @@ class Matrix(NamedTuple):
 
 
 def keys_of(seed: int, step: int, name: str) -> Keys:
-    """The keys of a tensor at a step."""
+    """Return the keys of a tensor's random numbers at a step."""
     digest = hashlib.blake2b(f"{int(seed)} {int(step)} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def signed(value: int) -> int:
-    """The int32 with the same low 32 bits."""
+    """Return the int32 with the same low 32 bits."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 def matrices_of(
     target: Tensor, source: Tensor, segments: Segments, suffix: str, seed: int, step: int
 ) -> Iterator[Matrix]:
-    """A local tensor as matrices, none of which is empty.
+    """Yield the non-empty matrices of a local tensor.
 
     Args:
         target: bf16 or fp16.
@@ -75,13 +75,13 @@ def matrices_of(
 
 
 class _Dim(NamedTuple):
-    """A dim of a box.
+    """Dim of a box.
 
     Args:
         size: Number of indices.
-        uncut: How far one index more moves in the uncut tensor, counted row-major.
-        target: How far it moves in the target's memory.
-        source: How far it moves in the source's memory.
+        uncut: Distance between neighbouring indices in the unsharded tensor, row-major, in elements.
+        target: Distance between them in the target's memory, in elements.
+        source: Distance between them in the source's memory, in elements.
     """
 
     size: int
@@ -91,7 +91,7 @@ class _Dim(NamedTuple):
 
 
 def _of_box(box: Box, shape: tuple[int, ...], target: Tensor, source: Tensor, keys: Keys) -> Iterator[Matrix]:
-    """A box as matrices. Most boxes are one, because dims are merged where they can be.
+    """Yield a box as matrices. Most boxes are one matrix, because dims are merged if possible.
 
     Args:
         box: Box in the unsharded tensor and in the local target.
@@ -126,7 +126,7 @@ def _of_box(box: Box, shape: tuple[int, ...], target: Tensor, source: Tensor, ke
 
 
 def _merged(dims: Iterable[_Dim]) -> list[_Dim]:
-    """Dims, neighbours made one if a step of the outer is as far as all steps of the inner; at least two dims."""
+    """Merge neighbouring dims if a step of the outer equals all steps of the inner dim; return two dims or more."""
     merged: list[_Dim] = []
     for dim in dims:
         if merged and merged[-1][1:] == (dim.size * dim.uncut, dim.size * dim.target, dim.size * dim.source):

@@ -98,7 +98,10 @@ def round_all_(roundings: Iterable[Rounding], seed: int, step: int) -> None:
 
 
 def packed_in(tensor: Tensor, name: str) -> Segments | str:
-    """What a tensor packs; just its name, which is found sooner, if nothing is noted on an ordinary tensor."""
+    """Return the segments that a tensor packs.
+
+    For an ordinary tensor without metadata only its name, which is faster.
+    """
     return name if type(tensor) in ORDINARY and not tensor.__dict__ else segments_of(tensor, name)
 
 

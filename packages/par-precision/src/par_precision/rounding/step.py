@@ -26,20 +26,20 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticStep:
-    """How steps are rounded.
+    """Options for the stochastic rounding of optimizer steps.
 
     Args:
         seed: Seed of the run, the same on all ranks.
         names: Names of parameters in the unsharded model, identical on all ranks; each name has its own random numbers.
             Flat tensors with `Segments` have names already. Default: the optimizer's names, or names of the form
             "param_groups.0.params.1".
-        moments: dtype between steps of what the optimizer keeps for each element. torch.bfloat16 is rounded
-            stochastically too: a second moment that changes by a thousandth a step would stand still otherwise.
-            torch.float32 is kept as it is.
+        moments: dtype of the optimizer's per-element state between steps. torch.bfloat16 is rounded stochastically too:
+            otherwise a second moment that changes by a thousandth per step would never change. torch.float32 is not
+            rounded. Default: torch.bfloat16.
         piece: Number of elements that are fp32 at a time, at 16 bytes each with Adam; a larger parameter is a piece.
 
     Raises:
-        ValueError: Another dtype of moments, or an empty piece.
+        ValueError: The dtype of moments is not supported, or `piece` is below 1.
     """
 
     seed: int = 0
@@ -61,20 +61,21 @@ Prepare = Callable[[Sequence[Tensor]], object]
 def stochastic_step_(
     optimizer: Optimizer, step: int, options: StochasticStep, prepare: Prepare = lambda _: None
 ) -> None:
-    """Steps an optimizer whose bf16 or fp16 parameters are their own masters.
+    """Step an optimizer whose bf16 or fp16 parameters are their own masters.
 
-    Per parameter, Adam takes 2 bytes of weight, 2 of gradient, and 4 or 8 of moments. fp32 parameters among them step
-    as ever. The optimizer's hooks run once, as around its own `step`; a fused optimizer's `found_inf` is obeyed.
-    Between steps its state has the parameters as keys and moments in the stated dtype, fp32 if they have no dims.
+    Per parameter, Adam takes 2 bytes of weight, 2 of gradient, and 4 or 8 of moments. fp32 parameters step as without
+    rounding. The optimizer's hooks run once, as around its own `step`, and the `found_inf` of a fused optimizer is
+    respected. Between steps the optimizer's state has the parameters as keys, and moments in the stated dtype (fp32 if
+    they have no dims).
 
     Args:
-        optimizer: Any that keeps its state by parameter and steps each parameter alone; not LBFGS.
-        step: Number of the training step, counted by the caller: another step has other random numbers.
-        options: How steps are rounded.
-        prepare: Changes gradients before the optimizer sees them.
+        optimizer: Optimizer that keeps its state by parameter and steps each parameter separately; not LBFGS.
+        step: Number of the training step, counted by the caller; each step has different random numbers.
+        options: Options for the rounding.
+        prepare: Function that changes gradients before the optimizer reads them. Default: no change.
 
     Raises:
-        TypeError: LBFGS, whose step is one of all parameters together.
+        TypeError: The optimizer is LBFGS, whose step combines all parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -91,12 +92,12 @@ def stochastic_step_(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """A parameter with a gradient.
+    """Parameter with a gradient.
 
     Args:
-        parameter: The optimizer's parameter.
-        gradient: Its gradient.
-        group: The number of its param group.
+        parameter: Parameter of the optimizer.
+        gradient: Gradient of the parameter.
+        group: Index of the param group.
         packed: Segments of the parameter, or its name.
     """
 
@@ -107,7 +108,7 @@ class _Trained:
 
 
 def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Trained]]:
-    """All parameters with gradients, a few at a time."""
+    """Yield all parameters with gradients, a few at a time."""
     piece: list[_Trained] = []
     size = 0
     for trained in _with_gradients(optimizer, options.names or {}):
@@ -151,7 +152,7 @@ def _step_piece_(
 
 @torch.no_grad()
 def _floats_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """An fp32 copy of each tensor, in few calls; an fp32 tensor itself."""
+    """Return an fp32 copy of each tensor, made in few calls; an fp32 tensor itself."""
     copies: list[Tensor] = []
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for tensor in tensors:
@@ -168,18 +169,18 @@ def _floats_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _StandIn:
-    """An fp32 copy of a parameter that takes its place, its gradient and its state in the optimizer.
+    """fp32 copy of a parameter that replaces it, its gradient and its state in the optimizer.
 
     A parameter of another dtype than bf16 and fp16 stands in for itself.
 
     Args:
-        optimizer: The optimizer whose state moves.
-        trained: The parameter and its gradient.
+        optimizer: Optimizer whose state is replaced.
+        trained: Parameter and its gradient.
         moments: dtype of moments between steps.
 
     Attributes:
-        tensor: What the optimizer steps: the copy, or the parameter itself.
-        group: The number of its param group.
+        tensor: Tensor that the optimizer steps: the copy, or the parameter itself.
+        group: Index of the param group.
     """
 
     def __init__(self, optimizer: Optimizer, trained: _Trained, moments: torch.dtype) -> None:
@@ -194,7 +195,7 @@ class _StandIn:
         self._result: State = {}
 
     def to_copy(self) -> list[Tensor]:
-        """The tensors of which `enter` needs fp32 copies."""
+        """Return the tensors of which `enter` needs fp32 copies."""
         return [self._parameter, self._gradient, *self._before.values()] if self._copies else []
 
     def enter(self, copies: Iterator[Tensor]) -> None:
@@ -246,7 +247,10 @@ class _StandIn:
 
 @contextmanager
 def _params_replaced(optimizer: Optimizer, stand_ins: Sequence[_StandIn]) -> Iterator[None]:
-    """Param groups with nothing but the stand-ins. The groups stay the same objects, and so do their lists."""
+    """Replace the parameters in the param groups by the stand-ins, inside the context.
+
+    Groups and lists stay the same objects.
+    """
     lists = [group["params"] for group in optimizer.param_groups]
     try:
         for number, group in enumerate(optimizer.param_groups):

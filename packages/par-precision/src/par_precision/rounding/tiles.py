@@ -51,7 +51,7 @@ def _folded(matrix: Matrix) -> tuple[Matrix, tuple[int, int]]:
 
 
 def _tiles(matrix: Matrix, steps: tuple[int, int], height: int, width: int) -> Iterator[Matrix]:
-    """A matrix cut into tiles of that size, and smaller ones at its ends."""
+    """Yield the tiles of a matrix: tiles of one size, and smaller tiles at its ends."""
     rows, columns = matrix.target.shape
     if (rows, columns) == (height, width):
         yield matrix
@@ -63,13 +63,13 @@ def _tiles(matrix: Matrix, steps: tuple[int, int], height: int, width: int) -> I
 
 
 def begin_(state: Tensor, counting: Tensor, tile: Matrix, steps: tuple[int, int]) -> None:
-    """Writes the state of the hash before it is mixed: `index * SPREAD + first key` of each element.
+    """Write the state of the hash before it is mixed: `index * SPREAD + first key` of each element.
 
     Args:
         state: (rows, columns), written.
         counting: 0, 1, 2 ..., at least as many as rows and columns.
-        tile: The matrix, with its first index and keys.
-        steps: How far the index moves from a row to the next, and from a column to the next.
+        tile: Matrix with its first index and keys.
+        steps: Distances in the index between neighbouring rows and between neighbouring columns.
     """
     below, across = state.shape
     down, right = (signed(step * SPREAD) for step in steps)
@@ -112,5 +112,5 @@ def _round_tile_(target: Tensor, source: Tensor, state: Tensor, spare: Tensor) -
 
 
 def _shift(state: Tensor, bits: int, out: Tensor) -> Tensor:
-    """An unsigned right shift: int32 shifts copies of the sign in."""
+    """Shift to the right without sign: a shift of int32 would copy the sign in."""
     return torch.bitwise_right_shift(state, bits, out=out).bitwise_and_((1 << 32 - bits) - 1)

@@ -64,7 +64,7 @@ def _round_many_(matrices: Sequence[Matrix]) -> None:
 
 
 def _table(matrices: Sequence[Matrix]) -> tuple[Tensor, int]:
-    """A table with a row for each matrix, (matrices, fields) in int64 on their device; and the number of all blocks.
+    """Return a table with a row for each matrix, (matrices, fields) in int64 on their device, and the number of blocks.
 
     A row has the number of the matrix's first block, the addresses of its target and its source, and its `_arguments`.
     """
@@ -80,7 +80,7 @@ def _table(matrices: Sequence[Matrix]) -> tuple[Tensor, int]:
 
 
 def _arguments(matrix: Matrix) -> tuple[int, ...]:
-    """The arguments of `round_block` from `layout` to `key`."""
+    """Return the arguments of `round_block` from `layout` to `key`."""
     target, source, first, steps, keys = matrix
     numel, start, key = target.numel(), signed(first * SPREAD + keys[0]), signed(keys[1])
     layout = 2 if (target.data_ptr() | source.data_ptr()) % _ALIGNED == 0 else 1
@@ -95,7 +95,7 @@ def _arguments(matrix: Matrix) -> tuple[int, ...]:
 
 @triton.jit
 def mix(state, key):
-    """The hash: `tiles.mix_` on uint32."""
+    """Compute the hash: `tiles.mix_` on uint32."""
     state ^= state >> 16
     state = state * 0x21F0AAAD + key
     state ^= state >> 15
@@ -238,7 +238,7 @@ def round_block(
 
 @triton.jit
 def round_values(value, state, key, DROPPED: tl.constexpr):
-    """fp32 values rounded to numbers that the target can hold."""
+    """Round fp32 values to numbers that the target can represent."""
     random = mix(state.to(tl.uint32, bitcast=True), key.to(tl.uint32, bitcast=True)) >> (32 - DROPPED)
     if DROPPED == 13:  # fp16's grid is even below 2**-14
         shift = tl.where(tl.abs(value) < 6.103515625e-05, tl.where(value < 0, -6.103515625e-05, 6.103515625e-05), 0.0)

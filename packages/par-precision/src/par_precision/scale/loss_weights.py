@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class LossWeights:
-    """Sums up what losses weigh, from one step to the next. Only `check` waits for the device.
+    """Sums of the weights of losses over one step. Only `check` waits for the device.
 
     Args:
         device: Device of the sums.
 
     Attributes:
-        typical: A power of two near the ranks' mean weight in the last step that had one, the same on all of them: an
-            fp64 scalar. Losses are multiplied with weight / typical, so that gradients stay within fp16.
+        typical: Power of two near the ranks' mean weight in the last step that had a weight, an fp64 scalar, equal on
+            all ranks. Losses are multiplied by weight / typical, so that gradients stay within fp16.
         empty: Whether the weights of all losses of the last step were 0, though its gradients were finite: a bool
             scalar. None: its losses had no weights, which the host knows.
     """
@@ -115,7 +115,7 @@ class LossWeights:
 
 
 def _checked(weight: float | Tensor) -> float | Tensor:
-    """A weight as a number, or as an fp64 scalar."""
+    """Return a weight as a number, or as an fp64 scalar."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(f"the weight has shape {tuple(weight.shape)}; give one number of items for the loss")

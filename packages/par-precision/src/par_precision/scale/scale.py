@@ -85,12 +85,12 @@ class DynamicScale:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, empty: Tensor | None = None) -> None:
-        """Takes in a step, without making the host wait.
+        """Record a step, without making the host wait.
 
         Args:
-            found_inf: A scalar, False or 0 if all gradients were finite; the same on all ranks.
-            empty: A scalar, True if all losses of the step weighed nothing. Such a step says nothing about the scale,
-                which stays as it is with its counters. None: there was a loss that counts.
+            found_inf: Scalar, False or 0 if all gradients were finite; equal on all ranks.
+            empty: Scalar, True if all losses of the step had weight 0. Such a step does not change the scale and its
+                counters. Default: some loss has a weight.
         """
         if found_inf.device != self.value.device:
             self.to_(found_inf.device)
@@ -113,7 +113,7 @@ class DynamicScale:
             self.value, self._finite, self._patience = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, its counters and its settings, as numbers."""
+        """Return the scale, its counters and its settings, as numbers."""
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         counters = {"finite": int(self._finite), "patience": int(self._patience)}
         return {"value": float(self.value), **counters, "settings": settings}

@@ -10,18 +10,18 @@ from .scale import DynamicScale
 
 
 class Scaling:
-    """Scales losses and counts steps.
+    """Scale of losses, and count of steps.
 
     It has `state_dict()` and `load_state_dict()`, so what saves an lr scheduler saves it too.
 
     Args:
-        scale: The loss scale. None: losses are not scaled, and 50 consecutive skipped steps end the run.
+        scale: Loss scale. None: losses are not scaled, and 50 consecutive skipped steps end the run.
         device: Device of the counters.
 
     Attributes:
         scale: The loss scale, or None.
         steps: Number of steps so far, skipped ones included.
-        loss_weights: What losses weigh.
+        loss_weights: Weights of the losses.
     """
 
     def __init__(self, scale: DynamicScale | None, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Scaling:
         return int(self._skipped)
 
     def scaled(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
-        """The loss times the scale and its weight, in fp32: 65,536 times anything is too much for fp16.
+        """Return the loss times the scale and its weight, in fp32: fp16 cannot hold a loss times 65,536.
 
         Raises:
             TypeError: A loss of whole numbers.
@@ -88,7 +88,7 @@ class Scaling:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, the counters and the typical weight, as numbers."""
+        """Return the scale, the counters and the typical weight, as numbers."""
         counters = {"steps": self.steps, "skipped": self.skipped, "in_a_row": int(self._in_a_row)}
         scale = None if self.scale is None else self.scale.state_dict()
         return {**counters, "typical_weight": float(self.loss_weights.typical), "scale": scale}

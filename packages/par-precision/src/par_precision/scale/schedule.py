@@ -7,15 +7,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class SkipAwareScheduler(LRScheduler):
-    """An lr scheduler that stands still if the optimizer has skipped every step since the schedule's last call.
+    """lr scheduler that does not advance if the optimizer has skipped every step since the scheduler's last call.
 
-    It is an LRScheduler for whoever asks, such as a trainer, and has the attributes of the scheduler inside.
+    It is an instance of LRScheduler, as trainers require, and has the attributes of the wrapped scheduler.
 
     Args:
-        scheduler: A scheduler of the mixed optimizer or of the one inside.
+        scheduler: Scheduler of the mixed optimizer or of the user's optimizer.
 
     Attributes:
-        scheduler: The scheduler inside.
+        scheduler: Wrapped scheduler.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -29,11 +29,11 @@ class SkipAwareScheduler(LRScheduler):
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Advances the scheduler, unless all steps since the last call were skipped. Reading that waits for the device.
+        """Advance the scheduler, unless all steps since the last call were skipped. This waits for the device.
 
         Args:
-            *args: Arguments of the scheduler's own `step`, such as the metric of ReduceLROnPlateau.
-            **keywords: Keyword arguments of the scheduler's own `step`.
+            *args: Arguments of the wrapped scheduler's `step`, such as the metric of ReduceLROnPlateau.
+            **keywords: Keyword arguments of the wrapped scheduler's `step`.
         """
         if self._skipped is not None:
             self._stands_still, self._skipped = bool(self._skipped), None
@@ -41,25 +41,25 @@ class SkipAwareScheduler(LRScheduler):
             self.scheduler.step(*args, **keywords)
 
     def note(self, skipped: Tensor) -> None:
-        """Takes in a step of the optimizer, without waiting for the device.
+        """Record a step of the optimizer, without waiting for the device.
 
         Args:
-            skipped: Whether it was skipped, a bool scalar.
+            skipped: Whether the step was skipped, a bool scalar.
         """
         self._skipped = skipped if self._skipped is None else self._skipped & skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scheduler inside."""
+        """Return the state of the wrapped scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state into the scheduler inside."""
+        """Load a state into the wrapped scheduler."""
         self.scheduler.load_state_dict(state)
 
     def get_lr(self) -> list[Any]:
-        """Return the learning rates that the scheduler inside computes for the next step."""
+        """Return the learning rates that the wrapped scheduler computes for the next step."""
         return self.scheduler.get_lr()
 
     def get_last_lr(self) -> list[Any]:
-        """The last learning rates of the scheduler inside, one for each param group."""
+        """Return the last learning rates of the wrapped scheduler, one for each param group."""
         return self.scheduler.get_last_lr()
