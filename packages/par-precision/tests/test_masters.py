@@ -279,3 +279,54 @@ def test_masters_and_parameters_both_written_raise_by_name():
     halve_in_place(module.bias)
     with pytest.raises(RuntimeError, match=r"'bias' was written in the module, and master weights in the SGD"):
         module(torch.ones(2, 8))
+
+
+def drop_all(module):
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("drop", [drop_all, nn.Module.zero_grad])
+@pytest.mark.parametrize("after", ["backward", "forward"])
+def test_accumulated_sums_dropped_by_the_program_do_not_count(drop, after, unseen):
+    given = torch.eye(4)
+
+    def stepped(**options):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.1), "bf16", **options)
+        module(given).sum().backward()  # of a bad batch
+        if after == "backward":
+            drop(module)
+        output = module(2 * given)
+        if after == "forward":
+            drop(module)
+        output.square().sum().backward()
+        output = module[1](module[0](3 * given.bfloat16())) if unseen else module(3 * given)
+        output.square().sum().backward()
+        module[1].bias.grad = None
+        optimizer.step()
+        return [master.detach() for master in optimizer.param_groups[0]["params"]]
+
+    # The sums differ by the rounding of bf16 gradients, which plain bf16 gradients add up with.
+    torch.testing.assert_close(
+        stepped(masters=MasterWeights(accumulate=True)), stepped(masters=MasterWeights()), rtol=0.02, atol=0.02
+    )
+
+
+def test_accumulated_gradient_read_in_the_module_raises():
+    module = nn.Linear(4, 4)
+    module, optimizer = mixed(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), "bf16", masters=MasterWeights(accumulate=True)
+    )
+    module(torch.eye(4)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"the gradient of 'weight' is read or written .* the optimizer's fp32 master"
+    ):
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    module.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)  # in place of the sum, as on any parameter
+    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), before - 0.1)
+    assert module.weight.grad is None

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         shorten_path,
     )
     from .sharding.dtensor import to_dtensor
+    from .sharding.gradient_elsewhere import METADATA_OPERATIONS, GradientElsewhere, stand_in_gradient
     from .sharding.gradients import (
         follow_written_,
         gradients,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "METADATA_OPERATIONS",
     "SCALARS",
     "STOP_SIGNALS",
     "Axes",
@@ -75,6 +77,7 @@ __all__ = [
     "Communicator",
     "Environment",
     "FlightRecorder",
+    "GradientElsewhere",
     "JointOptimizer",
     "Launch",
     "Operation",
@@ -129,6 +132,7 @@ __all__ = [
     "shorten_path",
     "slots_of",
     "slotted_attributes",
+    "stand_in_gradient",
     "sync_to_disk",
     "to_dtensor",
     "together",
@@ -155,6 +159,7 @@ _MODULE_OF = {
             *("read_flight_trace", "shorten_path"),
         ),
         "sharding.dtensor": ("to_dtensor",),
+        "sharding.gradient_elsewhere": ("METADATA_OPERATIONS", "GradientElsewhere", "stand_in_gradient"),
         "sharding.gradients": (
             *("follow_written_", "gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
             *("refuse_get_state_dict", "settle_", "written_"),

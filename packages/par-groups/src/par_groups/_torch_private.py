@@ -5,19 +5,19 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.tensor import Placement
 
 
-def can_split(group: dist.ProcessGroup, device: "torch.device") -> bool:
+def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the group's backend for a kind of device can split a communicator, as NCCL can.
 
     `ProcessGroup._get_backend` and `supports_splitting`, in torch 2.11 to 2.13. `split_group` itself is public, but
@@ -26,7 +26,7 @@ def can_split(group: dist.ProcessGroup, device: "torch.device") -> bool:
     return bool(group._get_backend(device).supports_splitting)
 
 
-def timeout_of(group: dist.ProcessGroup, device: "torch.device") -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the timeout of a group's collectives; None if its backend for a kind of device has no such option.
 
     `ProcessGroup._get_backend` and its `options._timeout`, in torch 2.11 to 2.13. `new_group` uses torch's default
@@ -149,3 +149,22 @@ def is_called_by_state_dict_of_dcp() -> bool:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
+
+
+may_share_data = torch._has_compatible_shallow_copy_type
+"""Whether a tensor may become the data of another tensor; torch asks when `data` is set. In torch 2.11 to 2.13."""
+
+
+def tensor_members() -> dict[str, Any]:
+    """Return the properties and methods that torch defines for tensors in C++, by name. In torch 2.11 to 2.13."""
+    return dict(vars(torch._C.TensorBase))
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Return a context in which operations treat a tensor of a subclass like any other tensor.
+
+    `torch._C.DisableTorchFunctionSubclass`, since torch 2.0. The public `__torch_function__` of Tensor also makes what
+    an operation returns of the subclass.
+    """
+    manager: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return manager

@@ -19,6 +19,7 @@ from par_groups import (
     set_gradient_elsewhere,
     set_sharding,
     sharding_of,
+    stand_in_gradient,
     watch_weight_,
 )
 
@@ -29,6 +30,8 @@ from .norm.counted import EVERYTHING, Counted
 from .norm.norm import CountedGradients
 from .norm.ownership import Ownership
 
+_ELSEWHERE = "the optimizer's fp32 master"
+
 _LINK = "par_precision_masters"
 """The attribute of a parameter that has a master: its `Link`."""
 
@@ -38,12 +41,14 @@ class Pair:
     """Parameter and the fp32 master of its local part.
 
     Args:
+        name: Name of the parameter in the module.
         parameter: Parameter of the module, possibly a DTensor.
         master: Tensor of the optimizer. It is never a DTensor, because fused optimizers do not mix both kinds.
         counted: Elements of the master that this rank counts in a norm.
         kind: Key that is equal for all masters whose gradients fit into one tensor.
     """
 
+    name: str
     parameter: nn.Parameter
     master: nn.Parameter
     counted: Counted
@@ -72,9 +77,10 @@ class Masters(Weights):
     ) -> None:
         self._optimizer, self._accumulate = optimizer, accumulate
         self._pairs: list[Pair] = []
-        self._names: list[str] = []
         self._versions: list[int] = []
         self._master_versions: list[int] = []
+        self._stand_ins: dict[Pair, Tensor] = {}  # made once for each parameter
+        self._shown: set[Pair] = set()  # those whose parameter was given its stand-in
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -82,8 +88,7 @@ class Masters(Weights):
             group["params"] = stepped = []
             for parameter in parameters:
                 if parameter.is_floating_point():
-                    self._pairs.append(_pair(parameter, ownership))
-                    self._names.append(names[parameter])
+                    self._pairs.append(_pair(names[parameter], parameter, ownership))
                     stepped.append(self._pairs[-1].master)
                 else:
                     stepped.append(parameter)
@@ -109,7 +114,7 @@ class Masters(Weights):
             pair.parameter.__dict__[_LINK] = link
             _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
-                set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
+                set_gradient_elsewhere(pair.parameter, _ELSEWHERE)
         on_written([pair.parameter for pair in self._pairs], link)
         on_settle([pair.master for pair in self._pairs], Link(self, "settle"))
         module.register_state_dict_pre_hook(Link(self, "publish_written"))
@@ -119,9 +124,13 @@ class Masters(Weights):
         """Return the existing gradients, in their own dtype or accumulated in fp32; in fp32 if one bucket holds all."""
         if len(self._buckets) == 1 and not self._accumulate:
             return _widen(self._buckets[0][1])
+        if self._accumulate:
+            self.take_stand_ins()
         for pair in self._pairs:
             if not self._accumulate or pair.parameter.grad is not None:
                 self._take(pair)
+        if self._accumulate:
+            self.take_stand_ins()  # those of gradients that waited for this step
         return [(pair.counted, gradient) for pair in self._pairs if (gradient := pair.master.grad) is not None]
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
@@ -142,6 +151,19 @@ class Masters(Weights):
                 _hide(stepped)
                 _round(stepped)
         self._note_versions()
+
+    def take_stand_ins(self, *_: object) -> None:
+        """Remove stand-ins for gradients, before a backward pass or a step, and drop the sums of those that are gone.
+
+        A program removes a stand-in by `parameter.grad = None` or replaces it by a gradient of its own. That gradient
+        then replaces the sum, as on any parameter.
+        """
+        for pair in self._shown:
+            if pair.parameter.grad is self._stand_ins[pair]:
+                pair.parameter.grad = None
+            else:
+                pair.master.grad = None
+        self._shown.clear()
 
     def forget(self) -> None:
         """Drops the masters' gradients, which would spoil the next ones that are added."""
@@ -198,8 +220,8 @@ class Masters(Weights):
         """
         if self._master_versions == [version_of(pair.master) for pair in self._pairs]:
             return
-        versions = zip(self._names, self._versions, self._current_versions(), strict=True)
-        if written := [name for name, before, now in versions if before != now]:
+        versions = zip(self._pairs, self._versions, self._current_versions(), strict=True)
+        if written := [pair.name for pair, before, now in versions if before != now]:
             raise RuntimeError(
                 f"{written[0]!r} was written in the module, and master weights in the "
                 f"{type(self._optimizer).__name__}, since the last step, and only one of the two can count; write only "
@@ -223,11 +245,11 @@ class Masters(Weights):
     def check_kept(self, module: nn.Module, _: object) -> None:
         """Raises if a module has lost parameters that have masters, after a state dict was loaded."""
         kept = {id(parameter) for parameter in module.parameters()}
-        for pair, name in zip(self._pairs, self._names, strict=True):
+        for pair in self._pairs:
             if id(pair.parameter) not in kept:
                 raise RuntimeError(
-                    f"{name!r} was replaced by load_state_dict(assign=True), so the optimizer would not reach it; load "
-                    "without assign=True, or before mixed()"
+                    f"{pair.name!r} was replaced by load_state_dict(assign=True), so the optimizer would not reach it; "
+                    "load without assign=True, or before mixed()"
                 )
 
     def _note_versions(self) -> None:
@@ -264,11 +286,16 @@ class Masters(Weights):
         if not self._accumulate or gradient is None:
             pair.master.grad = gradient
             return
-        pair.parameter.grad = None
         if pair.master.grad is None:
             pair.master.grad = gradient.float()
         else:
             pair.master.grad.add_(gradient)
+        pair.parameter.grad = None
+        if not is_dtensor(pair.parameter):  # FSDP2 adds to what it finds there, and needs a DTensor
+            if pair not in self._stand_ins:
+                self._stand_ins[pair] = stand_in_gradient(pair.name, pair.parameter, _ELSEWHERE)
+            pair.parameter.grad = self._stand_ins[pair]
+            self._shown.add(pair)
 
 
 class Link:
@@ -302,7 +329,7 @@ def has_master(tensor: Tensor) -> bool:
     return link is not None and link.masters is not None
 
 
-def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
+def _pair(name: str, parameter: nn.Parameter, ownership: Ownership) -> Pair:
     local = local_part(parameter)
     master = nn.Parameter(local.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
     master.grad_dtype = None  # it shows gradients of the parameter's dtype
@@ -310,7 +337,7 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
         set_sharding(master, sharding_of(parameter))
     counted = ownership.of(parameter)
     kind = repr((master.shape, master.stride(), master.device, counted is EVERYTHING))
-    return Pair(parameter=parameter, master=master, counted=counted, kind=kind)
+    return Pair(name=name, parameter=parameter, master=master, counted=counted, kind=kind)
 
 
 def _arrived(masters: "weakref.ref[Masters]", number: int, parameter: Tensor) -> None:  # noqa: ARG001

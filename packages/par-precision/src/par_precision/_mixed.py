@@ -33,7 +33,8 @@ class MasterWeights:
 
     Args:
         accumulate: Whether each backward pass adds its gradients in fp32, for 4 more bytes per element. Not under DDP.
-            Default: False.
+            A step drops the sums. `parameter.grad` then holds a placeholder, and `parameter.grad = None` drops its sum.
+            Under FSDP2 it holds None, and only the optimizer's `zero_grad` drops sums. Default: False.
         bucket: Size of the fp32 gradients that a step makes at a time, in bytes. The optimizer's `step`, hooks
             included, runs once for each bucket. An optimizer that counts steps by param group instead of by parameter
             needs a bucket that holds all gradients.
@@ -151,8 +152,14 @@ def mixed(
     module, weights = _prepared(
         module, optimizer, chosen, ownership, masters=masters, rounding=rounding, float8_layers=float8_layers
     )
-    before = Link(weights, "publish_written") if isinstance(weights, Masters) else None
-    policy = Policy(chosen, device.type, output_dtype, takes_gradients=masters.accumulate, before=before)
+    policy = Policy(
+        chosen,
+        device.type,
+        output_dtype,
+        takes_gradients=masters.accumulate,
+        before=Link(weights, "publish_written") if isinstance(weights, Masters) else None,
+        at_backward=Link(weights, "take_stand_ins") if isinstance(weights, Masters) and masters.accumulate else None,
+    )
     policy.attach(module)
     clip = Clip(norm=clip_norm, value=clip_value)
     return module, MixedOptimizer(optimizer, weights, scaling, clip=clip, policy=policy, group=group, device=device)

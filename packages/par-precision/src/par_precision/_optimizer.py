@@ -137,8 +137,10 @@ class MixedOptimizer(Optimizer):
             ValueError: A weight that is no number of items, or that others of the step lack; or several ranks and no
                 group to sum weights over.
         """
+        scaled = self.scale(loss, weight)
+        self._weights.take_stand_ins()
         with self._policy.backward():
-            self.scale(loss, weight).backward(gradient, retain_graph, create_graph, inputs=inputs)
+            scaled.backward(gradient, retain_graph, create_graph, inputs=inputs)
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
         """Return the loss times the loss scale, for a trainer or a pipeline that calls backward itself.

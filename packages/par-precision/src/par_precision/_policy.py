@@ -30,6 +30,8 @@ class Policy:
         takes_gradients: Whether gradients are taken from parameters as they come, before DDP has averaged them.
         before: Function that is called before each forward, such as one that updates rounded parameters. None: nothing
             is called. Compiled code does not call it.
+        at_backward: Function that is called when a backward pass begins at an output, before it reaches a parameter.
+            None: nothing is called.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Policy:
         *,
         takes_gradients: bool = False,
         before: Callable[[], object] | None = None,
+        at_backward: Callable[..., None] | None = None,
     ) -> None:
         self._precision, self._device, self._output_dtype = precision, device, output_dtype
-        self._takes_gradients, self._before = takes_gradients, before
+        self._takes_gradients, self._before, self._at_backward = takes_gradients, before, at_backward
         self._here = _Here()
 
     def attach(self, module: nn.Module) -> None:
@@ -79,6 +82,10 @@ class Policy:
                 output = forward(*args, **keywords)
         finally:
             self._here.inside = False
+        if self._at_backward is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if leaves:
+                torch.autograd.graph.register_multi_grad_hook(leaves, self._at_backward, mode="any")
         return output if self._output_dtype is None else _cast(output, self._output_dtype, only=_HALF)
 
     def _context(self) -> AbstractContextManager[Any]:

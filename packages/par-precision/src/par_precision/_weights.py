@@ -54,6 +54,9 @@ class Weights(ABC):
             number: Number of the step.
         """
 
+    def take_stand_ins(self) -> None:  # noqa: B027 - as below
+        """Removes what stands in `parameter.grad` for gradients elsewhere, before a backward pass adds to it."""
+
     def forget(self) -> None:  # noqa: B027 - as below
         """Drops what was made of gradients for a step that is not taken."""
 

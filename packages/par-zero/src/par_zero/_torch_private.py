@@ -137,15 +137,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-may_share_data = torch._has_compatible_shallow_copy_type
-"""Whether a tensor may become the data of another one, which torch asks when `data` is set. In torch 2.11 to 2.13."""
-
-
-def tensor_members() -> dict[str, Any]:
-    """Return the properties and methods that torch defines for tensors in C++, by name. In torch 2.11 to 2.13."""
-    return dict(vars(torch._C.TensorBase))
-
-
 def has_compiled() -> bool:
     """Whether anything in this process was given to torch.compile, since the last `torch.compiler.reset`.
 

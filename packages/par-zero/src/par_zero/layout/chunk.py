@@ -7,12 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from par_groups import attributes
+from par_groups import GradientElsewhere, attributes
 
 from .._stage import ZeroStage
 from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
-from ..watch.elsewhere import GradientElsewhere
 from ..watch.freed import Freed, FreedParameter
 from .buffers import Buffers
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter

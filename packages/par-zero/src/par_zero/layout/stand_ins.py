@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from par_groups import GradientElsewhere, stand_in_gradient
+
 from .._torch_private import without_torch_functions
-from ..watch.elsewhere import GradientElsewhere, refuse_by_hand, stand_in_for
+from ..watch.freed import refuse_by_hand
 from .chunk import Chunk
 
 _Kind = tuple[torch.Size, torch.dtype]
@@ -50,7 +52,7 @@ class StandIns:
                     parameter = member.parameter
                     kind = parameter.shape, parameter.dtype
                     if kind not in made:
-                        made[kind] = stand_in_for(member.names[0], parameter)
+                        made[kind] = stand_in_gradient(member.names[0], parameter, "the optimizer's flat tensors")
                     parameter.grad = shown[index] = made[kind]
 
     def take(self, arrived: torch.Tensor | None) -> list[Dropped]:

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from par_groups import Sharding, set_sharding, sharding_of
+from par_groups import METADATA_OPERATIONS, GradientElsewhere, Sharding, set_sharding, sharding_of
 
 from .._torch_private import chunk_of_dcp, item_of_dcp, without_torch_functions
-from .elsewhere import NOTES, GradientElsewhere, refuse_by_hand
 
 
 @dataclass(eq=False, kw_only=True)
@@ -179,6 +178,15 @@ def _set_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         func(*args, **kwargs)
 
 
+def refuse_by_hand(name: str) -> NoReturn:
+    """Raise an error about a gradient that a program has put into a parameter."""
+    raise RuntimeError(
+        f"{name!r} was given a gradient by hand, and the optimizer steps what backward passes sum over the ranks; use "
+        "torch.autograd.backward(parameters, gradients) instead, or write in place through "
+        "par_groups.gradients(optimizer)"
+    )
+
+
 def _size(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     shape = args[0].par_freed.shape
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -201,7 +209,7 @@ def _nbytes(_: Any, args: Sequence[Any], __: dict[str, Any]) -> int:
 
 _T = torch.Tensor
 
-_NOTES: frozenset[Any] = NOTES | frozenset(
+_NOTES: frozenset[Any] = METADATA_OPERATIONS | frozenset(
     (
         *(_T.is_contiguous, _T.data_ptr, _T.untyped_storage, _T.storage_offset, _T.is_pinned, _T.is_shared),
         *(_T.register_hook, _T.register_post_accumulate_grad_hook),

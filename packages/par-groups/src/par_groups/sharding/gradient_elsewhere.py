@@ -1,17 +1,17 @@
-"""What stands in `parameter.grad` while the gradient lives in the optimizer's flat tensors.
+"""The tensor in `parameter.grad` while the gradient is stored in tensors of an optimizer.
 
-The optimizer owns a gradient from the end of the backward pass that has summed it over the ranks. A program that looks
-for it in the module would find nothing, and clip, scale or drop nothing, without a word. So a stand-in is there: it
-takes no memory, and whoever computes with it is told where the gradient is. A program that sets it to None, as torch
-advises in place of `zero_grad`, has dropped the gradient, which is seen before the next pass or step.
+The optimizer owns a gradient from the end of the backward pass that has added it up. A program that looks for it in
+the module would find nothing, and clip, scale or drop nothing, without an error. So a stand-in is there. It takes no
+memory, and every computation with it raises an error that says where the gradient is. A program that sets it to None,
+as torch advises in place of `zero_grad`, has dropped the gradient. The owner sees that before the next pass or step.
 
-It is an empty sparse tensor, to which autograd adds a gradient right if a pass begins unseen, in a module that is part
-of the sharded one and was called by itself.
+The stand-in is an empty sparse tensor, to which autograd adds a gradient correctly if a pass begins that the owner does
+not see, such as the pass of a submodule that was called directly.
 """
 
 from collections.abc import Iterable, Sequence
 from types import GetSetDescriptorType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ _T = torch.Tensor
 _OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _OF_SHAPES = {"shape", "ndim", "nbytes"}
 
-NOTES: frozenset[Any] = frozenset(
+METADATA_OPERATIONS: frozenset[Any] = frozenset(
     [
         getattr(_T, name).__get__
         for name, member in tensor_members().items()
@@ -40,26 +40,31 @@ _CONVERSIONS: frozenset[Any] = frozenset([_T.to, _T.cpu, _T.cuda, _T.float, _T.d
 
 
 class GradientElsewhere(torch.Tensor):
-    """The stand-in for a gradient that lives in the optimizer."""
+    """Stand-in for a gradient that an optimizer stores."""
 
     par_name: str
+    par_where: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answers what can be answered without the gradient, and refuses the rest."""
-        if func in _SHAPES or func in NOTES:
+        """Answer what needs no gradient.
+
+        Raises:
+            RuntimeError: The operation reads or writes the gradient.
+        """
+        if func in _SHAPES or func in METADATA_OPERATIONS:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if func in _CONVERSIONS and isinstance(args[0], GradientElsewhere):  # `module.to` sets it as data
             return args[0]
         if func == _T.data.__set__ and args[1] is args[0]:  # type: ignore[attr-defined]
             return None
+        found = _first_in([*args, *(kwargs or {}).values()])
         raise RuntimeError(
-            f"the gradient of {_name_in([*args, *(kwargs or {}).values()])!r} is read or written in the module, and it "
-            "lives in the optimizer's flat tensors; use par_groups.gradients(optimizer), or pass the optimizer to "
-            "par_precision.clip_grad_norm_()"
+            f"the gradient of {found.par_name!r} is read or written in the module, and it lives in {found.par_where}; "
+            "use par_groups.gradients(optimizer), or pass the optimizer to par_precision.clip_grad_norm_()"
         )
 
     def __hash__(self) -> int:
@@ -69,28 +74,25 @@ class GradientElsewhere(torch.Tensor):
         return f"GradientElsewhere({self.par_name!r})"
 
 
-def refuse_by_hand(name: str) -> NoReturn:
-    """Raises an error about a gradient that a program has put into a parameter."""
-    raise RuntimeError(
-        f"{name!r} was given a gradient by hand, and the optimizer steps what backward passes sum over the ranks; use "
-        "torch.autograd.backward(parameters, gradients) instead, or write in place through "
-        "par_groups.gradients(optimizer)"
-    )
+def stand_in_gradient(name: str, parameter: torch.Tensor, where: str) -> torch.Tensor:
+    """Return a stand-in for the gradient of a parameter, of the shape that the parameter has now.
 
-
-def stand_in_for(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A stand-in for the gradient of a parameter, of the shape that this shows now."""
+    Args:
+        name: Name of the parameter, for error messages.
+        parameter: Parameter of a module.
+        where: Tensor that has the gradient, in words, such as "the optimizer's fp32 master".
+    """
     made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
     made.__class__ = GradientElsewhere  # torch makes no subclass of a sparse tensor
-    made.par_name = name  # type: ignore[attr-defined]
+    made.par_name, made.par_where = name, where  # type: ignore[attr-defined]
     return made
 
 
-def _name_in(values: Iterable[Any]) -> str:
-    """The name of the first stand-in among the arguments of an operation."""
+def _first_in(values: Iterable[Any]) -> Any:
+    """Return the first stand-in among the arguments of an operation, or None."""
     for value in values:
         if isinstance(value, GradientElsewhere):
-            return value.par_name
-        if isinstance(value, list | tuple) and (found := _name_in(value)):
+            return value
+        if isinstance(value, list | tuple) and (found := _first_in(value)) is not None:
             return found
-    return ""
+    return None
