@@ -1,12 +1,13 @@
 """What `TrainingArguments` and a Trainer cannot say beside a strategy, each with what says it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from ..strategy.pretrained.causal import unlike_causal
 from ..strategy.strategy import Strategy
-from ._options import StrategyKeywords, said
+from ._options import said
 
 REFUSED = {
     "fsdp": "strategy=dict(zero=3)",
@@ -25,7 +26,7 @@ REFUSED = {
 """Arguments that must not be set, and what to give instead."""
 
 
-def check_arguments(args: Any, given: StrategyKeywords | Strategy | None) -> None:
+def check_arguments(args: Any, given: Mapping[str, Any] | Strategy | None) -> None:
     """Checks that arguments say nothing that a strategy says.
 
     Args:

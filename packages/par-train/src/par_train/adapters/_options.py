@@ -1,41 +1,21 @@
 """The argument of all adapters: the keywords of a `Strategy`, or an existing one."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any
 
-from par_groups import ProcessGroups
-
-from ..strategy.plugin import Plugin
 from ..strategy.strategy import Strategy
-
-
-class StrategyKeywords(TypedDict, total=False):
-    """The keywords of `Strategy` that a user passes to an adapter; the trainer determines the others."""
-
-    parallel: Mapping[str, Any] | ProcessGroups
-    precision: str | Mapping[str, Any]
-    zero: int | Mapping[str, Any]
-    clip_norm: float | None
-    pipeline: Mapping[str, Any]
-    recompute: Any
-    memory: Mapping[str, Any] | None
-    gradient_handlers: Sequence[Mapping[str, Any]]
-    plugins: Sequence[Plugin | str]
-    seed: int
-    broadcast_batches: bool
-
 
 AUTOCAST = {"no": "fp32", "bf16": "bf16-amp", "fp16": "fp16-amp"}
 """The precisions of par-precision by trainers' names of mixed precision: autocast over fp32 weights."""
 
 
-def said(given: StrategyKeywords | Strategy | None, name: str) -> Any:
+def said(given: Mapping[str, Any] | Strategy | None, name: str) -> Any:
     """Return the value of an option in the keywords of a Strategy, or of an existing one; None if it is not given."""
     return getattr(given.options, name) if isinstance(given, Strategy) else (given or {}).get(name)
 
 
 def make_strategy(
-    given: StrategyKeywords | Strategy | None,
+    given: Mapping[str, Any] | Strategy | None,
     *,
     mixed_precision: str,
     said_by: str,
@@ -65,7 +45,7 @@ def make_strategy(
         raise ValueError(f"{said_by} and the strategy's precision {precision!r} both say how to compute; give one")
     if isinstance(given, Strategy):
         return given
-    keywords: StrategyKeywords = {"precision": AUTOCAST[mixed_precision], "seed": seed, **(given or {})}
+    keywords = {"precision": AUTOCAST[mixed_precision], "seed": seed, **(given or {})}
     return Strategy(**keywords, device=device)
 
 

@@ -6,7 +6,7 @@ Accelerate's own. A "process" of Accelerate is a data rank here: the ranks that 
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from par_data import RandomStream, synchronize_draws
 from par_groups import parse_size
 
 from ..strategy.strategy import Strategy
-from ._options import StrategyKeywords, make_strategy, missing
+from ._options import make_strategy, missing
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -64,7 +64,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
     def __init__(
         self,
         *,
-        strategy: StrategyKeywords | Strategy | None = None,
+        strategy: Mapping[str, Any] | Strategy | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
         **accelerator: Unpack[AcceleratorKeywords],

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from par_data import synchronize_draws
 from par_precision import MixedOptimizer
 
+from ..strategy.options import StrategyOptions, takes_options_of
 from ..strategy.strategy import Strategy
 from ._clip import Clipping
-from ._options import StrategyKeywords, missing
+from ._options import missing
 
 try:
     from lightning.fabric.plugins import Precision
@@ -60,7 +61,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
 
     strategy: Strategy
 
-    def __init__(self, **keywords: Unpack[StrategyKeywords]) -> None:
+    @takes_options_of(StrategyOptions)
+    def __init__(self, **keywords: Any) -> None:
         self._keywords = keywords
         self._asked = "32-true"
         super().__init__()
@@ -89,7 +91,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
             raise ValueError(
                 f"Fabric was given precision={self._asked!r} and ParStrategy {self._keywords['precision']!r}; give one"
             )
-        keywords: StrategyKeywords = {"precision": PRECISIONS[self._asked], **self._keywords}
+        keywords = {"precision": PRECISIONS[self._asked], **self._keywords}
         self.strategy = Strategy(**keywords, device=self.root_device.type)
 
     @property

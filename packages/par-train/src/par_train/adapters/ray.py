@@ -10,10 +10,11 @@ TorchTrainer(with_strategy(train, zero=3), train_loop_config={"steps": 100}, sca
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any
 
+from ..strategy.options import StrategyOptions, takes_options_of
 from ..strategy.strategy import Strategy
-from ._options import StrategyKeywords, missing
+from ._options import missing
 
 try:
     import ray.train
@@ -24,9 +25,8 @@ _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}
 """The prefixes of par-checkpoint's paths, by the name of Ray's file system."""
 
 
-def with_strategy(
-    loop: Callable[[Strategy, Any], Any], **keywords: Unpack[StrategyKeywords]
-) -> Callable[[dict[str, Any]], Any]:
+@takes_options_of(StrategyOptions)
+def with_strategy(loop: Callable[[Strategy, Any], Any], **keywords: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a train loop for `TorchTrainer` that runs your loop with a `Strategy`.
 
     Each worker makes the strategy in the world that Ray has started, and closes it when the loop ends or raises.

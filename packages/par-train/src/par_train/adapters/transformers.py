@@ -6,6 +6,7 @@ The Trainer's accelerator is a `ParAccelerator`. Over a pipeline, and over a seq
 `Strategy.execute_pipeline`, for there no rank calls the model; elsewhere the loop is the Trainer's own throughout.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from par_layers import parallelization_of
 from ..strategy.pretrained.adapters import has_adapters
 from ..strategy.pretrained.causal import logits_of, next_labels
 from ..strategy.strategy import Strategy
-from ._options import StrategyKeywords, make_strategy, missing
+from ._options import make_strategy, missing
 
 try:
     from transformers import Trainer
@@ -67,7 +68,7 @@ class ParTrainerMixin:
     accelerator: ParAccelerator
     strategy: Strategy
 
-    def __init__(self, *args: Any, strategy: StrategyKeywords | Strategy | None = None, **trainer: Any) -> None:
+    def __init__(self, *args: Any, strategy: Mapping[str, Any] | Strategy | None = None, **trainer: Any) -> None:
         self._given = strategy
         try:
             super().__init__(*args, **trainer)

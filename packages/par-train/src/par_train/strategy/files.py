@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
 import torch.distributed as dist
 
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
@@ -228,8 +227,25 @@ class StrategyFiles(Setup):
             ValueError, TypeError: The plan does not fit the object; on every rank.
         """
         self._check_open()
-        gigabytes = max_file_size_gb
-        return save_object(self._bundles, obj, path, plan, gigabytes, self.device, tiers=tiers)
+        kind, keywords = self._described(obj, plan, tiered=tiers is not None)
+        size = round(max_file_size_gb * 1e9)
+        if plan == "huggingface":
+            with together("save", None):
+                if kind == "model" and has_adapters(obj):
+                    raise ValueError(
+                        f"plan={plan!r}: this {type(obj).__name__} has adapters, for which transformers' folders have "
+                        "no place; use plan='peft' to write only the adapters, plan='merged' to add them to the "
+                        "weights, or checkpoint() to resume training"
+                    )
+            files = Format(max_shard_size=size)
+            return save(_folder(path, kind), **keywords, overwrite=True, format=files, tiers=tiers)
+        if plan == "peft":
+            save_adapters(obj, path)
+        elif plan == "merged":
+            save_merged(obj, path, size, self.device)
+        else:
+            _save_torch_file(os.fspath(path), kind, keywords)
+        return None
 
     def load(self, obj: Any, path: PathLike, plan: str = "huggingface", *, tiers: Tiers | None = None) -> None:
         """Fill a model, an optimizer or an lr scheduler from the files of `save` or `checkpoint`. Collective.
@@ -242,7 +258,16 @@ class StrategyFiles(Setup):
             tiers: The tiers that were written, in which `path` is a name. The nearest one that is complete is read.
         """
         self._check_open()
-        load_object(self._bundles, obj, path, plan, tiers=tiers)
+        kind, keywords = self._described(obj, plan, tiered=tiers is not None)
+        if plan == "peft":
+            load_adapters(obj, path)
+        elif plan == "torch":
+            with _as_folder(path, kind) as folder:
+                load(folder, **keywords)
+        else:
+            own = _folder(path, kind)
+            is_own = tiers is not None or Path(own, "par_checkpoint.json").exists()
+            load(own if is_own else path, **keywords, tiers=tiers)
 
     def checkpoint(self, root: PathLike, *, step: int, async_: bool = False) -> list[Save]:
         """Write everything that training needs to resume, as `root/step-00000100`. Collective.
@@ -281,112 +306,61 @@ class StrategyFiles(Setup):
             self._checkpoints[asked] = made
         return self._checkpoints[asked]
 
+    def _described(self, obj: Any, plan: str, *, tiered: bool) -> tuple[str, dict[str, Any]]:
+        """Return the kind of an object, and the keyword argument of par-checkpoint for it, agreed on by all ranks.
 
-def save_object(
-    bundles: Sequence[ModelBundle],
-    obj: Any,
-    path: PathLike,
-    plan: str,
-    gigabytes: float,
-    device: torch.device,
-    *,
-    tiers: Tiers | None = None,
-) -> Save | None:
-    """Write one object; see `StrategyFiles.save`."""
-    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None)
-    size = round(gigabytes * 1e9)
-    if plan == "huggingface":
-        with together("save", None):
-            if kind == "model" and has_adapters(obj):
-                raise ValueError(
-                    f"plan={plan!r}: this {type(obj).__name__} has adapters, for which transformers' folders have no "
-                    "place; use plan='peft' to write only the adapters, plan='merged' to add them to the weights, or "
-                    "checkpoint() to resume training"
-                )
-        files = Format(max_shard_size=size)
-        return save(_folder(path, kind), **keywords, overwrite=True, format=files, tiers=tiers)
-    if plan == "peft":
-        save_adapters(obj, path)
-        return None
-    if plan == "merged":
-        save_merged(obj, path, size, device)
-        return None
-    with together("save", None):
-        if "://" in os.fspath(path):
-            raise ValueError(
-                f"path={os.fspath(path)!r}: a single file of torch.save is written to local disks only; pass a local "
-                "path, or plan='huggingface'"
+        Args:
+            obj: The object.
+            plan: The format of the files.
+            tiered: Whether the files are in tiers.
+        """
+        held: dict[str, list[Any]] = {
+            "model": [one for bundle in self._bundles for one in bundle.models],
+            "optimizer": [bundle.optimizer for bundle in self._bundles],
+            "scheduler": [one for bundle in self._bundles for one in bundle.schedulers],
+        }
+        kinds = [kind for kind, each in held.items() if any(obj is one for one in each)]
+        problem = None
+        if plan not in PLANS:
+            problem = ValueError(f"plan={plan!r}: it must be one of {', '.join(PLANS)}; pass one of these")
+        elif tiered and plan != "huggingface":
+            problem = ValueError(
+                f"plan={plan!r}: one rank writes its files to one folder, so tiers have no meaning; use "
+                "plan='huggingface', or remove them"
             )
-    staging = f"{os.fspath(path)}.saving"
+        elif not kinds or obj is None:
+            problem = ValueError(f"this {type(obj).__name__} is not from initialize(); pass an object that it returned")
+        elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):
+            problem = ValueError(f"plan={plan!r}: this {type(obj).__name__} has no adapters; use plan='huggingface'")
+        check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
+        return kinds[0], {kinds[0]: obj}
+
+
+def _save_torch_file(path: str, kind: str, keywords: dict[str, Any]) -> None:
+    """Write an object as one file that `torch.load` opens, with its checksums in a second file. Collective."""
+    with together("save", None):
+        if "://" in path:
+            raise ValueError(
+                f"path={path!r}: a single file of torch.save is written to local disks only; pass a local path, or "
+                "plan='huggingface'"
+            )
+    staging = f"{path}.saving"
     save(staging, **keywords, overwrite=True, format=Format(style="torch"))
     with together(kind, None):  # on each rank, this returns when the file exists
         if dist.get_rank() == 0:
             try:
-                sums = Path(f"{os.fspath(path)}.json")
+                sums = Path(f"{path}.json")
                 sums.unlink(missing_ok=True)  # the old sums would not fit the new file; a file without sums can be read
                 Path(staging, f"{kind}.pt").replace(path)
                 Path(staging, "par_checkpoint.json").replace(sums)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
-    return None
-
-
-def load_object(
-    bundles: Sequence[ModelBundle], obj: Any, path: PathLike, plan: str, *, tiers: Tiers | None = None
-) -> None:
-    """Fill one object; see `Strategy.load`."""
-    kind, keywords = _described(bundles, obj, plan, tiered=tiers is not None)
-    if plan == "peft":
-        load_adapters(obj, path)
-        return
-    if plan == "torch":
-        with _as_folder(path, kind) as folder:
-            load(folder, **keywords)
-        return
-    own = _folder(path, kind)
-    if tiers is not None:
-        load(own, **keywords, tiers=tiers)
-        return
-    load(own if Path(own, "par_checkpoint.json").exists() else path, **keywords)
 
 
 def _parts(bundle: ModelBundle) -> dict[str, Any]:
     """Return the arguments of `par_checkpoint.save` for a bundle."""
     scaling = [bundle.optimizer.scaling] if isinstance(bundle.optimizer, MixedOptimizer) else []
     return {"model": bundle.module, "optimizer": bundle.optimizer, "scheduler": [*scaling, *bundle.schedulers] or None}
-
-
-def _described(
-    bundles: Sequence[ModelBundle], obj: Any, plan: str, *, tiered: bool = False
-) -> tuple[str, dict[str, Any]]:
-    """Return the kind of an object, and the keyword argument of par-checkpoint for it, agreed on by all ranks.
-
-    Args:
-        bundles: The objects that were initialized.
-        obj: One of these objects.
-        plan: The format of the files.
-        tiered: Whether the files are in tiers.
-    """
-    held: dict[str, list[Any]] = {
-        "model": [one for bundle in bundles for one in bundle.models],
-        "optimizer": [bundle.optimizer for bundle in bundles],
-        "scheduler": [one for bundle in bundles for one in bundle.schedulers],
-    }
-    kinds = [kind for kind, each in held.items() if any(obj is one for one in each)]
-    problem = None
-    if plan not in PLANS:
-        problem = ValueError(f"plan={plan!r}: it must be one of {', '.join(PLANS)}; pass one of these")
-    elif tiered and plan != "huggingface":
-        problem = ValueError(
-            f"plan={plan!r}: one rank writes its files to one folder, so tiers have no meaning; use "
-            "plan='huggingface', or remove them"
-        )
-    elif not kinds or obj is None:
-        problem = ValueError(f"this {type(obj).__name__} is not from initialize(); pass an object that it returned")
-    elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):
-        problem = ValueError(f"plan={plan!r}: this {type(obj).__name__} has no adapters; use plan='huggingface'")
-    check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
-    return kinds[0], {kinds[0]: obj}
 
 
 def _folder(path: PathLike, kind: str) -> str:

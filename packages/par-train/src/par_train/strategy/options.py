@@ -1,8 +1,9 @@
 """The options of a strategy, checked before anything communicates."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from par_groups import ProcessGroups
 from par_plan import read_budget
@@ -16,33 +17,71 @@ from .settings import policy_of
 _ZERO = ("stage", "units", "precision", "overlap", "offload", "update", "init", "expert_groups")
 """Keywords of `par_zero.shard` that a strategy passes on."""
 
-_MOVED = {
-    **{name: f"overlap=dict({name}=...)" for name in ("bucket", "inflight")},
-    **{name: f"precision=dict({name}=...)" for name in ("param_dtype", "reduce_dtype")},
-    **{name: f"update=dict({name}=...)" for name in ("elementwise", "atomic")},
-    "reduce": "precision=dict(reduce_op=...)",
-    "gathers": "overlap=dict(gather_group=...)",
-    "tensor": "update=dict(tensor_group=...)",
-    "fill": "init=dict(init_fn=...)",
-    "device": "init=dict(device=...)",
-    "others": "expert_groups=...",
-}
-"""Keywords that `par_zero.shard` had, and what replaces them."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_options_of(options: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Return a decorator for a function whose `**keywords` are those of a dataclass of options.
+
+    Type checkers, editors and `help()` then list the options one by one, and nobody declares them a second time.
+
+    Args:
+        options: The dataclass, whose docstring documents the options. A function without a docstring takes it over.
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        own = inspect.signature(function)
+        first = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        every = [*first, *inspect.signature(options).parameters.values()]
+        function.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
+        function.__doc__ = function.__doc__ or options.__doc__
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The keywords of `Strategy`, checked and frozen; `Strategy` documents each of them.
+    """The options of a `Strategy`, checked and frozen.
+
+    Args:
+        parallel: The sizes and modes of the axes, as `par_groups.Topology.from_config` takes them; or live
+            `ProcessGroups` to use, which outlive the strategy. Default: data parallelism over all ranks.
+        precision: The precision of weights and arithmetic, such as "bf16"; or a mapping with `precision` and other
+            keywords of `par_precision.mixed`, such as dict(precision="bf16", output_dtype=None).
+        zero: The ZeRO stage, 0 to 3; or a mapping with `stage` and other keywords of `par_zero.shard`, such as
+            dict(stage=1, update=dict(elementwise=True)) for an elementwise optimizer of your own.
+        clip_norm: The largest 2-norm of all gradients together; larger gradients are scaled down. Default: no clipping.
+        pipeline: `schedule` and `microbatches` of `execute_pipeline`, and other keywords of `par_pipeline.Pipeline`.
+        recompute: The activations that backward recomputes: a policy of `par_recompute`, or a text, such as "cheap",
+            "layers", "layers:2", "keep:0.4" or "keep:6GB". It applies to models with an optimizer and does not change
+            the loss. Default: no recomputation.
+        memory: The bytes of a rank in each memory tier, such as {"device": "80GB", "host": "200GB", "disk": "1TB",
+            "path": "/scratch"}; "activations" reserves bytes for these. The strategy offloads or recomputes whatever
+            exceeds the device's budget. The first step runs with as little on the device as possible and is measured;
+            from the second step on, the device holds what saves most seconds per byte. One optimizer per budget. Two
+            chunks are reduced at a time, unless `zero` sets `overlap=dict(inflight=...)`. Default: everything stays on
+            the device.
+        gradient_handlers: The steps that complete gradients before the optimizer's step, in order: a
+            `dict(type=NAME, ...)` for each handler.
+        plugins: Plugins, names under which packages declare one, or "module:Class".
+        device: A device, such as "cuda" or "cpu". Default: this rank's accelerator if it has one, else the CPU.
+        seed: The seed of weights that are made here, of the order of data, and of torch's generators in each step.
+            Strategies of one program that must draw different random numbers need different seeds.
+        broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
+            replica's tensor, sequence and pipeline ranks, which must then take batches together. If False, every rank
+            reads for itself.
 
     Raises:
         ValueError, TypeError: An option has a wrong value, or two options contradict each other.
     """
 
-    parallel: Mapping[str, Any] | ProcessGroups = field(default_factory=dict)
+    parallel: Mapping[str, Any] | ProcessGroups | None = None
     precision: str | Mapping[str, Any] = "fp32"
     zero: int | Mapping[str, Any] = 0
     clip_norm: float | None = None
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] | None = None
     recompute: Any = None
     memory: Mapping[str, Any] | None = None
     gradient_handlers: Sequence[Mapping[str, Any]] = DEFAULT
@@ -59,17 +98,15 @@ class StrategyOptions:
         policy_of(self.recompute)
         read_budget(self.memory)
         for key in self.zero_keywords:
-            if key in _MOVED:
-                raise ValueError(f"zero[{key!r}]: this option moved; pass zero=dict(..., {_MOVED[key]})")
             if key not in _ZERO:
                 raise ValueError(f"zero[{key!r}]: par_zero.shard has no such option; use one of {', '.join(_ZERO)}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.stage!r}: it must be 0, 1, 2 or 3; pass one of these")
         if not isinstance(self.broadcast_batches, bool):
             raise TypeError(f"broadcast_batches={self.broadcast_batches!r}: it must be a bool; pass True or False")
-        own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
+        own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline_keywords))
         if own:
-            raise ValueError(f"pipeline={dict(self.pipeline)}: the strategy sets {own[0]!r} itself; remove it")
+            raise ValueError(f"pipeline={self.pipeline_keywords}: the strategy sets {own[0]!r} itself; remove it")
         name = self.precision_name
         is_autocast = precision_of(name).autocast is not None
         if self.stage == 3 and is_autocast and "param_dtype" not in self.zero_policy("precision"):
@@ -89,6 +126,11 @@ class StrategyOptions:
                 f"memory={dict(self.memory)}: gradient_handlers lacks {DATA_PARALLEL!r}, which does the offloading; "
                 "add it, or remove memory"
             )
+
+    @property
+    def pipeline_keywords(self) -> dict[str, Any]:
+        """The keywords of `par_pipeline.Pipeline`, and `schedule` and `microbatches`."""
+        return dict(self.pipeline or {})
 
     @property
     def precision_keywords(self) -> dict[str, Any]:
@@ -131,12 +173,13 @@ class StrategyOptions:
 
     def described(self) -> str:
         """A text that must be identical on all ranks."""
-        plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
+        policies = {name: self.zero_policy(name) for name in ("precision", "overlap", "update")}
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
+        given["zero"] = {**self.zero_keywords, **policies}
+        given["plugins"] = [each if isinstance(each, str) else each.name for each in self.plugins]
         policy = policy_of(self.recompute)
-        zero = {**self.zero_keywords, **{name: self.zero_policy(name) for name in ("precision", "overlap", "update")}}
-        given: tuple[Any, ...] = (self.parallel, self.precision, zero, self.clip_norm, self.pipeline, self.seed)
-        given += (self.memory, self.broadcast_batches, repr(policy) if isinstance(policy, Layers | Keep) else policy)
-        return repr(_plain((*given, self.gradient_handlers, plugins)))
+        given["recompute"] = repr(policy) if isinstance(policy, Layers | Keep) else policy
+        return repr(_plain(given))
 
 
 def _plain(value: Any) -> Any:

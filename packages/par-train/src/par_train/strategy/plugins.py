@@ -238,7 +238,7 @@ def _at_a_time(strategy: Setup) -> float:
     schedule = strategy.schedule
     if schedule is None:
         return 1.0
-    name = strategy.options.pipeline.get("schedule", "1f1b")
+    name = strategy.options.pipeline_keywords.get("schedule", "1f1b")
     place = pipeline_cost(name, len(schedule.ranks), schedule.microbatches).places[strategy.groups.rank("pipeline")]
     return max(1.0, place.kept / len(place.stages))
 

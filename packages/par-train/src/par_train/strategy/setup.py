@@ -43,19 +43,19 @@ class Setup:
         self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]
     ) -> None:
         with ExitStack() as started:  # if anything below raises, whatever was started ends
-            device = options["device"]
+            device = options.get("device", "auto")
             self.environment = started.enter_context(launch(device=None if device == "auto" else device))
             self.device = self.environment.device
             self.options, self.plugins = StrategyOptions(), []
             problem: Exception | None = None
-            given = options["parallel"]
+            given = options.get("parallel")
             try:
                 self.options = StrategyOptions(**options)
                 self.plugins = choose_plugins(self.options, self.device.type)
                 if isinstance(given, ProcessGroups):
                     topology = given.topology
                 else:
-                    topology = Topology.from_config(given, self.environment.world_size)
+                    topology = Topology.from_config(given or {}, self.environment.world_size)
                 _check_axes(topology, given if isinstance(given, ProcessGroups) else None)
             except Exception as error:  # of any kind: every rank raises what one rank has raised
                 problem = error
@@ -186,7 +186,7 @@ class Setup:
 
     def make_schedule(self) -> Schedule:
         """Make the schedule of the pipeline; without a pipeline, one rank runs the microbatches consecutively."""
-        ranks, options = self.groups.size("pipeline"), self.options.pipeline
+        ranks, options = self.groups.size("pipeline"), self.options.pipeline_keywords
         microbatches = microbatches_of(options.get("microbatches", 0), ranks)
         if ranks == 1:
             return schedule("1f1b", 1, microbatches)

@@ -1,6 +1,6 @@
 """`Strategy`: the order in which the packages of par are applied to a model, an optimizer and their data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_data import WorkerSignals
-from par_groups import ProcessGroups, agree, check_alike, together
+from par_groups import agree, check_alike, together
 from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
 from par_plan import PretrainedShape, StepPlan, plan_models, plan_unsharded_model
@@ -20,10 +20,9 @@ from .batches import BatchComparison, BatchReader
 from .bundles import ModelBundle
 from .execute import Criterion, Execution
 from .files import StrategyFiles
-from .handlers import DEFAULT
 from .initialize import check_objects, wire
 from .mixture.load import loads_of, metrics_of
-from .plugin import Plugin
+from .options import StrategyOptions, takes_options_of
 from .plugins import choose_plugins, spend_measured
 from .pretrained.causal import PathLike, Plan
 from .pretrained.make import make_part
@@ -42,32 +41,7 @@ class Strategy(StrategyFiles):
     launcher has set, or as a single process. As a context manager it ends everything that it has started.
 
     Args:
-        parallel: The sizes and modes of the axes, as `par_groups.Topology.from_config` takes them; or live
-            `ProcessGroups` to use, which outlive the strategy. Default: data parallelism over all ranks.
-        precision: The precision of weights and arithmetic, such as "bf16"; or a mapping with `precision` and other
-            keywords of `par_precision.mixed`, such as dict(precision="bf16", output_dtype=None).
-        zero: The ZeRO stage, 0 to 3; or a mapping with `stage` and other keywords of `par_zero.shard`, such as
-            dict(stage=1, update=dict(elementwise=True)) for an elementwise optimizer of your own.
-        clip_norm: The largest 2-norm of all gradients together; larger gradients are scaled down. Default: no clipping.
-        pipeline: `schedule` and `microbatches` of `execute_pipeline`, and other keywords of `par_pipeline.Pipeline`.
-        recompute: The activations that backward recomputes: a policy of `par_recompute`, or a text, such as "cheap",
-            "layers", "layers:2", "keep:0.4" or "keep:6GB". It applies to models with an optimizer and does not change
-            the loss. Default: no recomputation.
-        memory: The bytes of a rank in each memory tier, such as {"device": "80GB", "host": "200GB", "disk": "1TB",
-            "path": "/scratch"}; "activations" reserves bytes for these. The strategy offloads or recomputes whatever
-            exceeds the device's budget. The first step runs with as little on the device as possible and is measured;
-            from the second step on, the device holds what saves most seconds per byte. One optimizer per budget. Two
-            chunks are reduced at a time, unless `zero` sets `overlap=dict(inflight=...)`. Default: everything stays on
-            the device.
-        gradient_handlers: The steps that complete gradients before the optimizer's step, in order: a
-            `dict(type=NAME, ...)` for each handler.
-        plugins: Plugins, names under which packages declare one, or "module:Class".
-        device: A device, such as "cuda" or "cpu". Default: this rank's accelerator if it has one, else the CPU.
-        seed: The seed of weights that are made here, of the order of data, and of torch's generators in each step.
-            Strategies of one program that must draw different random numbers need different seeds.
-        broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
-            replica's tensor, sequence and pipeline ranks, which must then take batches together. If False, every rank
-            reads for itself.
+        **options: The fields of `StrategyOptions`, such as `parallel`, `precision` and `zero`.
 
     Attributes:
         options: The arguments, as `StrategyOptions`.
@@ -95,36 +69,8 @@ class Strategy(StrategyFiles):
             optimizer.zero_grad()
     """
 
-    def __init__(
-        self,
-        *,
-        parallel: Mapping[str, Any] | ProcessGroups | None = None,
-        precision: str | Mapping[str, Any] = "fp32",
-        zero: int | Mapping[str, Any] = 0,
-        clip_norm: float | None = None,
-        pipeline: Mapping[str, Any] | None = None,
-        recompute: Any = None,
-        memory: Mapping[str, Any] | None = None,
-        gradient_handlers: Sequence[Mapping[str, Any]] = DEFAULT,
-        plugins: Sequence[Plugin | str] = (),
-        device: str = "auto",
-        seed: int = 0,
-        broadcast_batches: bool = True,
-    ) -> None:
-        options = {
-            "parallel": {} if parallel is None else parallel,
-            "precision": precision,
-            "zero": zero,
-            "clip_norm": clip_norm,
-            "pipeline": pipeline or {},
-            "recompute": recompute,
-            "memory": memory,
-            "gradient_handlers": gradient_handlers,
-            "plugins": plugins,
-            "device": device,
-            "seed": seed,
-            "broadcast_batches": broadcast_batches,
-        }
+    @takes_options_of(StrategyOptions)
+    def __init__(self, **options: Any) -> None:
         super().__init__(options, choose_plugins)
         self._executions: dict[nn.Module, Execution] = {}
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
@@ -210,7 +156,7 @@ class Strategy(StrategyFiles):
             return plan_models(sizes, self.groups.topology, job, self.schedule, gloo=gloo)
         microbatches = self.make_schedule().microbatches
         batch = microbatches * self.groups.size(self.data_axes) if batch is None else batch
-        name = self.options.pipeline.get("schedule", "1f1b")
+        name = self.options.pipeline_keywords.get("schedule", "1f1b")
         job = replace(job, batch=batch, schedule=name, microbatches=microbatches)
         shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
         return plan_unsharded_model(shape, self.groups.topology, job, rank=rank, gloo=gloo)
@@ -490,7 +436,7 @@ class Strategy(StrategyFiles):
     def _execution(self, model: nn.Module) -> Execution:
         bundle = self._bundle_with(model)
         if model not in self._executions:
-            schedule, options = self.schedule or self.make_schedule(), dict(self.options.pipeline)
+            schedule, options = self.schedule or self.make_schedule(), self.options.pipeline_keywords
             for name in ("schedule", "microbatches"):
                 options.pop(name, None)
             self._executions[model] = Execution(
