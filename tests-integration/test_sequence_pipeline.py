@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_layers import initialize, layer_set
 from par_layers.examples import GPT
-from par_pipeline import Batch
-from par_train import PipelineStages, Strategy
+from par_pipeline import Batch, PipelineStages
+from par_train import Strategy
 
 WORDS, ROWS, LENGTH, STEPS, CLIP_NORM = 29, 4, 16, 2, 0.5
 DOCUMENTS = [[5, 2, 9], [16], [1, 15], [8, 8]]  # of the rows of a batch

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from par_layers import Mask, initialize, layer_set
 from par_layers.examples import GPT
-from par_pipeline import Batch
+from par_pipeline import Batch, PipelineStages
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
-from par_train import PipelineStages, Strategy
+from par_train import Strategy
 from par_train.jobs.byte_gpt import fill_, gpt_stages, make_gpt
 from par_train.jobs.options import ModelOptions
 

@@ -14,3 +14,7 @@ class Told(IterableDataset):
 
 def test_forget_worker_hides_the_worker_from_a_dataset():
     assert list(DataLoader(Told(), batch_size=None, num_workers=1, multiprocessing_context="fork")) == [False, True]
+
+
+def test_tree_leaves_lists_the_values_of_nested_containers():
+    assert _torch_private.tree_leaves({"a": [1, (2, 3.0)]}) == [1, 2, 3.0]

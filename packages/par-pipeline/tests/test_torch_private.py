@@ -25,6 +25,8 @@ def test_a_module_s_own_tables_have_its_parameters_and_the_children_that_come_ag
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, layer)
     assert list(private.children_of(model).items()) == [("0", layer), ("1", layer)]
+    assert private.buffers_of(layer) == {}
+    assert private.unsaved_buffers_of(layer) == set()
     parameters = private.parameters_of(layer)
     stand_in = parameters["weight"] = torch.zeros(2, 2)
     assert layer.weight is stand_in

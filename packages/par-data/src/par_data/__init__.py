@@ -7,10 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .loading.comparison import BatchComparison, read_once
     from .loading.device import move_to_device
     from .loading.loader import ShardedDataLoader, check_last_batch
     from .loading.position import LoaderPosition
-    from .loading.randomness import RandomStream, derive_seed, get_random_states
+    from .loading.randomness import (
+        RandomStream,
+        derive_seed,
+        gather_random_states,
+        get_random_states,
+        restore_random_states,
+    )
     from .loading.sources import split_evenly
     from .loading.synchronized import hash_order, synchronize_draws
     from .loading.workers import WorkerSignals
@@ -25,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IGNORE_INDEX",
+    "BatchComparison",
     "Corpus",
     "LoaderPosition",
     "MixtureDataset",
@@ -38,6 +46,7 @@ __all__ = [
     "derive_seed",
     "find_corpus_files",
     "find_tokenizer_files",
+    "gather_random_states",
     "get_random_states",
     "hash_order",
     "is_corpus",
@@ -46,15 +55,24 @@ __all__ = [
     "open_corpus",
     "pack",
     "read_corpus",
+    "read_once",
+    "restore_random_states",
     "split_evenly",
     "synchronize_draws",
 ]
 
 _LATE = {
+    "loading.comparison": ("BatchComparison", "read_once"),
     "loading.device": ("move_to_device",),
     "loading.loader": ("ShardedDataLoader", "check_last_batch"),
     "loading.position": ("LoaderPosition",),
-    "loading.randomness": ("RandomStream", "derive_seed", "get_random_states"),
+    "loading.randomness": (
+        "RandomStream",
+        "derive_seed",
+        "gather_random_states",
+        "get_random_states",
+        "restore_random_states",
+    ),
     "loading.sources": ("split_evenly",),
     "loading.synchronized": ("hash_order", "synchronize_draws"),
     "loading.workers": ("WorkerSignals",),

@@ -1,8 +1,19 @@
 """Private functions of torch and Python that par-data uses: the first file to open when torch changes."""
 
 from multiprocessing import forkserver
+from typing import Any
 
+from torch.utils import _pytree
 from torch.utils.data._utils import worker
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """List the values in nested containers, in order. `torch.utils._pytree.tree_leaves` exists since torch 2.2.
+
+    A batch may nest tensors in containers that their packages have registered with torch, such as the outputs of
+    transformers' models. torch.export's public registry has no function that reads them.
+    """
+    return _pytree.tree_leaves(value)
 
 
 def forget_worker() -> None:

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from .runtime.options import LossWeight, Transport
     from .runtime.pipeline import Batch, Pipeline, Result
     from .runtime.shared import Shared
+    from .runtime.stage_modules import (
+        PipelineStages,
+        StageRunner,
+        build_model_stages,
+        build_stages,
+        remove_foreign_parameters_,
+    )
     from .stages.build import build_stage
     from .stages.lazy import Lazy
     from .wire.lanes import Lanes, make_lanes
@@ -48,12 +55,16 @@ __all__ = [
     "Microbatches",
     "Pipeline",
     "PipelineError",
+    "PipelineStages",
     "Result",
     "Schedule",
     "Shared",
+    "StageRunner",
     "Timeline",
     "Transport",
+    "build_model_stages",
     "build_stage",
+    "build_stages",
     "dualpipe_v",
     "gpipe",
     "interleaved",
@@ -62,6 +73,7 @@ __all__ = [
     "one_f_one_b",
     "partition",
     "register_schedule",
+    "remove_foreign_parameters_",
     "schedule",
     "simulate",
     "split_rows",
@@ -80,6 +92,13 @@ _LATE = {
     "runtime.options": ("LossWeight", "Transport"),
     "runtime.pipeline": ("Batch", "Pipeline", "Result"),
     "runtime.shared": ("Shared",),
+    "runtime.stage_modules": (
+        "PipelineStages",
+        "StageRunner",
+        "build_model_stages",
+        "build_stages",
+        "remove_foreign_parameters_",
+    ),
     "wire.lanes": ("Lanes", "make_lanes"),
 }
 

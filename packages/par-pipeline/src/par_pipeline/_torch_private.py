@@ -29,6 +29,8 @@ tree_map_only = _pytree.tree_map_only
 # that comes again (`named_children`), and neither lets a parameter be replaced by a tensor that is none.
 parameters_of = attrgetter("_parameters")
 children_of = attrgetter("_modules")
+buffers_of = attrgetter("_buffers")
+unsaved_buffers_of = attrgetter("_non_persistent_buffers_set")
 
 version_of = attrgetter("_version")
 """How often a tensor was written into, in 2.11 already. Autograd compares it for the tensors that it saves itself."""

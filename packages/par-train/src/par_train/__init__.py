@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
     from .strategy.pretrained.causal import causal_lm_loss
-    from .strategy.stages import PipelineStages
     from .strategy.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -24,7 +23,6 @@ __all__ = [
     "GradientHandler",
     "LoggingPolicy",
     "MonitoringPolicy",
-    "PipelineStages",
     "Plugin",
     "Run",
     "Strategy",
@@ -41,7 +39,6 @@ _LATE = {
     "run.policies": ("CheckpointPolicy", "LoggingPolicy", "MonitoringPolicy"),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),
-    "strategy.stages": ("PipelineStages",),
     "strategy.strategy": ("Strategy",),
     "strategy.options": ("StrategyOptions",),
 }

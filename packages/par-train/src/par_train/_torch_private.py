@@ -23,22 +23,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own table of children. `Module._modules` exists since torch 0.1.
-
-    `named_children()` omits a child that the module holds under a second name, and children that are None.
-    """
-    return module._modules
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own table of parameters, without those of its children. `Module._parameters`, since torch 0.1.
-
-    Assigning to an attribute would run the module's `__setattr__`, which parametrizations and wrappers override.
-    """
-    return module._parameters
-
-
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's own table of buffers, without those of its children. `Module._buffers`, since torch 0.1."""
     return module._buffers

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from numpy.random.mtrand import set_bit_generator
 
+from par_data import gather_random_states, restore_random_states
 from par_train import Run, Strategy
-from par_train.strategy.randomness import gather_states, restore_states
 
 from .policies_of import policies_of
 
@@ -63,11 +63,11 @@ def test_resumed_run_under_another_topology_draws_alike_in_a_replica(tmp_path):
 
 @pytest.mark.ranks(1)
 def test_numpy_generator_of_another_kind_is_refused():
-    saved = gather_states(0)
+    saved = gather_random_states(0)
     set_bit_generator(np.random.PCG64(1))
     with pytest.raises(ValueError, match="bit generator is PCG64, and the checkpoint holds a state of MT19937; call"):
-        restore_states(saved, 0)
-    saved, before = gather_states(0), np.random.rand(3)
-    restore_states(saved, 0)
+        restore_random_states(saved, 0)
+    saved, before = gather_random_states(0), np.random.rand(3)
+    restore_random_states(saved, 0)
     assert np.array_equal(np.random.rand(3), before)
     set_bit_generator(np.random.MT19937(1))

@@ -1,14 +1,19 @@
 """Random streams that are separate from the program's: torch's generator on the CPU, `random` and NumPy's."""
 
 import hashlib
+import json
 import random
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+from par_groups import agree
 
 _T = TypeVar("_T")
 
@@ -110,3 +115,53 @@ def seed_generators(key: tuple[int, ...]) -> None:
 def derive_seed(*key: int | str) -> int:
     """Hash a key to a seed of 63 bits, so that similar keys give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def gather_random_states(replica: int) -> dict[str, Any]:
+    """Return the states of the generators of `random` and numpy on all ranks, for a checkpoint. Collective.
+
+    The states of torch's generators are not included: seed these for each step, since dropout must not depend on the
+    number of ranks.
+
+    Args:
+        replica: The index of this rank's replica.
+
+    Returns:
+        "states": the distinct states, as compressed JSON; "ranks": the index of each rank's state; "replicas": the
+        replica of each rank.
+    """
+    both = random.getstate(), np.random.get_state(legacy=False)
+    packed = zlib.compress(json.dumps(both, default=np.ndarray.tolist).encode())
+    said = agree(None, (packed, replica), None).values()
+    numbers: dict[bytes, int] = {}
+    ranks = [numbers.setdefault(packed, len(numbers)) for packed, _ in said]
+    states = [torch.frombuffer(bytearray(packed), dtype=torch.uint8) for packed in numbers]
+    return {"states": states, "ranks": ranks, "replicas": [replica for _, replica in said]}
+
+
+def restore_random_states(saved: Mapping[str, Any], replica: int) -> None:
+    """Restore the generators of `random` and numpy from what `gather_random_states` returned.
+
+    A rank restores its own state. If it belongs to another replica now, it restores the state of that replica's first
+    rank at the time: the ranks of a replica must draw identical numbers, and do so under every topology.
+
+    Args:
+        saved: The value that `gather_random_states` returned.
+        replica: The index of this rank's replica now.
+
+    Raises:
+        ValueError: numpy's bit generator is of another kind than the saved one.
+    """
+    ranks, replicas, rank = saved["ranks"], saved["replicas"], dist.get_rank()
+    if rank >= len(ranks) or replicas[rank] != replica:
+        rank = replicas.index(replica % (max(replicas) + 1))
+    packed = saved["states"][ranks[rank]].numpy().tobytes()
+    (version, words, gauss), state = json.loads(zlib.decompress(packed))
+    kind = np.random.get_state(legacy=False)["bit_generator"]
+    if kind != state["bit_generator"]:
+        raise ValueError(
+            f"numpy's bit generator is {kind}, and the checkpoint holds a state of {state['bit_generator']}; call "
+            "numpy.random.set_bit_generator before you resume"
+        )
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state)

@@ -17,14 +17,13 @@ from par_checkpoint import load
 from par_data import IGNORE_INDEX
 from par_layers import ExpertConfig, LayerSet, LoadBalancing, RouterConfig, Tokens, initialize, layer_set
 from par_layers.examples import GPT
-from par_pipeline import Batch, Schedule, partition
+from par_pipeline import Batch, PipelineStages, Schedule, partition
 from par_plan import model_flops
 
 from .. import __version__
 from .._errors import UserError
 from ..config.settings import build
 from ..strategy.execute import Criterion
-from ..strategy.stages import PipelineStages
 from ..strategy.strategy import Strategy
 from .byte_rows import PADDING
 from .checkpoint import load_state

@@ -1,111 +1,19 @@
-"""The batches of a training step: read from any source, and compared over the ranks that must read the same rows."""
+"""The batches of a training step, read from any source."""
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from par_data import ShardedDataLoader, move_to_device
-from par_groups import agree
-from par_layers import parallelization_of
+from par_data import BatchComparison, ShardedDataLoader, move_to_device
 
-from .._torch_private import tree_leaves
 from .plugins import DevicePlugin
 from .pretrained.sequence import cut_dict
 from .randomness import StepRandomness
 from .setup import Setup
-
-
-class BatchComparison:
-    """A comparison of the batches that the tensor and pipeline ranks of a replica read, in calls 1, 2, 4, 8, ...
-
-    Ranks that read other rows train on inputs and targets that do not belong together, and no rank can see it alone. A
-    run of n steps compares log2(n) batches. Each rank counts its own calls, so none waits for a rank that does not
-    compare.
-
-    Args:
-        setup: The strategy, whose groups are compared over.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        groups = setup.groups
-        self._groups = [groups[axis] for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
-        self._setup = setup
-        self._calls: dict[Hashable, int] = {}
-        self._is_paused = False
-
-    def restart(self) -> None:
-        """Count calls from zero, so that the next batch is compared: the source of batches has changed."""
-        self._calls.clear()
-
-    def is_due(self, kind: Hashable) -> bool:
-        """Count a call, and return whether its batch is to be compared.
-
-        Args:
-            kind: The kind of call, such as a model and whether it trains; each kind has a count of its own.
-        """
-        calls = self._calls[kind] = self._calls.get(kind, 0) + 1
-        return bool(self._groups) and calls & (calls - 1) == 0
-
-    def compared(self, next_batch: Callable[[], Any], name: str) -> Callable[[], Any]:
-        """Read a batch and compare it. Collective over the tensor and pipeline ranks.
-
-        Args:
-            next_batch: A function that returns the batch or raises.
-            name: The source of the batch, for the message, such as "data_iter=DataLoader".
-
-        Returns:
-            A function that returns the batch. If `next_batch` has raised, the function raises that error: the pipeline
-            reports it to its other ranks.
-
-        Raises:
-            ValueError: The batches differ; on every rank.
-        """
-        batch, again = read_once(next_batch)
-        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-        digests = (_digest(batch[0]), _digest(batch[1])) if is_pair else (_digest(batch), "")
-        _check(agree(None, digests, *self._groups), name)
-        return again
-
-    def watch(self, model: nn.Module) -> "torch.utils.hooks.RemovableHandle | None":
-        """Compare the inputs with which a loop of the user's own calls a model.
-
-        Args:
-            model: The model that `initialize` returns.
-
-        Returns:
-            The handle that removes the comparison; None if the ranks may call this model with different inputs. That
-            is the case if its layers take each rank's part of an activation, and if it is a stage of a pipeline.
-        """
-        if not self._groups or self._setup.schedule is not None:
-            return None
-        residual = self._setup.layers.rules.residual
-        if (residual.tokens or residual.features) and parallelization_of(model) is None:
-            return None
-        return model.register_forward_pre_hook(partial(self._compare_inputs, type(model).__name__), with_kwargs=True)
-
-    def _compare_inputs(self, name: str, model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        # A compiled graph has no place for a comparison, and torch evaluates is_compiling() while it traces.
-        if torch.compiler.is_compiling() or self._is_paused:
-            return
-        kind = (name, model.training, torch.is_grad_enabled())
-        if self.is_due(kind):
-            self.compared(lambda: {"inputs": args, **keywords}, f"the inputs of {name}")
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which calls of models are not compared: they run microbatches of a batch that was."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
 
 class BatchReader:
@@ -166,52 +74,3 @@ class BatchReader:
     def clear(self) -> None:
         """Drop all iterators."""
         self._iterators.clear()
-
-
-def read_once(next_batch: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
-    """Read a batch, and return it with a function that returns it again.
-
-    If reading raises, the batch is None and the function raises that error.
-    """
-    batch, problem = None, None
-    try:
-        batch = next_batch()
-    except Exception as error:  # of any kind: the pipeline reports it to its other ranks
-        problem = error
-
-    def again() -> Any:
-        if problem is not None:
-            raise problem
-        return batch
-
-    return batch, again
-
-
-def _check(found: dict[int, tuple[str, str]], name: str) -> None:
-    """Raise ValueError if ranks have read different rows. A rank that lacks inputs or target has an empty digest."""
-    for place in range(2):
-        have = {rank: each[place] for rank, each in found.items() if each[place]}
-        first = next(iter(have), None)
-        differing = [rank for rank, digest in have.items() if digest != have[first]] if first is not None else []
-        if differing:
-            raise ValueError(
-                f"{name}: ranks {differing} have another batch than rank {first}, and all ranks of a replica need the "
-                "same batch; set one seed on these ranks for the sampler, the dataset and the collate function, or "
-                "pass the data loader to Strategy.initialize()"
-            )
-
-
-def _digest(value: Any) -> str:
-    """Return a digest of the tensors and numbers in a nested value; empty if it holds none."""
-    digest, is_empty = hashlib.blake2b(digest_size=16), True
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            if leaf.layout is torch.strided and not leaf.is_meta:
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(leaf, int | float | str | bytes):
-            digest.update(repr(leaf).encode())
-        else:
-            continue
-        is_empty = False
-    return "" if is_empty else digest.hexdigest()

@@ -2,23 +2,23 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_data import read_once
 from par_groups import ProcessGroups
-from par_pipeline import Batch, LossWeight, Pipeline, Schedule
+from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
 from .axes import cuts_sequence, data_axes
-from .batches import read_once
-from .mixture.factor import LossFactor
+from .mixture.factor import FactorStageRunner, LossFactor
 from .pretrained.causal import CausalModel, pretrained_of, split_keywords, unlike_causal
-from .stages import PipelineStages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """`criterion(outputs, target)`: the mean over a microbatch's rows; or a sum and the number of its items."""
@@ -54,7 +54,10 @@ class Execution:
         self._weights: list[float] = []  # what each microbatch of the batch weighs
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
-        stages = model.runners(schedule.stages - 1, factor) if isinstance(model, PipelineStages) else [model]
+        stages: list[nn.Module] = [model]
+        if isinstance(model, PipelineStages):
+            last, travels = schedule.stages - 1, factor.travels
+            stages = [*model.runners(partial(FactorStageRunner, last=last, factor=factor) if travels else None)]
         group = groups["pipeline"]
         self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
             stages, plan, group, loss_fn=self._loss, weight=LossWeight(of=self._weigh), **options

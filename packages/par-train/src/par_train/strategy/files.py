@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch.distributed as dist
 
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
-from par_data import LoaderPosition, ShardedDataLoader
+from par_data import LoaderPosition, ShardedDataLoader, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
@@ -21,7 +21,7 @@ from .plugin import Plugin
 from .pretrained.adapters import has_adapters
 from .pretrained.causal import PathLike
 from .pretrained.files import load_adapters, save_adapters, save_merged
-from .randomness import StepRandomness, gather_states, restore_states
+from .randomness import StepRandomness
 from .setup import Setup
 
 PLANS = ("huggingface", "torch", "peft", "merged")
@@ -48,7 +48,7 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective."""
         positions = [position.state_dict() for _, position in self.loaders]
-        return {"steps": self._randomness.step, "loaders": positions, "random": gather_states(self._replica)}
+        return {"steps": self._randomness.step, "loaders": positions, "random": gather_random_states(self._replica)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. The topology may differ from the one of the save."""
@@ -57,7 +57,7 @@ class RunState:
             loader = reference()
             (position if loader is None else loader).load_state_dict(saved)
         if "random" in state:  # checkpoints of early versions lack it
-            restore_states(state["random"], self._replica)
+            restore_random_states(state["random"], self._replica)
 
 
 class RunCheckpoints:

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from par_groups import ProcessGroups, Registry
 from par_layers import PartialGradientReducer, Router, update_correction_bias_
-
-from .stages import PipelineStages
+from par_pipeline import PipelineStages
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from par_data import ShardedDataLoader, WorkerSignals
 from par_groups import agree, check_alike, together
+from par_pipeline import build_model_stages
 from par_precision import MixedOptimizer
 
 from .axes import replica_axes
@@ -19,10 +20,9 @@ from .mixture.share import has_experts, no_experts
 from .optimizers import check_sees_enough, joined
 from .plugin import Plugin
 from .plugins import ZeroPlugin
-from .pretrained.causal import pretrained_in
+from .pretrained.causal import pretrained_in, pretrained_of
 from .pretrained.sequence import attend_over_, check_pretrained, no_use, reaches_other_tokens
 from .setup import Setup
-from .stages import check_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -66,7 +66,7 @@ def check_objects(
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None
                 check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)
-        check_stages(models, strategy.schedule, groups.rank("pipeline"))
+        _check_stages(models, strategy)
         replicas, axes = groups.size(strategy.data_axes), replica_axes(groups.topology)
         is_broadcast = strategy.options.broadcast_batches and groups.size(axes) > 1
         for given in (given for given in objects if isinstance(given, DataLoader)):
@@ -96,6 +96,13 @@ def check_objects(
             for model in models:
                 attend_over_(model, context)
     return objects, bundles, loaders
+
+
+def _check_stages(models: Sequence[nn.Module], strategy: Setup) -> None:
+    """Check that transformers models can be split into stages, by splitting them: that changes no model."""
+    for model in models:
+        if strategy.schedule is not None and pretrained_of(model) is model:
+            build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
 
 
 def _check_has_experts(every: Sequence[nn.Module], new: Sequence[nn.Module], strategy: Setup) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, attributes, together
 from par_layers import initialize, parallelize
+from par_pipeline import PipelineStages, build_model_stages, build_stages, remove_foreign_parameters_
 from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
@@ -37,7 +38,6 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .pretrained.causal import pretrained_of
 from .settings import policy_of
 from .setup import Setup
-from .stages import PipelineStages, build_model_stages, build_stages, leave_foreign_
 
 
 def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
@@ -106,12 +106,12 @@ class PipelinePlugin(Plugin):
             else:
                 raise ValueError(
                     f"a {type(whole).__name__} cannot be split into pipeline stages; pass a transformers model, an "
-                    "nn.Sequential, the result of Strategy.build(layers), or par_train.PipelineStages of your own; for "
-                    "a model with adapters, use Strategy.from_pretrained(adapter=...)"
+                    "nn.Sequential, the result of Strategy.build(layers), or par_pipeline.PipelineStages of your own; "
+                    "for a model with adapters, use Strategy.from_pretrained(adapter=...)"
                 )
         model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:
-            leave_foreign_(optimizer, model)
+            remove_foreign_parameters_(optimizer, model)
         return model
 
 
@@ -261,10 +261,12 @@ class TiedPlugin(Plugin):
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Tie the parameters of `PipelineStages`; other models have none to tie."""
-        several = isinstance(model, nn.ModuleList)
+        several, groups = isinstance(model, nn.ModuleList), strategy.groups
+        pipeline, replicas = groups["pipeline"], groups[strategy.averaged_over]
         for number, each in enumerate(model.children() if several else [model]):
             if isinstance(each, PipelineStages):
-                each.tie_(strategy.groups, optimizer, f"{number}." if several else "")
+                prefix = f"{number}." if several else ""
+                each.tie_(pipeline, replicas=replicas, optimizer=optimizer, prefix=prefix)
         return model
 
 

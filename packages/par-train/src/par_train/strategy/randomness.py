@@ -1,12 +1,8 @@
 """The random numbers of a run: a function of seed, step and replica, so that a resumed run draws the same ones."""
 
-import json
-import random
-import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -94,52 +90,3 @@ class StepRandomness:
         draws.skip(self._loaders)
         self._loaders += 1
         return draws.states
-
-
-def gather_states(replica: int) -> dict[str, Any]:
-    """Return the states of the generators of `random` and numpy on all ranks, for a checkpoint. Collective.
-
-    The states of torch's generators are not included, because `StepRandomness` seeds these generators after each step.
-
-    Args:
-        replica: The index of this rank's replica.
-
-    Returns:
-        "states": the distinct states, as compressed JSON; "ranks": the index of each rank's state; "replicas": the
-        replica of each rank.
-    """
-    both = random.getstate(), np.random.get_state(legacy=False)
-    packed = zlib.compress(json.dumps(both, default=np.ndarray.tolist).encode())
-    said = agree(None, (packed, replica), None).values()
-    numbers: dict[bytes, int] = {}
-    ranks = [numbers.setdefault(packed, len(numbers)) for packed, _ in said]
-    states = [torch.frombuffer(bytearray(packed), dtype=torch.uint8) for packed in numbers]
-    return {"states": states, "ranks": ranks, "replicas": [replica for _, replica in said]}
-
-
-def restore_states(saved: Mapping[str, Any], replica: int) -> None:
-    """Restore the generators of `random` and numpy from what `gather_states` returned.
-
-    A rank restores its own state. If it belongs to another replica now, it restores the state of that replica's first
-    rank at the time: the ranks of a replica must draw identical numbers, and do so under every topology.
-
-    Args:
-        saved: The value that `gather_states` returned.
-        replica: The index of this rank's replica now.
-
-    Raises:
-        ValueError: numpy's bit generator is of another kind than the saved one.
-    """
-    ranks, replicas, rank = saved["ranks"], saved["replicas"], dist.get_rank()
-    if rank >= len(ranks) or replicas[rank] != replica:
-        rank = replicas.index(replica % (max(replicas) + 1))
-    packed = saved["states"][ranks[rank]].numpy().tobytes()
-    (version, words, gauss), state = json.loads(zlib.decompress(packed))
-    kind = np.random.get_state(legacy=False)["bit_generator"]
-    if kind != state["bit_generator"]:
-        raise ValueError(
-            f"numpy's bit generator is {kind}, and the checkpoint holds a state of {state['bit_generator']}; call "
-            "numpy.random.set_bit_generator before you resume"
-        )
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(state)

@@ -1,6 +1,6 @@
 """`Strategy`: the order in which the packages of par are applied to a model, an optimizer and their data."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_data import WorkerSignals
+from par_data import BatchComparison, WorkerSignals
 from par_groups import agree, check_alike, together
-from par_layers import RouterLosses
-from par_pipeline import Pipeline, build_stage, schedule
+from par_layers import RouterLosses, parallelization_of
+from par_pipeline import Pipeline, build_stage, build_stages, schedule
 from par_plan import PretrainedShape, StepPlan, plan_models, plan_unsharded_model
 from par_precision import MixedOptimizer
 
-from .batches import BatchComparison, BatchReader
+from .batches import BatchReader
 from .bundles import ModelBundle
 from .execute import Criterion, Execution
 from .files import StrategyFiles
@@ -28,7 +28,6 @@ from .pretrained.causal import PathLike, Plan
 from .pretrained.make import make_part
 from .pretrained.sample import Ends, Prompts, joined_rows, read_request, write_on
 from .pretrained.sequence import cut_by
-from .stages import Layers, build_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -75,7 +74,7 @@ class Strategy(StrategyFiles):
         self._executions: dict[nn.Module, Execution] = {}
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
-        self.comparison = BatchComparison(self)
+        self.comparison = BatchComparison(self.groups["tensor"], self.groups["pipeline"])
         self._batches = BatchReader(self, self.randomness, self.comparison)
         self.worker_signals = WorkerSignals()
 
@@ -90,7 +89,7 @@ class Strategy(StrategyFiles):
 
     # Before training
 
-    def build(self, layers: Layers) -> nn.Module:
+    def build(self, layers: nn.Sequential | Sequence[Any]) -> nn.Module:
         """Make a model out of layers, some of them only described. This rank builds the layers of its own stages.
 
         Args:
@@ -187,8 +186,7 @@ class Strategy(StrategyFiles):
             became, hook = wire(bundle, self.plugins, self, self._after_step)
             wired.update(became)
             self._hooks += [] if hook is None else [hook]
-            watches = (self.comparison.watch(model) for model in bundle.models)
-            self._hooks += [watch for watch in watches if watch is not None]
+            self._hooks += [self.comparison.watch(model) for model in bundle.models if self._takes_equal_inputs(model)]
         for number, loader in loaders.items():
             loader.transform = cut_by(self.context) if self.cuts_sequence else None
             self._state.add(loader)
@@ -200,6 +198,15 @@ class Strategy(StrategyFiles):
         self.steps = self.steps  # seeds torch's generators: the plugins have drawn from them
         results = tuple(wired[id(given)] for given in objects)
         return results[0] if len(results) == 1 else results
+
+    def _takes_equal_inputs(self, model: nn.Module) -> bool:
+        """Return whether a loop of the user's own calls a model with the same inputs on all ranks of a replica.
+
+        Stages of a pipeline are not called by the loop, and some layers take each rank's part of an activation.
+        """
+        residual = self.layers.rules.residual
+        is_split = (residual.tokens or residual.features) and parallelization_of(model) is None
+        return self.schedule is None and not is_split
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1

@@ -17,9 +17,7 @@ from torch.nn import functional
 from par_data import IGNORE_INDEX
 from par_groups import attributes
 from par_layers import Parallelization, Style, parallelization_of
-from par_pipeline import Microbatches
-
-from ..stages import PipelineStages
+from par_pipeline import Microbatches, PipelineStages
 
 Plan = str | Mapping[str, str | Style]
 """The sharding plan of an existing model over tensor ranks, as `par_layers.parallelize` takes it."""

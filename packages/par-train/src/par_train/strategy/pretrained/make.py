@@ -12,10 +12,10 @@ from torch import nn
 from par_checkpoint import Format, load
 from par_groups import together
 from par_layers import parallelize
+from par_pipeline import build_model_stages
 
 from ..._disk import config_file
 from ..setup import Setup
-from ..stages import build_model_stages
 from .adapters import base_name, fill_adapters_, put_around_
 from .causal import PathLike, Plan, sees_later_tokens
 from .draw import draw_

@@ -20,9 +20,8 @@ from torch.nn import functional
 from par_data import derive_seed
 from par_groups import ProcessGroups
 from par_layers import Context, parallelization_of
-from par_pipeline import Pipeline
+from par_pipeline import Pipeline, PipelineStages
 
-from ..stages import PipelineStages
 from .causal import TOKENS, logits_of, pretrained_of
 from .sequence import cut_dict
 

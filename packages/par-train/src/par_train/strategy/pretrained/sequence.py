@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from par_data import IGNORE_INDEX
 from par_layers import Context, LayerSet
+from par_pipeline import PipelineStages
 
-from ..stages import PipelineStages
 from .causal import TOKENS, next_labels, pretrained_in, unlike_causal
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")

@@ -1,19 +1,20 @@
-"""This rank's part of a model in a pipeline: its stages, and the parameters that they share with other ranks."""
+"""The stages of one rank as one module: parameters with their names in the full model, and those of several ranks."""
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups, attributes
-from par_pipeline import Lazy, Schedule, Shared, build_stage
+from par_groups import attributes
 
 from .._torch_private import buffers_of, children_of, parameters_of, unsaved_buffers_of
-from .axes import averaged_over
-from .mixture.factor import LossFactor
+from ..schedules.schedule import Schedule
+from ..stages.build import build_stage
+from ..stages.lazy import Lazy
+from .shared import Shared
 
 Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
 """The layers of a model in order: modules, or descriptions of modules."""
@@ -21,6 +22,8 @@ Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
 
 class PipelineStages(nn.Module):
     """The pipeline stages of one rank as one module, whose parameters have their names in the full model.
+
+    A data-parallel wrapper, an optimizer and a checkpoint then see one module on each rank, however many stages it has.
 
     Args:
         parts: The module that runs each stage, by the number of the stage.
@@ -60,29 +63,34 @@ class PipelineStages(nn.Module):
         """Run one stage."""
         return self.__dict__["parts"][stage](*inputs, **keywords)
 
-    def tie_(self, groups: ProcessGroups, optimizer: Optimizer | None, prefix: str = "") -> None:
+    def tie_(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        optimizer: Optimizer | None = None,
+        prefix: str = "",
+    ) -> None:
         """Make tied parameters identical on all ranks, before anything is sharded. Collective over the pipeline.
 
         Their sharding metadata then lists these ranks as replicas of each other.
 
         Args:
-            groups: The groups of the strategy.
-            optimizer: The optimizer of the parameters.
+            group: The ranks of the pipeline.
+            replicas: The ranks that run the same stages on other data, if there are any.
+            optimizer: The optimizer of the parameters, if it holds their gradients; see `Shared`.
             prefix: The prefix of their names, if the optimizer has several models.
         """
-        group, replicas = groups["pipeline"], groups[averaged_over(groups.topology)]
         named = [{prefix + name: parameter for name, parameter in each.items()} for each in self.tied]
         self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in named)
 
-    def runners(self, last: int, factor: LossFactor | None = None) -> list["StageRunner"]:
-        """Return the modules to pass to `par_pipeline.Pipeline`.
+    def runners(self, make: "Callable[[PipelineStages, int], StageRunner] | None" = None) -> "list[StageRunner]":
+        """Return the modules to pass to `Pipeline`, one for each stage of this rank.
 
         Args:
-            last: The number of the pipeline's last stage.
-            factor: The object that passes the factor of the main loss to routers. Default: none.
+            make: A function of these stages and the number of one. Default: `StageRunner`.
         """
-        travelling = factor if factor is not None and factor.travels else None
-        return [StageRunner(self, number, last, travelling) for number in self.__dict__["parts"]]
+        return [(make or StageRunner)(self, number) for number in self.__dict__["parts"]]
 
 
 class StageRunner(nn.Module):
@@ -91,15 +99,12 @@ class StageRunner(nn.Module):
     Args:
         stages: The stages of the rank; not a child, so that the other stages are not part of this module.
         number: The number of the stage.
-        last: The number of the pipeline's last stage.
-        factor: The object that passes the factor of the main loss between stages. Default: none.
     """
 
-    def __init__(self, stages: PipelineStages, number: int, last: int, factor: LossFactor | None = None) -> None:
+    def __init__(self, stages: PipelineStages, number: int) -> None:
         super().__init__()
         self.own = stages.__dict__["parts"][number]
-        self.number, self.last = number, last
-        self.__dict__["factor"] = factor
+        self.number = number
         self.__dict__["stages"] = stages
         trained = any(parameter.requires_grad for parameter in self.own.parameters())
         # The pipeline leaves no_sync for the last backward of a stage, in which ZeRO reduces. A stage without trained
@@ -109,12 +114,7 @@ class StageRunner(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the stage."""
-        stages, factor = self.__dict__["stages"], self.__dict__["factor"]
-        if factor is None:
-            return stages(*inputs, stage=self.number, **keywords)
-        inputs, travelling = factor.into(inputs, is_first=self.number == 0)
-        output = stages(*inputs, stage=self.number, **keywords)
-        return factor.out_of(output, travelling, is_last=self.number == self.last)
+        return self.__dict__["stages"](*inputs, stage=self.number, **keywords)
 
 
 def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | None = None) -> PipelineStages:
@@ -136,7 +136,7 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
     named = (pair for child, layer in sequential.items() if layer is not None for pair in layer.named_parameters(child))
     tied = [
         {names[0]: parameter} if any(name.partition(".")[0] in children for name in names) else {}
-        for parameter, names in _used_often(named)
+        for parameter, names in _used_several_times(named)
     ]
     return PipelineStages(parts, _with_foreign(tied, children), tied)
 
@@ -166,7 +166,7 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
         )
     made = build_stage(model, schedule, rank)
     own = {id(parameter) for part in made for parameter in part.parameters()}
-    often = _used_often(model.named_parameters(remove_duplicate=False))
+    often = _used_several_times(model.named_parameters(remove_duplicate=False))
     # A stage that uses a tied parameter under its second name only, such as the output embedding, registers it under
     # the first one too: the optimizer, checkpoints and all ranks then agree on one name.
     for part in made:
@@ -183,25 +183,6 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
     tied = [{used[0]: parameter} if id(parameter) in own else {} for parameter, used in often]
     children = {name: child for name, child in children_of(_merged(made)).items() if child is not None}
     return PipelineStages(parts, children, tied, pretrained=made[-1])
-
-
-def check_stages(models: Iterable[nn.Module], schedule: Schedule | None, rank: int) -> None:
-    """Check that transformers models can be split into stages, before anything changes.
-
-    Args:
-        models: Models of any kind; only transformers models are checked.
-        schedule: The schedule, which defines the number of stages; None without a pipeline.
-        rank: The rank in the pipeline group.
-
-    Raises:
-        TypeError, ValueError: As `build_model_stages`, which leaves the model unchanged.
-    """
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
-    if schedule is None or modeling is None:
-        return
-    for model in models:
-        if isinstance(model, modeling.PreTrainedModel):
-            build_model_stages(model, schedule, rank)
 
 
 class _FullLength:
@@ -246,7 +227,7 @@ def _merged(parts: Sequence[nn.Module]) -> nn.Module:
     return merged
 
 
-def _used_often(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[nn.Parameter, list[str]]]:
+def _used_several_times(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[nn.Parameter, list[str]]]:
     """List the parameters with several names, and all names of each. Every rank sees the full model: all agree."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named:
@@ -275,7 +256,7 @@ def _with_foreign(
     return {**foreign, **children}
 
 
-def leave_foreign_(optimizer: Optimizer, module: nn.Module) -> None:
+def remove_foreign_parameters_(optimizer: Optimizer, module: nn.Module) -> None:
     """Remove the parameters of other ranks' stages from an optimizer. Its groups stay, even if they are empty."""
     own = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
