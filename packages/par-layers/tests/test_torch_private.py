@@ -104,3 +104,9 @@ def test_gradients_of_activations_are_torchs():
     assert torch.equal(written, there)
     (there,) = torch.autograd.grad(torch.nn.functional.gelu(x), x, upstream)
     assert torch.equal(_torch_private.gelu_backward(upstream, x.detach()), there)
+
+
+def test_version_of_counts_writes_in_place():
+    tensor = torch.ones(2)
+    assert _torch_private.version_of(tensor) == 0
+    assert _torch_private.version_of(tensor.zero_()) == 1

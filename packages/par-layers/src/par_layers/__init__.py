@@ -12,6 +12,7 @@ from ._collectives import (
 )
 from ._cost import EmbeddingShape, LayerCost, LinearShape, ModelShape, NormShape, TransformerShape, layer_cost
 from ._initialize import initialize
+from ._initialize_existing import fill_shard_, initialize_transformers_
 from ._layer_set import LayerSet, layer_set
 from .context.balance import balance_chunks
 from .context.context import Context
@@ -113,10 +114,12 @@ __all__ = [
     "copy_to",
     "exchange",
     "expert_modules",
+    "fill_shard_",
     "gather_from",
     "grouped_linear",
     "grouped_weight_gradient",
     "initialize",
+    "initialize_transformers_",
     "layer_cost",
     "layer_set",
     "moe_cost",

@@ -59,7 +59,7 @@ def initialize(
         sharding = sharding_of(parameter)
         local = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")  # padding stays zero
         if seed is not None:
-            _draw(local, sharding, parameter.par_init, _seed_of(seed, prefix + name))
+            _draw(local, sharding, parameter.par_init, seed_of(seed, prefix + name))
         place = device or ("cpu" if parameter.is_meta else parameter.device)
         filled = nn.Parameter(local.to(device=place, dtype=dtype), requires_grad=parameter.requires_grad)
         filled.__dict__.update(parameter.__dict__)  # the record, and what others know of it
@@ -82,7 +82,7 @@ def _draw(local: Tensor, sharding: Sharding, init: Init, seed: int) -> None:
         here = {expert for box in sharding.boxes for expert in range(box.start[0], box.start[0] + box.size[0])}
         one = torch.empty(sharding.shape[1:], dtype=torch.float32, device="cpu")
         for expert in sorted(here):
-            init.init(one, torch.Generator(device="cpu").manual_seed(_seed_of(seed, str(expert))))
+            init.init(one, torch.Generator(device="cpu").manual_seed(seed_of(seed, str(expert))))
             for box in sharding.boxes:
                 if box.start[0] <= expert < box.start[0] + box.size[0]:
                     box.of(local)[expert - box.start[0]].copy_(one[box.slices[1:]])
@@ -132,5 +132,6 @@ def _bits(rows: Tensor, columns: Tensor, seed: int, room: Tensor) -> tuple[Tenso
     return drawn, rest[0], rest[1], rest[2]
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """Hash a seed and a name to a seed of 63 bits."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1

@@ -130,3 +130,12 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 def apart(function: Callable[..., T], *arguments: object) -> T:
     """Calls a function between two graphs of torch.compile, which cannot hold what it computes with."""
     return function(*arguments)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place. `Tensor._version` exists since torch 0.4.
+
+    Nothing public tells whether somebody else's function has written values into a tensor.
+    """
+    version: int = tensor._version
+    return version

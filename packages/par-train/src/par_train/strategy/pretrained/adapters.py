@@ -4,6 +4,7 @@ A wrapper of peft holds `base_layer`, and in `lora_A` and `lora_B` the two matri
 """
 
 import copy
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from par_checkpoint import Format, load
+from par_data import derive_seed
 from par_groups import sharding_of
+from par_layers import fill_shard_
 
 from .causal import PathLike, pretrained_of
-from .draw import draw_adapter_, fill_part_
 
 PREFIX = "base_model.model."
 """What peft puts before the names of a model's modules."""
@@ -94,11 +96,30 @@ def fill_adapters_(part: nn.Module, adapter: Any, seed: int, device: torch.devic
     gaussian = bool(tensors) and config_of(part).init_lora_weights == "gaussian"
     for name, parameter in tensors.items():
         if ".lora_A." in name:
-            draw_adapter_(parameter, name, seed, device, gaussian=gaussian)
+            _draw_adapter_(parameter, name, seed, device, gaussian=gaussian)
         else:
-            fill_part_(parameter, torch.zeros(sharding_of(parameter).shape), device)
+            fill_shard_(parameter, torch.zeros(sharding_of(parameter).shape), device)
     if isinstance(adapter, str | os.PathLike):
         read_(tensors, adapter)
+
+
+def _draw_adapter_(part: nn.Parameter, name: str, seed: int, device: torch.device, *, gaussian: bool) -> None:
+    """Draw this rank's shard of the matrix A [rank, features] of an adapter as peft does, by the seed and its name.
+
+    Args:
+        part: This rank's shard of the matrix.
+        name: Its name in peft's files.
+        seed: Seed of the run.
+        device: Device of the matrix.
+        gaussian: Whether it is normal, with a deviation of 1 / rank; else it is uniform, as torch draws a linear.
+    """
+    whole = torch.empty(sharding_of(part).shape)
+    generator = torch.Generator().manual_seed(derive_seed(seed, name))
+    if gaussian:
+        nn.init.normal_(whole, std=1 / len(whole), generator=generator)
+    else:
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    fill_shard_(part, whole, device)
 
 
 def read_(tensors: Mapping[str, nn.Parameter], path: PathLike) -> None:

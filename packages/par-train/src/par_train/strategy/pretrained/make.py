@@ -11,14 +11,13 @@ from torch import nn
 
 from par_checkpoint import Format, load
 from par_groups import together
-from par_layers import parallelize
+from par_layers import initialize_transformers_, parallelize
 from par_pipeline import build_model_stages
 
 from ..._disk import config_file
 from ..setup import Setup
 from .adapters import base_name, fill_adapters_, put_around_
 from .causal import PathLike, Plan, sees_later_tokens
-from .draw import draw_
 from .sequence import attend_over_, check_pretrained
 
 
@@ -58,7 +57,7 @@ def make_part(
         fill_adapters_(part, adapter, seed, device)
     if twin is not None:
         with together("drawing weights", None):
-            draw_(part, twin, seed, device)
+            initialize_transformers_(part, twin, seed, device)
     elif adapter is None:
         load(path, model=part, device=device, dtype=(model.dtype, torch.float32))
     else:
