@@ -65,13 +65,13 @@ class NormShape:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingShape:
-    """A vocabulary table, as an embedding or as a classifier that shares it.
+    """Vocabulary table, as an embedding or as a classifier that shares it.
 
     Args:
         tokens: Number of tokens, batch x sequence.
         features: Features of a row.
         vocabulary: Number of rows.
-        role: What the table is used for.
+        role: Use of the table.
     """
 
     tokens: int | Fraction
@@ -95,17 +95,18 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model of layers that was cut in place, in mode 1d: embedding, attention and MLPs, and cut logits with a loss.
+    """Model sharded in place in mode 1d: embedding, layers of attention and an MLP, and sharded logits with a loss.
 
     Args:
         tokens: Number of tokens, batch x sequence.
         width: Features of the residual stream.
         layers: Number of layers.
-        expert_layers: Number of those that have experts in the place of an MLP, each of which is cut.
-        experts_per_token: Number of experts that a token goes to.
-        shared_experts: Number of shared experts in each of these layers, which are MLPs that every token goes to.
-        latent: Whether attention is latent, whose whole input is kept, so that it is not gathered once more.
-        norms: Number of vectors of the width in each layer, outside what is cut, as norms have.
+        expert_layers: Number of layers with sharded experts in place of an MLP.
+        experts_per_token: Number of experts that a token is routed to.
+        shared_experts: Number of shared experts in each of these layers, MLPs that every token passes.
+        latent: Whether attention is latent. It saves its gathered input, so backward does not gather it again.
+        norms: Number of vectors of the model's width in each layer outside of the sharded weights, such as those of
+            norms.
     """
 
     tokens: int | Fraction
@@ -131,19 +132,19 @@ def layer_cost(
     recompute: bool = False,
     outer: Literal["ring", "gather"] = "ring",
 ) -> LayerCost:
-    """What a layer costs in a mode.
+    """Return the cost of a layer in a mode.
 
     Args:
-        mode: "1d", "2d", "2.5d", "3d"; for an `AttentionShape` "gather", "ring", "ulysses", "2d"; None is one device
-            and costs nothing.
-        sizes: Number of ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes
-            "tensor", attention takes "sequence", and in 2d "ring" and "ulysses". Other shapes take these too: over them
-            tokens are cut, and parameters are not.
-        shape: The kind and the sizes of the layer.
-        sequence_parallel: Whether activations are cut along the sequence, in 1d.
-        keep: Whether attention in mode "gather" keeps what it fetched in forward for backward.
-        recompute: Whether attention's forward is computed once more in backward.
-        outer: How keys travel between the groups that exchange tokens for heads, for attention in mode "2d".
+        mode: "1d", "2d", "2.5d" or "3d"; for an `AttentionShape` "gather", "ring", "ulysses" or "2d". None: one device,
+            which costs nothing.
+        sizes: Number of ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`. Mode 1d reads
+            "tensor". Attention reads "sequence", and in mode 2d "ring" and "ulysses". Other shapes read these axes as
+            well: they split tokens, but no parameters.
+        shape: Kind and sizes of the layer.
+        sequence_parallel: Whether activations are split along the sequence, in mode 1d. Default: False.
+        keep: Whether attention in mode "gather" keeps the fetched keys for backward. Default: False.
+        recompute: Whether backward recomputes the forward of attention. Default: False.
+        outer: Mode in which groups of ranks exchange keys, for attention in mode "2d".
 
     Raises:
         ValueError: The mode has no formulas, or a size is missing.
@@ -188,7 +189,7 @@ def _transformer(mode: str, sizes: Mapping[str, int], shape: TransformerShape, *
 
 
 def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> LayerCost:
-    """Column: the all-reduce of the input gradient; row: that of the output.
+    """Return the cost in mode 1d. A column all-reduces its input gradient, a row its output.
 
     With sequence parallelism a gather and a reduce-scatter each take half an all-reduce, and the column gathers its
     input once more in backward.
@@ -211,11 +212,12 @@ def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> LayerCost:
 
 
 def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> LayerCost:
-    """Attention and MLP are entered once, and summed once: 8 times the activations for a dense layer, there and back.
+    """Return the cost of a model in mode 1d.
 
-    With sequence parallelism each of them gathers its input once more in backward, experts gather theirs and cut their
-    output, and both ends of the layers cut and gather once. Experts also sum the gradient of the weights that tokens
-    have for them. The loss sums three numbers a token.
+    Attention and MLP each begin one sharded region and end it with one sum: 8 times the activations for a dense layer,
+    forward and backward. With sequence parallelism each gathers its input again in backward, experts gather their input
+    and split their output, and both ends of the layers split and gather once. Experts also sum the gradient of the
+    tokens' routing weights. The loss sums three numbers per token.
     """
     one = Fraction(p - 1, p)
     activations = one * shape.tokens * shape.width
@@ -230,7 +232,7 @@ def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> LayerCost:
 
 
 def _square(q: int, depth: int, shape: Shape) -> LayerCost:
-    """SUMMA: both operands are broadcast in forward and again in backward, where both gradients are reduced."""
+    """Return the cost of SUMMA. Forward and backward broadcast both operands, and backward reduces both gradients."""
     m = Fraction(shape.tokens, depth)
     one = Fraction(q - 1, q * q)
     over_depth = 2 * Fraction(depth - 1, depth) / (q * q)
@@ -250,7 +252,10 @@ def _square(q: int, depth: int, shape: Shape) -> LayerCost:
 
 
 def _cube(d: int, shape: Shape) -> LayerCost:
-    """Activations and weight are gathered in forward and in backward, where both gradients are reduce-scattered."""
+    """Return the cost in mode 3d.
+
+    Forward and backward gather activations and weight; backward reduce-scatters both gradients.
+    """
     m = shape.tokens
     one = Fraction(d - 1, d**3)
     match shape:

@@ -126,7 +126,7 @@ def _draw_box(view: Tensor, start: Sequence[int], shape: Sequence[int], init: By
 
 
 def _bits(rows: Tensor, columns: Tensor, seed: int, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random bits for every pair of a row and a column, and room for three tensors of that shape."""
+    """Return random bits for every pair of a row and a column, and buffers for three tensors of that shape."""
     drawn, *rest = room[:, : rows.numel() * columns.numel()].view(4, rows.numel(), columns.numel())
     random_bits(rows, columns, seed, (drawn, rest[0]))
     return drawn, rest[0], rest[1], rest[2]

@@ -7,7 +7,7 @@ from torch import Tensor
 def random_bits(
     rows: Tensor, columns: Tensor, key: int | Tensor, room: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 ) -> Tensor:
-    """32 random bits for every pair of a row and a column.
+    """Return 32 random bits for every pair of a row and a column.
 
     A row's number is mixed with the key into 64 bits, which are two words of the row's own. An element's column meets
     the first word before the first of two rounds, and the second one between them. So the sequences of two keys, or of
@@ -36,5 +36,5 @@ def random_bits(
 
 
 def _folded(x: Tensor) -> Tensor:
-    """64 bits whose high half is folded into the low one."""
+    """Return 64-bit numbers whose high half is folded into the low half."""
     return x ^ (x >> 32).bitwise_and_(0xFFFFFFFF)

@@ -24,8 +24,8 @@ class TensorCache(Generic[P, T]):
     """A function that returns tensors, with a cache of its latest results.
 
     Args:
-        make: The function. Its arguments are hashable.
-        maxsize: How many results are kept.
+        make: Function of hashable arguments that makes the tensors.
+        maxsize: Maximum number of cached results.
     """
 
     def __init__(self, make: Callable[P, T], maxsize: int) -> None:
@@ -51,7 +51,7 @@ def tensor_cache(maxsize: int) -> Callable[[Callable[P, T]], TensorCache[P, T]]:
     """Return a decorator that keeps the tensors of a function; see `TensorCache`.
 
     Args:
-        maxsize: How many results are kept.
+        maxsize: Maximum number of cached results.
     """
     return lambda make: TensorCache(make, maxsize)
 

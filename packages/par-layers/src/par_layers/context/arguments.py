@@ -16,7 +16,7 @@ TARGETS = frozenset({"targets", "labels", "shift_labels"})
 
 
 def token_dims(batch: Any, names: Any, dims: Mapping[Any, int | None], shift: Sequence[Any]) -> dict[Any, int]:
-    """The dim of tokens of each tensor of a batch that has one."""
+    """Return the token dim of each tensor of a batch that has one."""
     for name in (*dims, *shift):
         if name not in names:
             raise ValueError(f"there is no {name!r} in the batch; it has {list(names)}")
@@ -40,7 +40,7 @@ def token_dims(batch: Any, names: Any, dims: Mapping[Any, int | None], shift: Se
 
 
 def row_size(batch: Any, along: dict[Any, int]) -> tuple[int, int]:
-    """The number of tokens of a row, and of rows."""
+    """Return the number of tokens of a row, and the number of rows."""
     lengths = {name: batch[name].shape[dim] for name, dim in along.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"tensors of the batch have different lengths: {lengths}; name the dim of tokens in dims=")
@@ -49,7 +49,7 @@ def row_size(batch: Any, along: dict[Any, int]) -> tuple[int, int]:
 
 
 def next_tokens(whole: Tensor, following: Tensor, dim: int) -> Tensor:
-    """The next token of the same document for each local token, -100 where there is none.
+    """Return the next token of the same document for each local token; -100 for the last token.
 
     Args:
         whole: Whole rows [B, ..., length, ...].

@@ -150,7 +150,7 @@ def _cut(  # noqa: PLR0917
 
 
 def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multiple: int) -> Tokens:
-    """The cut of one kind, with so many chunks a rank."""
+    """Return the split of one kind, with `each` chunks per rank."""
     length = whole.length
     step = ranks * each * multiple
     padded = -(-length // step) * step
@@ -167,7 +167,7 @@ def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multi
 
 
 def _fastest(options: list[Tokens], work: Ints, intervals: list[tuple[Ints, Ints]]) -> Tokens:
-    """The cut whose slowest rank is predicted to take the least time; of equals the first."""
+    """Return the split whose slowest rank has the lowest predicted time; the first one of equals."""
     best, least = options[0], float("inf")
     length = len(work)
     before = np.concatenate([[0], np.cumsum(work)])
@@ -196,7 +196,7 @@ def _padded(ends: Ints, tokens: Tokens) -> Ints:
 
 
 def _split(tokens: Tokens, rank: int, parts: int) -> list[tuple[tuple[int, int], ...]]:
-    """A rank's tokens in so many neighbouring parts of the same size."""
+    """Split a rank's tokens into `parts` neighbouring parts of equal size."""
     size = tokens.local // parts
     index = tokens.index(rank).reshape(parts, size)
     result = []

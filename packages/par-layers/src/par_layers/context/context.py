@@ -45,12 +45,12 @@ class Context:
     Args:
         groups: The live groups; None for one device.
         axis: The axis of the topology whose ranks hold parts of the sequence.
-        mode: How attention reaches the keys of other ranks. "gather": one exchange brings the keys that a rank's
-            queries see. "ring": keys travel from rank to rank. "ulysses": ranks exchange tokens for heads. "2d":
-            ulysses among neighbours, and ring or gather (as the topology specifies) between groups of neighbours.
+        mode: Mode in which attention reaches the keys of other ranks. "gather": one exchange brings the keys that a
+            rank's queries see. "ring": keys travel from rank to rank. "ulysses": ranks exchange tokens for heads. "2d":
+            ulysses between neighbours, and ring or gather (as the topology specifies) between groups of neighbours.
             Default: the mode of the topology.
-        cut: How tokens are assigned to ranks: "contiguous", "zigzag", "balanced", or "auto" for the fastest of the
-            three. Default: the topology's option.
+        cut: Assignment of tokens to ranks: "contiguous", "zigzag", "balanced", or "auto" for the fastest of the three.
+            Default: the topology's option.
         kernel: "auto", or "math" for attention by plain matmuls.
         block: Maximum number of queries of a piece with a mask, and minimum number of tokens of a chunk.
         multiple: Divisor of the number of tokens of a rank, for layers that split them further. A layer set passes the
@@ -254,7 +254,7 @@ class Context:
         """Return the position of each of this rank's tokens in its document, int64 [B or 1, s], for rotary embeddings.
 
         Args:
-            tokens: How the batch is cut.
+            tokens: Split of the batch.
         """
         return self._tensor("positions", tokens, self.device)
 
@@ -277,7 +277,7 @@ class Context:
             q: Queries [B, s, H, D], after the position embedding.
             k: Keys [B, s, Hk, D]; H is a multiple of Hk.
             v: Values [B, s, Hk, D].
-            tokens: How the batch is split; default: sequences of one document, split as `static` returns it.
+            tokens: Split of the batch; default: sequences of one document, split as `static` returns it.
             mask: Tokens of its document that a token sees.
             scale: Factor of the scores of queries and keys; default: 1 / sqrt(D).
             sinks: Logarithm of one more term in each head's sum of exponentials, [H].
@@ -300,7 +300,7 @@ class Context:
 
         Args:
             x: This rank's tokens.
-            tokens: How the batch is split.
+            tokens: Split of the batch.
             dim: Dim of the tokens.
 
         Returns:

@@ -35,7 +35,7 @@ class AttentionShape:
         rows: Number of sequences of the batch.
         heads: Number of query heads. Modes that split heads need it if several ranks use one key head.
         key_heads: Number of key heads.
-        cut: How the sequence is split.
+        cut: Split of the sequence.
         multiple: Divisor of the length of each chunk, such as the number of sequence-parallel ranks of mode 1d.
         masks: Masks of all layers, which determine the split; None uses only `mask`.
 
@@ -125,7 +125,7 @@ def attention_pairs(mask: Mask, tokens: Tokens, rank: int) -> int:
 
     Args:
         mask: Tokens that a token sees.
-        tokens: How sequences are split. Sequences with the same documents are one entry, and count once.
+        tokens: Split of the sequences. Sequences with the same documents are one entry, and count once.
         rank: Index of the rank.
     """
     first, last = mask.intervals(tokens)

@@ -32,15 +32,15 @@ class KeyTransfers:
     stop: Ints
 
     def received(self) -> Ints:
-        """Number of keys that each rank fetches, int64 [ranks], summed over the rows of documents."""
+        """Return the number of keys that each rank fetches, int64 [ranks], summed over the rows of documents."""
         return _sums(self.asker, self.stop - self.start, self.tokens.ranks)
 
     def sent(self) -> Ints:
-        """Number of keys that each rank sends to others, int64 [ranks], summed over the rows of documents."""
+        """Return the number of keys that each rank sends, int64 [ranks], summed over the rows of documents."""
         return _sums(self.owner, self.stop - self.start, self.tokens.ranks)
 
     def ordered(self, several: bool) -> NDArray[np.bool_]:
-        """Whether what each rank fetches comes rank by rank in the order of rows and tokens, bool [ranks].
+        """Return whether each rank's fetched keys arrive rank by rank in the order of rows and tokens, bool [ranks].
 
         Args:
             several: Whether there are several rows of the same documents.
@@ -53,7 +53,7 @@ class KeyTransfers:
         return result
 
     def needs(self) -> NDArray[np.bool_]:
-        """Whether each rank sees any key of each other one in any row, bool [askers, owners]."""
+        """Return whether each rank sees any key of each other rank in any row, bool [askers, owners]."""
         result = np.zeros((self.tokens.ranks, self.tokens.ranks), bool)
         result[self.asker, self.owner] = True
         return result
@@ -166,16 +166,16 @@ class Fetch:
         return (counts * self._copies(batch)).tolist()  # type: ignore[no-any-return]
 
     def send_splits(self, batch: int) -> list[int]:
-        """Number of rows that this rank sends to each rank for a batch of so many rows."""
+        """Return the number of rows that this rank sends to each rank, for a batch of `batch` rows."""
         table = self.transfers
         mine = table.owner == self.rank
         counts = _sums(table.asker[mine], (table.stop - table.start)[mine], table.tokens.ranks)
         return (counts * self._copies(batch)).tolist()  # type: ignore[no-any-return]
 
     def send_index(self, batch: int) -> Ints:
-        """Which local rows this rank sends, int64 [sum of `send_splits`], counted over [batch, s].
+        """Return the local rows that this rank sends, int64 [sum of `send_splits`], counted over [batch, s].
 
-        Those for one rank are all different, so that their gradients can be added at once.
+        The rows for one rank are all different, so their gradients can be added in one operation.
         """
         tokens, table = self.transfers.tokens, self.transfers
         place = np.full(tokens.padded, -1, np.int64)
@@ -189,9 +189,9 @@ class Fetch:
         return np.concatenate(parts)
 
     def order(self, batch: int) -> Ints | None:
-        """For each row of the buffers, which row of the received message it is, int64 [sum of `buffered`].
+        """Return the row of the received message for each row of the buffers, int64 [sum of `buffered`].
 
-        The batch rows' buffers lie one after the other, each by token. None where the message is in this order.
+        The buffers of the batch's rows are concatenated, each sorted by token. None if the message has this order.
         """
         table = self.transfers
         owners, rows, places = [], [], []
@@ -213,7 +213,7 @@ class Fetch:
         return len(self.transfers.tokens.documents)
 
     def _copies(self, batch: int) -> int:
-        """How many rows of the batch each row of documents stands for."""
+        """Return the number of rows of the batch that share one row of documents."""
         if self._rows not in {1, batch}:
             raise ValueError(f"tokens have documents for {self._rows} rows, but the batch has {batch}")
         return batch if self._rows == 1 else 1
@@ -224,12 +224,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Hops:
-    """How far the keys of each rank travel along the ring, from each rank to the next.
+    """Distance that the keys of each rank travel along the ring, from each rank to the next.
 
     Args:
-        near: For each owner the smallest number of hops after which a rank needs its keys; 0 where none does.
-        far: For each owner the largest one; 0 where none does.
-        needed: For each rank the owners whose keys its queries see, itself left out.
+        near: Smallest number of hops after which some rank needs an owner's keys, by owner; 0 if no rank needs them.
+        far: Largest number of such hops, by owner; 0 if no rank needs the keys.
+        needed: Owners whose keys a rank's queries see, by rank, without the rank itself.
     """
 
     near: tuple[int, ...]
@@ -242,12 +242,12 @@ class Hops:
         return max(self.far)
 
     def travels(self, owner: int, hop: int) -> bool:
-        """Whether an owner's keys make that hop; hop 1 brings them to the owner's next rank."""
+        """Return whether an owner's keys make a hop; hop 1 brings them to the owner's next rank."""
         return hop <= self.far[owner]
 
 
 def hops(table: KeyTransfers) -> Hops:
-    """The hops of a ring that are used: keys travel until the last rank that sees any of them, in any row."""
+    """Return the used hops of a ring: keys travel to the last rank that sees any of them, in any row."""
     needs, ranks = table.needs(), table.tokens.ranks
     distances = [[hop for hop in range(1, ranks) if needs[(owner + hop) % ranks, owner]] for owner in range(ranks)]
     return Hops(
@@ -258,7 +258,7 @@ def hops(table: KeyTransfers) -> Hops:
 
 
 def _expanded(starts: Ints, stops: Ints) -> Ints:
-    """The tokens of ranges, one after the other."""
+    """Return the tokens of ranges, concatenated."""
     lengths = stops - starts
     before = np.cumsum(lengths) - lengths
     result: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

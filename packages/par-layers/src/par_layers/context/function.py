@@ -31,9 +31,9 @@ def context_attention(
         v: Values [B, s, Hk, D].
         groups: The live groups.
         axis: The axis whose ranks hold parts of the sequence.
-        mode: How attention reaches other ranks' keys; default: the mode of the topology.
+        mode: Mode in which attention reaches other ranks' keys; default: the mode of the topology.
         mask: Tokens of its document that a token sees.
-        tokens: How the batch is split; default: sequences of one document, by the static split.
+        tokens: Split of the batch; default: sequences of one document, by the static split.
         scale: Factor of the scores of queries and keys; default: 1 / sqrt(D).
         sinks: Logarithm of one more term in each head's sum of exponentials, [H].
 

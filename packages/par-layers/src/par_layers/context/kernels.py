@@ -52,8 +52,9 @@ class Visible(NamedTuple):
     Args:
         kind: Kind of the piece.
         bias: Additive mask [Q, K] of q's dtype, for kinds in the kernel's `biased`; else None.
-        left: For a window, number of keys that a query sees before its last visible key.
-        documents: Documents of the piece, if it joins several. Each document has a mask of the piece's kind.
+        left: Number of keys that a query sees before its last visible key, for a window.
+        documents: Visible pairs of each document of a piece that joins several. Each document has a mask of the piece's
+            kind.
     """
 
     kind: Kind
@@ -389,7 +390,7 @@ class Math:
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, *, visible: Visible, scale: float) -> Tensor:
-    """Scaled products of a block of queries and one of keys, [B, Hk, H / Hk, q, k], -inf where the mask hides."""
+    """Return scaled scores of a block of queries and a block of keys, [B, Hk, H / Hk, q, k]; -inf for hidden pairs."""
     wide = wide_dtype(q.dtype)
     queries, keys = q[:, rows].to(wide).unflatten(2, (k.shape[2], -1)), k[:, columns].to(wide)
     scores = products("bqhgd,bkhd->bhgqk", queries, keys) * scale

@@ -106,7 +106,7 @@ class Mask:
         """Return the interval that each token sees: first[row, t] to last[row, t] (exclusive) of the same sequence.
 
         Args:
-            tokens: How the batch is split, and its documents.
+            tokens: Split of the batch, with its documents.
 
         Returns:
             first and last, int64 [rows, padded] each; rows is 1 if all sequences of the batch have the same documents.

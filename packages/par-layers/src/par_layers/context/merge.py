@@ -63,13 +63,13 @@ class RunningSoftmax:
             lse[:, :, start:stop] = 0  # not -inf: in backward e^(-inf - lse) must be zero
 
     def add(self, start: int, spans: Spans, out: Tensor, lse: Tensor) -> None:
-        """Adds a piece.
+        """Add the output of a piece.
 
         Args:
-            start: The piece's first query.
-            spans: Its ranges of queries, as `spans_in_order` gives them.
-            out: The piece's output, [B, Q, H, D].
-            lse: The piece's log-sum-exp, [B, H, Q].
+            start: First query of the piece.
+            spans: Ranges of the piece's queries, as `spans_in_order` returns them.
+            out: Output of the piece, [B, Q, H, D].
+            lse: Log-sum-exp of the piece, [B, H, Q].
         """
         for begin, end, is_first in spans:
             a, b = begin - start, end - start
@@ -84,7 +84,7 @@ class RunningSoftmax:
 
 
 def empty_sum(q: Tensor, value_head: int) -> tuple[Tensor, Tensor]:
-    """Room for the sum of attention of queries [B, s, H, D]: the output, and the log-sum-exp."""
+    """Allocate the sum of attention of queries [B, s, H, D]: the output, and the log-sum-exp."""
     wide = wide_dtype(q.dtype)
     out = torch.empty((*q.shape[:3], value_head), dtype=wide, device=q.device)
     return out, torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide, device=q.device)
@@ -104,7 +104,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks, [H], from the final output, its gradient, and the final log-sum-exp."""
+    """Return the gradient of the sinks, [H], from the final output, its gradient, and the final log-sum-exp."""
     along = products("bshd,bshd->bhs", gradient.to(lse.dtype), out.to(lse.dtype))
     weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -(weights * along).sum((0, 2)).to(sinks.dtype)

@@ -33,14 +33,14 @@ class AttentionPiece(NamedTuple):
 
     Args:
         q0: First row of the local queries.
-        q1: One more than the last row of the local queries.
+        q1: Last row of the local queries, plus one.
         k0: First row of the buffer of keys.
-        k1: One more than the last row of the buffer of keys.
+        k1: Last row of the buffer of keys, plus one.
         kind: "full": each query sees each key. "causal": query i sees keys j with j - i <= keys - queries (aligned at
             the bottom right; a square, unless the kernel joins them). "anti": query i sees keys j >= i (a square,
             unless the kernel joins windows). "band": query i sees what `seen` says. "window" (for kernels that join
             it): as "causal", but the last `left` + 1 of these keys alone.
-        left: For a window, how many keys a query sees before its last one.
+        left: Number of keys that a query sees before its last visible key, for a window.
         lengths: Numbers of queries and keys of consecutive documents that the piece joins, each with a mask of this
             kind; empty for a piece of one document. Only for kernels that join documents.
     """

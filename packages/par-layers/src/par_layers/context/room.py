@@ -22,11 +22,11 @@ class MessageBuffer:
 
     @contextmanager
     def of(self, elements: int, like: Tensor) -> Iterator[Tensor]:
-        """Lends a flat tensor of another one's dtype and device, for the time of a block. Its numbers are anything.
+        """Lend a flat tensor of another tensor's dtype and device, inside the context. Its values are arbitrary.
 
         Args:
-            elements: Its number of elements.
-            like: The other tensor.
+            elements: Number of elements.
+            like: Tensor with the dtype and the device.
         """
         if like.device.type != "cpu" or not may_overwrite():
             yield like.new_empty(elements)

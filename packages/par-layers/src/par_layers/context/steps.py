@@ -338,7 +338,7 @@ Rows = slice
 
 
 def by_rows(works: Sequence[AttentionPieces], batch: int) -> list[tuple[Rows, AttentionPieces]]:
-    """Pair rows of a batch with their pieces: one pair for all rows if they have the same documents.
+    """Return pairs of rows of a batch and their pieces: one pair for all rows if they have the same documents.
 
     Args:
         works: Pieces of each row, or of all rows if there is only one entry.

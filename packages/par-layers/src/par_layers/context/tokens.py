@@ -81,7 +81,7 @@ class Tokens:
         return self
 
     def rows(self, start: int, stop: int) -> "Tokens":
-        """The tokens of the batch's rows from `start` to `stop`, such as a microbatch's."""
+        """Return the tokens of the batch's rows from `start` to `stop`, such as those of a microbatch."""
         if len(self.documents) == 1:
             return self
         if not 0 <= start < stop <= len(self.documents):
@@ -89,19 +89,22 @@ class Tokens:
         return Tokens(self.length, self.padded, shared(self.documents[start:stop]), self.runs)
 
     def index(self, rank: int) -> Ints:
-        """The place in the whole row of each token that a rank holds, int64 [s]; padding is from `length` on."""
+        """Return the position in the full row of each token that a rank holds, int64 [s].
+
+        Padding starts at `length`.
+        """
         return np.concatenate([np.arange(start, stop) for start, stop in self.runs[rank]])
 
     def home(self) -> Ints:
-        """Where each token of the whole row lies when all ranks' tokens stand one after the other, int64 [length]."""
+        """Return the index of each token of the full row in the concatenation of all ranks' tokens, int64 [length]."""
         places = np.empty(self.padded, np.int64)
         places[np.concatenate([self.index(rank) for rank in range(self.ranks)])] = np.arange(self.padded)
         return places[: self.length]
 
     def bounds(self) -> tuple[Ints, Ints]:
-        """Where the document of each token begins and ends, twice int64 [rows, padded].
+        """Return the begin and the end of each token's document, each int64 [rows, padded].
 
-        There is 1 row where all rows of the batch have the same documents. Padding is in empty documents.
+        There is 1 row if all rows of the batch have the same documents. Padding is in empty documents.
         """
         padding = np.arange(self.length, self.padded)
         starts, stops = [], []
@@ -113,12 +116,12 @@ class Tokens:
         return np.stack(starts), np.stack(stops)
 
     def positions(self, rank: int) -> Ints:
-        """The place inside its document of each token that a rank holds, int64 [rows, s]; 0 for padding."""
+        """Return the position inside its document of each token that a rank holds, int64 [rows, s]; 0 for padding."""
         index = self.index(rank)
         return index - self.bounds()[0][:, index]
 
     def following(self, rank: int) -> Ints:
-        """The place in the whole row of the next token of the same document, int64 [rows, s].
+        """Return the position in the full row of the next token of the same document, int64 [rows, s]; -1 without one.
 
         It is -1 at the end of a document, and for padding: there is no next token to learn.
         """
@@ -126,7 +129,7 @@ class Tokens:
         return np.where(index + 1 < self.bounds()[1][:, index], index + 1, -1)
 
     def merged(self, ranks: int) -> "Tokens":
-        """The cut over groups of `ranks` neighbours, each seen as one rank that holds what they hold together.
+        """Return the split over groups of `ranks` neighbours, each as one rank that holds the tokens of the group.
 
         This is how attention sees the sequence between an exchange of tokens for heads inside the groups.
 
@@ -146,7 +149,7 @@ class Tokens:
 
 
 def joined(runs: Sequence[tuple[int, int]]) -> Runs:
-    """Ascending ranges, those that touch made into one."""
+    """Merge ascending ranges that touch."""
     result: list[tuple[int, int]] = []
     for start, stop in runs:
         if result and result[-1][1] == start:
@@ -157,7 +160,7 @@ def joined(runs: Sequence[tuple[int, int]]) -> Runs:
 
 
 def as_documents(documents: Documents | None, length: int) -> tuple[tuple[int, ...], ...]:
-    """Documents as `Tokens` holds them: tuples of int, a single one where all rows have the same.
+    """Return documents in the form of `Tokens`: tuples of int, one tuple if all rows have the same documents.
 
     Raises:
         ValueError: A length is no positive integer, or documents do not fill a row.
@@ -194,10 +197,10 @@ def check_documents(row: tuple[int, ...], length: int) -> None:
 
 
 def shared(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """One tuple for all rows where all rows have the same documents."""
+    """Return one tuple for all rows if all rows have the same documents."""
     return rows[:1] if all(row == rows[0] for row in rows[1:]) else rows
 
 
 def shortened(values: Sequence[int]) -> str:
-    """A list of numbers for an error text, cut after the first eight."""
+    """Return a list of numbers as text for an error, with at most eight numbers."""
     return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

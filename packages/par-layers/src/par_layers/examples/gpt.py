@@ -10,15 +10,15 @@ from par_layers import LayerSet, Tokens, normal
 
 
 class GPT(nn.Module):
-    """Predicts the next token. Source: Radford et al. 2019 (GPT-2).
+    """Language model that predicts the next token. Source: Radford et al. 2019 (GPT-2).
 
     Args:
-        layers: The layers of a tensor mode.
+        layers: Layer set of a tensor mode.
         vocabulary: Number of tokens; they are 0 .. vocabulary - 1.
         width: Features of the residual stream.
         heads: Number of attention heads.
         depth: Number of blocks.
-        length: Tokens of the longest sequence.
+        length: Maximum number of tokens of a sequence.
         tied: Whether the classifier uses the embedding's table.
         key_heads: Number of key and value heads; default: `heads`.
         dropout: Probability that an element is dropped.

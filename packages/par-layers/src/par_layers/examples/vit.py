@@ -41,7 +41,7 @@ class ViT(nn.Module):
         self.head = layers.Classifier(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Whole images [B, C, H, W] to logits of the batch as the mode cuts it."""
+        """Return the logits of the batch, split as the mode splits it, for full images [B, C, H, W]."""
         hidden = self.positions(self.patches(images))
         for block in self.blocks:
             hidden = block(hidden)
@@ -49,5 +49,5 @@ class ViT(nn.Module):
         return logits
 
     def loss(self, images: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The mean over all images, on every rank."""
+        """Return the mean loss over all images, on every rank."""
         return self.layers.cross_entropy(self(images), target, classes=self.classes, label_smoothing=label_smoothing)

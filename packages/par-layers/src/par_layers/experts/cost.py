@@ -56,16 +56,17 @@ class MoEShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSplit:
-    """How experts lie on ranks.
+    """Distribution of experts over ranks.
 
     Args:
-        parallel: Number of ranks that experts are dealt out over, p.
-        tensor: Number of ranks that each of them is cut over: 1, or that of the tensor group.
-        joined: Number of tensor ranks over which tokens are cut before the router and joined after the experts, as
-            where experts are not cut and activations between layers are whole.
+        parallel: Number of ranks that partition the experts, p.
+        tensor: Number of ranks that shard each expert: 1, or the size of the tensor group.
+        joined: Number of tensor ranks that split tokens before the router and gather them after the experts. This
+            applies if experts are not sharded and activations between layers are full.
 
     Raises:
-        ValueError: Experts that are cut see all tokens of their tensor group.
+        ValueError: `joined` and `tensor` are both larger than 1: sharded experts receive all tokens of their tensor
+            group.
     """
 
     parallel: int = 1
@@ -82,19 +83,19 @@ class ExpertSplit:
 
 @dataclass(frozen=True)
 class MoECost:
-    """What one layer costs one rank in a forward and a backward pass.
+    """Cost of one layer for one rank, in a forward and a backward pass.
 
     Args:
-        send: Bytes that it sends to other ranks, in exchanges among experts.
-        receive: Bytes that it receives of them in those.
-        dispatch: Those of one exchange of rows with their gates.
-        combine: Those of one exchange of outputs.
-        tensor: Bytes that it receives over its tensor group.
-        flops: Floating-point operations of router and experts.
-        saved: Bytes that experts keep for backward.
-        imbalance: Rows of the rank with the most of them, relative to the mean.
-        collectives: Number of exchanges among experts.
-        host_syncs: How often the host waits for the device.
+        send: Bytes sent to other ranks in exchanges between experts.
+        receive: Bytes received in these exchanges.
+        dispatch: Bytes received in one exchange of routed tokens with their gates.
+        combine: Bytes received in one exchange of outputs.
+        tensor: Bytes received over the tensor group.
+        flops: Floating-point operations of the router and the experts.
+        saved: Bytes that experts save for backward.
+        imbalance: Routed tokens of the rank with the most tokens, relative to the mean.
+        collectives: Number of exchanges between experts.
+        host_syncs: Number of times that the host waits for the device.
     """
 
     send: Fraction
@@ -117,18 +118,18 @@ def moe_cost(
     imbalance: float = 1.0,
     rank: int | None = None,
 ) -> MoECost:
-    """Counts what a layer of experts costs.
+    """Compute the cost of a layer of experts.
 
     Args:
-        shape: The layer.
-        split: How its experts lie on ranks.
-        routing: "uniform", or rows of each rank for each expert, p lists of E. With a capacity all experts
-            have the same number of rows, and it says nothing.
-        imbalance: Where the routing is uniform, how many times the mean the counted rank has.
-        rank: Which rank's numbers, 0 .. p - 1; default: those of the rank that has the most rows.
+        shape: Sizes of the layer.
+        split: Distribution of the experts over ranks.
+        routing: "uniform", or the number of routed tokens of each rank for each expert, p lists of E numbers. With a
+            capacity all experts have the same number of tokens, and `routing` has no effect.
+        imbalance: Routed tokens of the counted rank relative to the mean, for uniform routing. Default: 1.0.
+        rank: Counted rank, 0 .. p - 1. Default: the rank with the most routed tokens.
 
     Raises:
-        ValueError: Sizes do not divide, or the routing is that of other ranks or experts.
+        ValueError: Sizes do not divide, or the routing is for a different number of ranks or experts.
     """
     p, experts = split.parallel, shape.num_experts
     if experts % p or shape.intermediate_size % split.tensor:
@@ -162,7 +163,7 @@ def moe_cost(
 
 
 def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
-    """Number of rows to each of p ranks from each, p lists; a single one where all ranks send alike."""
+    """Return the number of rows to each of p ranks from each rank, p lists; one list if all ranks send the same."""
     if shape.slots is not None:
         return [[Fraction(shape.num_experts // p * shape.slots)] * p]
     if isinstance(routing, str):
@@ -181,7 +182,7 @@ def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbala
 
 
 def _over_tensor(shape: MoEShape, split: ExpertSplit) -> Fraction:
-    """Bytes that a rank receives over its tensor group, forward and backward."""
+    """Return the bytes that a rank receives over its tensor group, forward and backward."""
     tokens = shape.tokens * shape.hidden_size * shape.element_size
     if split.joined > 1:  # an all-gather of outputs, and in backward one of gradients
         return Fraction(2 * (split.joined - 1) * tokens)

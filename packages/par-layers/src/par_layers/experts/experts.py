@@ -169,7 +169,7 @@ class Experts(ParallelLayer):
         return y
 
     def extra_repr(self) -> str:
-        """Number of experts, in total and on this rank, and features."""
+        """Return the number of experts, in total and on this rank, and the features."""
         here = "" if self.num_local_experts == self.num_experts else f", {self.num_local_experts} on this rank"
         return f"{self.num_experts} experts{here}, {self.hidden_size}, {self.intermediate_size}"
 

@@ -150,12 +150,12 @@ def _begun(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _packed(rows: Tensor, gates: Tensor) -> Tensor:
-    """Rows [n, h] with their gates [n] beside them, [n, h + padding]."""
+    """Pack rows [n, h] and their gates [n] into one tensor, [n, h + padding]."""
     bits = gates.contiguous().view(rows.dtype).view(len(gates), gates.itemsize // rows.itemsize)
     return torch.cat([rows, bits, rows.new_zeros(rows.shape[0], PADDING // rows.itemsize - bits.shape[1])], 1)
 
 
 def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The inverse."""
+    """Unpack the rows and the gates of `_packed`."""
     wide = dtype.itemsize // packed.itemsize
     return packed[:, :width].contiguous(), packed[:, width : width + wide].contiguous().view(dtype).flatten()

@@ -103,12 +103,12 @@ def is_aligned(weight: Tensor) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, segments: ExpertSegments, bias: Tensor | None = None) -> Tensor:
-    """Each row times its expert's matrix, without autograd.
+    """Multiply each row by its expert's matrix, without autograd.
 
     Args:
         x: Rows [R, k], expert by expert.
         weight: A matrix for each expert, [E, n, k].
-        segments: Which rows are whose.
+        segments: Rows of each expert.
         bias: A vector for each expert, [E, n], or None.
 
     Returns:
@@ -124,7 +124,7 @@ def product(x: Tensor, weight: Tensor, segments: ExpertSegments, bias: Tensor | 
 
 
 def batched(x: Tensor, weight: Tensor) -> Tensor:
-    """As `product`, where every expert has as many rows; autograd and torch.compile go through it."""
+    """Compute `product` for experts with equally many rows; autograd and torch.compile support it."""
     experts = weight.shape[0]
     return torch.bmm(x.view(experts, x.shape[0] // experts, x.shape[1]), weight.transpose(1, 2)).flatten(0, 1)
 
@@ -140,7 +140,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def weight_product(gradient: Tensor, x: Tensor, segments: ExpertSegments) -> Tensor:
-    """The gradients of all matrices, [E, n, k], of rows [R, n] and [R, k]; zeros for an expert without rows."""
+    """Return the gradients of all matrices, [E, n, k], of rows [R, n] and [R, k]; zeros for an expert without rows."""
     if segments.are_grouped:
         return functional.grouped_mm(gradient.t(), x, offs=segments.offsets)
     total = x.new_empty(segments.experts, gradient.shape[1], x.shape[1])
@@ -150,13 +150,13 @@ def weight_product(gradient: Tensor, x: Tensor, segments: ExpertSegments) -> Ten
 
 
 def of_each_row(vectors: Tensor, segments: ExpertSegments) -> Tensor:
-    """For each row its expert's vector, [R, n] of [E, n]."""
+    """Return each row's vector of its expert, [R, n] of [E, n]."""
     expert = torch.searchsorted(segments.offsets, _places(segments, vectors.device), right=True)
     return vectors.index_select(0, expert)
 
 
 def sums_of_rows(x: Tensor, segments: ExpertSegments) -> Tensor:
-    """For each expert the sum of its rows, [E, n] of [R, n]; zeros for one without."""
+    """Return the sum of each expert's rows, [E, n] of [R, n]; zeros for an expert without rows."""
     return torch.stack([part.sum(0) for part in x.split(segments.sizes)])
 
 
@@ -192,11 +192,11 @@ def _multiplied(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int]) ->
 
 
 def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-    """The gradient of `grouped_linear`'s weight.
+    """Return the gradient of `grouped_linear`'s weight.
 
     Args:
-        gradient: The gradient of its result, [R, n].
-        rows: Its rows, [R, k].
+        gradient: Gradient of the result, [R, n].
+        rows: Input rows, [R, k].
         counts: Number of rows of each expert, int64 [E]; or a list.
 
     Returns:

@@ -35,12 +35,12 @@ class SavedRouting:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, so that a forward that is called now is a recomputation."""
+    """Return whether a backward pass is running; a forward that is called now is then a recomputation."""
     return not torch.compiler.is_compiling() and current_graph_task() != -1
 
 
 def may_run_again() -> bool:
-    """Whether a forward may be inside a checkpoint now: saved-tensor hooks are set, or gradients are off."""
+    """Return whether a forward may be inside a checkpoint: saved-tensor hooks are set, or gradients are off."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return not torch.is_grad_enabled() or hooks_of_saved_tensors(True) is not None
@@ -66,7 +66,7 @@ class RoutingReplay:
         return type(self), ()
 
     def __len__(self) -> int:
-        """Number of saved routings."""
+        """Return the number of saved routings."""
         return len(self._of_graphs) + len(self._held)
 
     def keep(self, key: int, choice: SavedRouting, graph: Tensor) -> None:

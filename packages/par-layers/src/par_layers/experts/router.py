@@ -179,7 +179,7 @@ class Router(ParallelLayer):
             self.load.dropped = rows.detach() if self.load.dropped is None else self.load.dropped + rows.detach()
 
     def extra_repr(self) -> str:
-        """Sizes and options."""
+        """Return the sizes and options."""
         return f"{self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, config={self.config}"
 
     def _total(self, scores: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ _TINY = 1e-20
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Whether a tensor has data. Fake tensors and meta tensors, which measure models, have none."""
+    """Return whether a tensor has data. Fake tensors and meta tensors, which measure models, have none."""
     return type(x) is Tensor and not x.is_meta
 
 

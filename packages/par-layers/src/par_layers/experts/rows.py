@@ -41,17 +41,17 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def by_expert(counts: Tensor, total: int) -> Tensor | None:
-    """The order that brings rows from the order in which they arrive to that of experts.
+    """Return the order that sorts arrived rows by expert.
 
-    Rows arrive source by source, and expert by expert from each. Computation wants them expert by expert, and source by
-    source for each.
+    Rows arrive sorted by source, and by expert within each source. The computation needs them sorted by expert, and by
+    source within each expert.
 
     Args:
         counts: Number of rows from each source for each local expert, int64 [sources, experts].
-        total: Their sum.
+        total: Sum of the counts.
 
     Returns:
-        Which arrived row comes at each place, int64 [total]; None where the two orders are the same.
+        Index of the arrived row at each position, int64 [total]; None if the two orders are equal.
     """
     sources, experts = counts.shape
     if sources == 1 or experts == 1:
@@ -63,7 +63,7 @@ def by_expert(counts: Tensor, total: int) -> Tensor | None:
 
 
 def slots(capacity: float, tokens: int, top_k: int, experts: int) -> int:
-    """Number of rows that an expert takes of each rank.
+    """Return the number of rows that an expert accepts from each rank.
 
     Args:
         capacity: The multiple of the mean number of rows.
@@ -75,17 +75,18 @@ def slots(capacity: float, tokens: int, top_k: int, experts: int) -> int:
 
 
 def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives rows their slots; an expert with too many of them takes those with the highest priorities.
+    """Assign slots to rows; an expert with too many rows takes those with the highest priorities.
 
     Args:
-        ids: The experts of each token, int64 [M, k], all in 0 .. experts - 1.
-        priorities: By what they compete, [M, k].
+        ids: Experts of each token, int64 [M, k], all in 0 .. experts - 1.
+        priorities: Priority of each row, [M, k].
         experts: Number of experts, E.
         each: Number of slots of each expert, C.
 
     Returns:
-        Which row, counted over [M, k], is in each slot, int64 [E * C], M * k in an empty one; in which slot each row
-        is, int64 [M, k], E * C where it is dropped; and the number of dropped rows, int64 [].
+        - Row in each slot, counted over [M, k], int64 [E * C]; M * k in an empty slot.
+        - Slot of each row, int64 [M, k]; E * C for a dropped row.
+        - Number of dropped rows, int64 [].
     """
     flat = ids.flatten()
     ranked = torch.argsort(priorities.flatten(), descending=True, stable=True)
@@ -101,5 +102,5 @@ def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[
 
 
 def extended(x: Tensor) -> Tensor:
-    """With zeros at the end of dim 0, which empty slots and dropped rows point to."""
+    """Append one zero row to dim 0. Empty slots and dropped rows index it."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

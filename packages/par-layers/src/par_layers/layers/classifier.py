@@ -20,14 +20,14 @@ from .parameter import Init, Rows, make_parameter, uniform
 
 
 class ParallelClassifier(ParallelLayer):
-    """Whole logits of few classes: each rank multiplies its features, and the partial sums are added.
+    """Classifier with full logits of few classes: each rank multiplies its features, and the partial sums are added.
 
     Args:
         hidden: Features of the residual stream.
         classes: Number of logits.
-        bias: Whether there is a bias.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
+        bias: Whether the layer has a bias.
+        rules: Layouts and matmuls of the mode.
+        grid: Coordinates of this rank.
     """
 
     def __init__(self, hidden: int, classes: int, bias: bool, rules: ModeRules, grid: Grid) -> None:
@@ -52,18 +52,18 @@ class ParallelClassifier(ParallelLayer):
 
 
 class ParallelVocabClassifier(ParallelLayer):
-    """Logits over a vocabulary that is cut as a column layer's features are; padded logits are -inf.
+    """Classifier over a vocabulary that is sharded like a column layer's features; padded logits are -inf.
 
     Args:
         hidden: Features of the residual stream.
         vocabulary: Number of classes.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        tied: An embedding whose table it shares, or None.
-        init: How the weight is filled unless it is shared; default: uniform in +-1/sqrt(hidden).
+        rules: Layouts and matmuls of the mode.
+        grid: Coordinates of this rank.
+        tied: Embedding whose table the classifier shares, or None.
+        init: Init rule of a weight that is not shared. Default: uniform in +-1/sqrt(hidden).
 
     Raises:
-        ValueError: The shared table has another shape, or is of another layer set.
+        ValueError: The shared table has a different shape, or belongs to a different layer set.
     """
 
     weight_grad_hook: WeightGradHook | None = None
@@ -103,7 +103,7 @@ class ParallelVocabClassifier(ParallelLayer):
         self._local = local
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
+        """Map [b, ..., hidden] in the residual layout to [b, ..., V] in the inner layout."""
         check_features(x, self._local_hidden, self._rules.residual, "a classifier")
         weight, hook = (self.weight, None) if self._tied else weight_and_hook(self)
         x, weight, _ = in_autocast_dtype(x, weight, None)
@@ -117,5 +117,5 @@ class ParallelVocabClassifier(ParallelLayer):
         return logits.masked_fill(padding, -torch.inf)
 
     def extra_repr(self) -> str:
-        """The vocabulary, and whether the table is shared."""
+        """Return the vocabulary, and whether the table is shared."""
         return f"vocabulary={self.vocabulary}, tied={self._tied}"

@@ -92,12 +92,12 @@ class Mark:
     tokens: Tokens | None = None
 
     def fits(self, other: "Mark") -> bool:
-        """Whether two activations may meet, or an activation a layer."""
+        """Return whether two activations, or an activation and a layer, have the same layout and split."""
         alike = self.tokens is None or other.tokens is None or self.tokens == other.tokens
         return alike and self.layout == other.layout and self.layers is other.layers
 
     def differs(self, other: "Mark") -> str:
-        """How this mark and another one differ, in words."""
+        """Describe in words how this mark and another mark differ."""
         if self.layout != other.layout:
             return f"{self.layout.describe()}, and {other.layout.describe()}"
         if self.layers is not other.layers:
@@ -106,7 +106,7 @@ class Mark:
 
 
 def check(x: Any, takes: Mark | None, who: str) -> Any:
-    """The plain tensor inside an activation that carries a mark; anything else as it is.
+    """Return the plain tensor inside an activation that carries a mark; any other value unchanged.
 
     Args:
         x: An argument of a layer.

@@ -54,7 +54,7 @@ class ParallelDropout(nn.Module):
         return dropped(x, self.p, places.layout, places.grid, numbers)
 
     def extra_repr(self) -> str:
-        """The probability."""
+        """Return the probability."""
         return f"p={self.p}"
 
 
@@ -79,7 +79,7 @@ def dropped(
 def _places(
     x: Tensor, layout: ActivationLayout, grid: Grid, in_row: tuple[Tensor, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """The place of each local element in the whole activation: a row-major number of its row, and its column."""
+    """Return each local element's position in the full activation: the row-major number of its row, and its column."""
     axes: list[Axes] = [()] * x.dim()
     axes[0] = layout.batch
     if x.dim() > 2:
@@ -96,19 +96,19 @@ def _places(
 
 
 def _along(axes: Axes, length: int, device: torch.device, grid: Grid) -> Tensor:
-    """The numbers of this rank's part of a dim in the whole one."""
+    """Return the indices of this rank's part of a dim."""
     first = grid.index(axes) * length
     return torch.arange(first, first + length, device=device)
 
 
 def draw_key() -> Tensor:
-    """64 random bits from torch's generator of the CPU, where to draw waits for no device."""
+    """Draw 64 random bits from torch's generator of the CPU, which does not wait for a device."""
     return torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
 
 
 @contextmanager
 def numbers_of_rank(device: torch.device, grid: Grid) -> Iterator[None]:
-    """A context: inside, torch's generator for a device has other numbers on each rank of the tensor group.
+    """Give torch's generator for a device different numbers on each rank of the tensor group, inside the context.
 
     Its state is a function of the rank and of a key that is drawn from the generator of the CPU. So recomputing a
     checkpointed region draws the same numbers again. Afterwards the generator goes on as if nothing had been drawn.

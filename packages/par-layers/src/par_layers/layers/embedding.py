@@ -42,7 +42,7 @@ class ParallelEmbedding(ParallelLayer):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """From whole ids [B, S] to the residual layout of [B, S, features].
+        """Map full ids [B, S] to [B, S, features] in the residual layout.
 
         Raises:
             ValueError: An id is not in the vocabulary (on an accelerator a device-side assertion), or the batch or the
@@ -53,18 +53,18 @@ class ParallelEmbedding(ParallelLayer):
 
 
 class ParallelVocabEmbedding(ParallelLayer):
-    """A table that is cut over the vocabulary too; a vocabulary that does not divide is padded.
+    """Embedding whose table is sharded over the vocabulary, too. A vocabulary that does not divide is padded.
 
-    Each rank looks up the ids of its own rows, the rest gives zeros, and the partial sums are added where they meet.
+    Each rank looks up the ids of its own rows and returns zeros for all other ids. The partial sums are then added.
 
     Args:
         vocabulary: Number of ids; they are 0 .. vocabulary - 1.
         features: Features of the residual stream.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
-        padding_id: An id whose row starts as zero and gets no gradient from here, or None. A classifier that shares the
-            table trains it, as with torch.nn.Embedding's padding_idx.
-        init: How the table is filled; default: normal(1), as torch.nn.Embedding.
+        rules: Layouts and matmuls of the mode.
+        grid: Coordinates of this rank.
+        padding_id: Id whose row starts at zero and gets no gradient from this layer, or None. A classifier that shares
+            the table trains the row, as with torch.nn.Embedding's padding_idx.
+        init: Init rule of the table. Default: normal(1), like torch.nn.Embedding.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class ParallelVocabEmbedding(ParallelLayer):
         self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """From whole ids [B, S] to the residual layout of [B, S, features].
+        """Map full ids [B, S] to [B, S, features] in the residual layout.
 
         Raises:
-            ValueError: An id is not in the vocabulary, or the batch or the sequence does not divide. On an accelerator,
-                where a look would wait for the device, a wrong id is a device-side assertion instead.
+            ValueError: An id is not in the vocabulary, or the batch or the sequence does not divide. On an accelerator
+                a wrong id is a device-side assertion instead, because a check on the host would wait for the device.
         """
         check_ids(ids, self.vocabulary)
         rules, grid = self._rules, self._grid
@@ -134,7 +134,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
-        """Vocabulary and features."""
+        """Return the vocabulary and the features."""
         return f"{self.vocabulary}, {self.features}"
 
 
@@ -184,14 +184,14 @@ class ParallelPositionEmbedding(ParallelLayer):
 
 
 class ParallelPatchEmbedding(ParallelLayer):
-    """Cuts images into patches, projects them, and puts a learned class token in front.
+    """Embedding of images: it splits images into patches, projects them, and prepends a learned class token.
 
     Args:
-        patch: Side of a patch, in pixels.
-        channels: Channels of the images.
+        patch: Side length of a patch, in pixels.
+        channels: Number of channels of the images.
         features: Features of the residual stream.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
+        rules: Layouts and matmuls of the mode.
+        grid: Coordinates of this rank.
     """
 
     def __init__(self, patch: int, channels: int, features: int, rules: ModeRules, grid: Grid) -> None:
@@ -208,7 +208,7 @@ class ParallelPatchEmbedding(ParallelLayer):
         self.class_token = make_parameter(rows, [], grid, constant(0.0), layout.tokens)
 
     def forward(self, images: Tensor) -> Tensor:
-        """From whole images [B, C, H, W] to the residual layout of [B, 1 + patches, features].
+        """Map full images [B, C, H, W] to [B, 1 + patches, features] in the residual layout.
 
         Raises:
             ValueError: A side of the images is no multiple of the patch, or the tokens do not divide over the ranks.
@@ -238,7 +238,7 @@ def cut_tokens(x: Tensor, layout: ActivationLayout, grid: Grid) -> Tensor:
 
 
 def cut_batch(x: Tensor, axes: Axes, grid: Grid) -> Tensor:
-    """This rank's part of the first dim of what all ranks have whole."""
+    """Return this rank's part of the first dim of a tensor that all ranks hold in full."""
     return x[part(x.shape[0], axes, grid, "the batch")] if grid.size(axes) > 1 else x
 
 
@@ -253,12 +253,12 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def padded(length: int, parts: int) -> int:
-    """The next multiple of `parts`."""
+    """Return the next multiple of `parts`."""
     return math.ceil(length / parts) * parts
 
 
 def _with_zero_row(init: Init, row: int) -> Init:
-    """An init that leaves one row at zero."""
+    """Return an init rule that leaves one row at zero."""
     return _ByPlaceWithZeroRow(init, row) if isinstance(init, ByPlace) else _WithZeroRow(init, row)
 
 
@@ -285,6 +285,9 @@ class _ByPlaceWithZeroRow:
         _WithZeroRow(self.init, self.row)(whole, generator)
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
-        """The row is in some parts, and has no bits that others would miss."""
+        """Fill a part, and zero the row in the parts that contain it.
+
+        The row draws its bits, too, so other rows keep theirs.
+        """
         self.init.fill(part, rows, bits)
         part.masked_fill_(rows == self.row, 0.0)

@@ -68,7 +68,7 @@ class ParallelLinear(ParallelLayer):
         self.bias = make_parameter(rows, [], grid, uniform(bound), out.tokens) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From local activations [..., k] to local activations [..., n]."""
+        """Map local activations [..., k] to local activations [..., n]."""
         check_features(x, self._local_in, self._takes, "a linear")
         weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
         x, weight, bias = in_autocast_dtype(x, weight, self.bias)
@@ -76,16 +76,16 @@ class ParallelLinear(ParallelLayer):
         return y if self._then is None else self._then(y)
 
     def parts(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Cuts an output into the local parts of the layer's blocks, such as q, k and v.
+        """Split an output into the local parts of the layer's blocks, such as q, k and v.
 
         Args:
-            y: What forward gave, [..., n].
+            y: Output of `forward`, [..., n].
         """
         parts: tuple[Tensor, ...] = y.split(self.local_parts, dim=-1)
         return parts
 
     def extra_repr(self) -> str:
-        """In features, out features and whether there is a bias."""
+        """Return the input features, the output features and whether there is a bias."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -134,13 +134,13 @@ def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:
 
 
 def check_divides(length: int, axes: Axes, grid: Grid, what: str) -> None:
-    """Raises ValueError, naming size and divisor, unless a dim can be cut evenly over `axes`.
+    """Raise ValueError, naming size and divisor, unless a dim divides evenly over `axes`.
 
     Args:
-        length: The length of the whole dim.
-        axes: The axes over which it is to be cut.
-        grid: This rank's place.
-        what: What the length is, for the message.
+        length: Size of the full dim.
+        axes: Axes that split the dim.
+        grid: Coordinates of this rank.
+        what: Description of the dim, for the message.
     """
     ranks = grid.size(axes)
     if length % ranks:

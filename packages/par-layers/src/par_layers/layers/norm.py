@@ -20,14 +20,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ParallelNorm(ParallelLayer):
-    """Normalises over features; with a mean it is LayerNorm, without RMSNorm. `LayerSet` makes it.
+    """Normalisation over features: LayerNorm with a mean, RMSNorm without. `LayerSet` makes it.
 
     Args:
         features: Features of the residual stream.
-        layout: The layout of the activations; weights are cut as its features are.
-        grid: This rank's place.
-        mean: Whether the mean is subtracted, and there is a bias.
-        eps: What is added to the variance.
+        layout: Layout of the activations; weights are sharded like its features.
+        grid: Coordinates of this rank.
+        mean: Whether the layer subtracts the mean and adds a bias.
+        eps: Number that is added to the variance.
     """
 
     def __init__(self, features: int, layout: ActivationLayout, grid: Grid, *, mean: bool, eps: float) -> None:
@@ -41,7 +41,7 @@ class ParallelNorm(ParallelLayer):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises [..., features], perhaps cut; in x's dtype, under autocast in fp32 at least."""
+        """Normalise [..., features], perhaps sharded, in x's dtype; under autocast in fp32 at least."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         check_features(x, weight.shape[0], self._layout, "a norm")
@@ -56,7 +56,7 @@ class ParallelNorm(ParallelLayer):
         return (scaled if bias is None else scaled + bias).to(x.dtype)  # weights may be wider
 
     def extra_repr(self) -> str:
-        """Features, eps, and which of the two it is."""
+        """Return the features, eps, and whether the layer subtracts the mean."""
         return f"{self.features}, eps={self.eps}, mean={self._mean}"
 
 
@@ -81,7 +81,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Dx = scale * (g - normal * mean(g * normal) - mean(g)); both means in one all-reduce."""
+        """Compute dx = scale * (g - normal * mean(g * normal) - mean(g)); one all-reduce sums both means."""
         normal, scale = ctx.saved_tensors
         g = gradient.to(scale.dtype)
         along = [(g * normal).sum(-1)] + ([g.sum(-1)] if ctx.mean else [])
@@ -93,5 +93,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the last dim of all ranks, kept as a dim of 1."""
+    """All-reduce the sum over the last dim, which stays as a dim of size 1."""
     return finish(start_all_reduce(x.sum(-1, keepdim=True), group))

@@ -26,7 +26,7 @@ class ByPlace(Protocol):
     """An init rule that knows each element by itself, so that a rank draws no more than its part."""
 
     def __call__(self, whole: Tensor, generator: torch.Generator) -> object:
-        """As any init rule; `initialize` calls `fill` instead."""
+        """Fill a full weight like any init rule; `initialize` calls `fill` instead."""
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
         """Fills a part of the whole parameter in place.
@@ -115,7 +115,7 @@ def make_parameter(
 
 
 def normal(std: float) -> Init:
-    """An init rule: normally distributed around 0.
+    """Return an init rule: normally distributed around 0.
 
     Args:
         std: The standard deviation.
@@ -124,7 +124,7 @@ def normal(std: float) -> Init:
 
 
 def uniform(bound: float) -> Init:
-    """An init rule: uniformly distributed in -bound .. bound.
+    """Return an init rule: uniformly distributed in -bound .. bound.
 
     Args:
         bound: The largest absolute value.
@@ -133,7 +133,7 @@ def uniform(bound: float) -> Init:
 
 
 def constant(value: float) -> Init:
-    """An init rule: the same number everywhere.
+    """Return an init rule: the same number everywhere.
 
     Args:
         value: The number.
@@ -149,9 +149,10 @@ class _Normal:
         whole.normal_(0.0, self.std, generator=generator)
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
-        """The bits are a sign, and a probability from which a table knows the absolute value.
+        """Fill with normal numbers: a sign bit, and a probability whose absolute value comes from a table.
 
-        Additions and multiplications alone are used, which are rounded alike wherever an element lies in memory.
+        Only additions and multiplications are used. Their rounding does not depend on the position of an element in
+        memory.
         """
         del rows
         drawn, bins, words, more_words = bits()
@@ -175,7 +176,7 @@ class _Uniform:
         whole.uniform_(-self.bound, self.bound, generator=generator)
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
-        """The bits are a number from -2**31 to 2**31 - 1."""
+        """Fill with uniform numbers: the bits are a number from -2**31 to 2**31 - 1."""
         del rows
         part.copy_(bits()[0]).mul_(self.bound / 2**31)
 
@@ -188,7 +189,7 @@ class _Constant:
         whole.fill_(self.value)
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
-        """Without any bits."""
+        """Fill with the constant, without random bits."""
         del rows, bits
         part.fill_(self.value)
 
@@ -202,7 +203,7 @@ _FIRST_BIN = 127 << (23 - _BIN_SHIFT)
 
 @tensor_cache(maxsize=1)
 def half_normal() -> tuple[Tensor, Tensor]:
-    """The absolute value of a normal number by its probability: offset and slope of a straight line in every bin.
+    """Return a table of the absolute value of a normal number by its probability: a line's offset and slope per bin.
 
     The table is kept until `half_normal.cache_clear()`.
 

@@ -40,7 +40,7 @@ class Wrapper:
         return f"{self.name}.base_layer"
 
     def rules(self, style: Style, *, enters: bool) -> dict[str, Style]:
-        """The rules of its parts.
+        """Return the rules of the wrapper's parts.
 
         Args:
             style: The rule of the wrapper.
@@ -57,14 +57,14 @@ class Wrapper:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model inside a PeftModel; any other model itself."""
+    """Return the model inside a PeftModel; any other model unchanged."""
     getter = getattr(model, "get_base_model", None)
     is_peft = callable(getter) and hasattr(model, "active_peft_config")
     return getter() if is_peft else model  # type: ignore[misc]  # it is callable
 
 
 def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[str, Wrapper]:
-    """The wrappers that have a rule.
+    """Return the wrappers that have a rule.
 
     Args:
         modules: The modules of the model, by name.
@@ -128,23 +128,23 @@ def check_prompts(model: nn.Module) -> None:
 
 
 def _is_of_peft(module: nn.Module) -> bool:
-    """Whether a module is one that peft has put in the place of a module, other than around a linear or a norm."""
+    """Return whether a module is a replacement by peft for a module other than a linear or a norm."""
     return type(module).__module__.startswith("peft.tuners.") and "base_layer" not in module._modules
 
 
 def _is_in_peft(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module is a part of one of peft's."""
+    """Return whether a module is a part of one of peft's modules."""
     return any(type(modules[owner]).__module__.startswith("peft.") for owner in names_around(name))
 
 
 def _is_trained_whole(module: nn.Module) -> bool:
-    """Whether peft trains a copy of a module, as of `modules_to_save` and of the head of a classifier."""
+    """Return whether peft trains a copy of a module, as for `modules_to_save` and for the head of a classifier."""
     inside = module._modules
     return "modules_to_save" in inside and "original_module" in inside
 
 
 def wrapper_around(name: str, wrappers: dict[str, Wrapper]) -> str | None:
-    """The name of the wrapper that a module is a part of; None for one outside."""
+    """Return the name of the wrapper that contains a module; None for a module outside of wrappers."""
     return next((around for around in names_around(name) if around in wrappers), None)
 
 

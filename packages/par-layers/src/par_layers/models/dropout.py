@@ -38,7 +38,7 @@ class AdoptedDropout(nn.Dropout):
     """Says whether activations here are cut along the sequence, as the layout has it; None where they never are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activations, with elements dropped in training."""
+        """Drop elements of the activations in training."""
         if not self.training or self.p == 0.0:
             return x
         inside = self.region is not None and self.region.inside
@@ -93,15 +93,15 @@ def adopt_dropout_(
     layout: ActivationLayout,
     sequence: CutSequence | None = None,
 ) -> None:
-    """Makes a dropout one that drops the same elements on any number of ranks, in place.
+    """Make a dropout drop the same elements on any number of ranks, in place.
 
     Args:
         dropout: torch's dropout.
-        grid: This rank's place.
-        axes: The axes of the tensor group; () for one rank.
-        region: The region around it, or None.
-        layout: How activations lie here, outside a region.
-        sequence: Says whether they are cut along the sequence; None where they never are.
+        grid: Coordinates of this rank.
+        axes: Axes of the tensor group; () for one rank.
+        region: Region around the dropout, or None.
+        layout: Layout of the activations outside a region.
+        sequence: Decision whether activations are split along the sequence; None: they never are.
     """
     dropout.__class__ = AdoptedDropout
     dropout.__dict__.update(grid=grid, axes=axes, region=region, layout=layout, sequence=sequence)

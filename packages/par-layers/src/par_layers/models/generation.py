@@ -18,30 +18,30 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class Generation:
-    """In the place of a model's `generate`.
+    """Replacement for a model's `generate`.
 
-    Every rank runs the loop over tokens itself, and each forward sums up what the ranks have. So ranks that draw other
-    tokens, or that end at another token, would add up parts of different texts, or wait for each other forever.
+    Every rank runs the loop over tokens itself, and each forward sums the partial results of the ranks. Ranks that draw
+    different tokens, or stop at different tokens, would sum parts of different texts or deadlock.
 
     Args:
-        model: The model.
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        sequence: Says whether activations are cut along the sequence, which they are not here.
+        model: Model.
+        grid: Coordinates of this rank.
+        axes: Axes of the tensor group.
+        sequence: Switch that splits activations along the sequence; generation turns it off.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, axes: Axes, sequence: CutSequence) -> None:
         self.model, self.grid, self.axes, self.sequence = model, grid, axes, sequence
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """That of the copied model."""
+        """Return the replacement for the copied model."""
         return type(self)(copy.deepcopy(self.model, memo), self.grid, self.axes, self.sequence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's class generates, drawn from the generator of the first tensor rank.
+        """Generate with the model's class, drawing from the random state of the first tensor rank.
 
         Raises:
-            ValueError: The ranks were given different prompts or options; on every rank.
+            ValueError: Ranks passed different prompts or options. Every rank raises.
         """
         device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
         configs = [getattr(self.model, "generation_config", None), kwargs.get("generation_config")]
@@ -59,7 +59,10 @@ class Generation:
 
 
 def _digest(value: Any) -> str:
-    """A hash of what can be compared between ranks: numbers, texts and tensors; of other objects their class."""
+    """Return a hash of a value that is equal on ranks with equal numbers, texts and tensors.
+
+    Other objects count by class.
+    """
     digest = hashlib.sha256()
     for each in _leaves(value):
         if isinstance(each, Tensor):
@@ -87,7 +90,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _states(device: torch.device) -> tuple[bytes, ...]:
-    """The states of torch's generators for the CPU and for a device."""
+    """Return the states of torch's generators for the CPU and for a device."""
     return tuple(bytes(generator.get_state().tolist()) for generator in _generators(device))
 
 
@@ -101,10 +104,10 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 @contextmanager
 def _drawing_from(states: tuple[bytes, ...], device: torch.device) -> Iterator[None]:
-    """A context: inside, torch's generators have the states of another rank.
+    """Set torch's generators to the states of another rank, inside the context.
 
-    Where they had these states already they go on from where they are afterwards, as on that rank, so that ranks that
-    draw alike still do. Other ones get their own states back.
+    If this rank's states were the same before, they keep the advanced states afterwards, as on the other rank. So ranks
+    with identical random numbers keep them identical. A rank with different states gets its own states back.
     """
     own = _states(device)
     if own == states:

@@ -24,11 +24,11 @@ class Hook:
         self.grid, self.axes = grid, axes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: it knows nothing of one module, unless while that runs."""
+        """Return itself: it stores nothing about a module, except while the module runs."""
         return self
 
     def copy(self, x: Tensor) -> Tensor:
-        """Identity; backward: all-reduce over the tensor group."""
+        """Return the input unchanged; backward: all-reduce over the tensor group."""
         return copy_to(x, self.grid.group(self.axes))
 
     def sum(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class ShardedVocabularyHook(Hook):
         return self.grid.index(self.axes) * self.rows
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Local ids in the place of ids; 0 for those of other ranks."""
+        """Return local ids in place of ids; 0 for ids of other ranks."""
         del module
         ids, *rest = args
         check_ids(ids, self.vocabulary)
@@ -66,7 +66,7 @@ class ShardedVocabularyHook(Hook):
         return (local.masked_fill(self.elsewhere, 0), *rest)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], rows: Tensor) -> Tensor:
-        """The sum over the ranks, of what each of them has found."""
+        """Return the sum over the ranks of the rows that each rank has found."""
         del module, args
         elsewhere, self.elsewhere = self.elsewhere, None
         if elsewhere is None:
@@ -78,7 +78,7 @@ class CutFeatures(Hook):
     """An embedding whose features are cut, and whose output is gathered."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], part: Tensor) -> Tensor:
-        """The features of all ranks."""
+        """Return the features of all ranks."""
         del module, args
         return gather_from(part, self.grid.group(self.axes), -1)
 
@@ -97,7 +97,7 @@ class CutExperts(Hook):
         return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         del module, args
         return self.sum(output)
 
@@ -109,7 +109,7 @@ class SharedExpert(Hook):
     """A module among experts that all ranks compute alike: its input is divided by their number, before the sum."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The input, divided."""
+        """Return the input divided by the number of ranks."""
         del module
         return (args[0] / self.grid.size(self.axes), *args[1:])
 
@@ -118,7 +118,7 @@ class PartialOutput(Hook):
     """A module whose output is a partial sum."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         del module, args
         return self.sum(output)
 
@@ -137,6 +137,6 @@ class LatentOutput(Hook):
         self.around = around
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """The output unchanged; in backward the gradient of its last features is summed over the ranks."""
+        """Return the output unchanged; in backward the gradient of its last features is summed over the ranks."""
         del module, args
         return copy_last_to(output, self.grid.group(self.axes), self.around)

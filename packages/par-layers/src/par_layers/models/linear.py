@@ -37,10 +37,10 @@ class Watches(Protocol):
     """A region, as its Columns and its Row know it."""
 
     def column(self, y: Tensor) -> None:
-        """What a Column gave."""
+        """Receive the output of a Column."""
 
     def row(self, y: Tensor) -> None:
-        """What the Row gave."""
+        """Receive the output of the Row."""
 
 
 class GatheredLogits:
@@ -57,16 +57,16 @@ class GatheredLogits:
         self.cut, self.held = cut, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: it is set at the beginning of every forward."""
+        """Return itself: every forward sets its state first."""
         return self
 
 
 class RegionEntry:
-    """What a region and its columns share while the region runs: its whole input, and how it is gathered once more.
+    """Full input of a region, which its columns share while the region runs, and the handle that gathers it again.
 
     Args:
-        grid: This rank's place.
-        axes: The axes of the tensor group.
+        grid: Coordinates of this rank.
+        axes: Axes of the tensor group.
     """
 
     def __init__(self, grid: Grid, axes: Axes) -> None:
@@ -76,11 +76,11 @@ class RegionEntry:
         self.again: _Again | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: it holds something while a region runs alone."""
+        """Return itself: it has state only while a region runs."""
         return self
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole input from this rank's part [B, S/p, h]; backward: reduce-scatter."""
+        """Gather the full input from this rank's part [B, S/p, h]; backward: reduce-scatter."""
         group = self.grid.group(self.axes)
         self.part, self.again = part, _Again(group)
         self.whole = all_gather_to(part, group, SEQUENCE)
@@ -93,7 +93,7 @@ class RegionEntry:
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None
     ) -> Tensor:
-        """The product of a column of the region, whose input is already what all ranks have."""
+        """Compute the matmul of a column of the region, whose input is already gathered."""
         if x is not self.whole or linear is not None:
             return local_product(x, weight, bias, hook, linear)
         product: Tensor = _GatheredColumn.apply(x, weight, bias, self.part, (self.again, hook))  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class _Again:
             self._started, self._whole = start_all_gather(part, self.group), None
 
     def finish(self) -> Tensor:
-        """The whole input [B, S, h]; the last column that asks ends its life."""
+        """Return the full input [B, S, h]; the last column that calls frees it."""
         if self._whole is None and self._started is not None:
             self._whole = finish_all_gather_on(self._started, self.group, SEQUENCE)
         whole, self._left = self._whole, self._left - 1
@@ -163,7 +163,7 @@ class _GatheredColumn(torch.autograd.Function):
 
 
 class _Adopted(ParallelLayer, nn.Linear):
-    """What both have in common."""
+    """Base of both adopted linears."""
 
     weight_grad_hook: WeightGradHook | None = None
     """Set by those who want to compute weight gradients later, such as a pipeline schedule."""
@@ -180,7 +180,7 @@ class _Adopted(ParallelLayer, nn.Linear):
     records = (attributes.SHARDING.name,)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, WeightGradHook | None]:
-        """x, this rank's weight [n, k] and bias in the dtype that autocast asks for, and the hook."""
+        """Return x, this rank's weight [n, k] and bias in autocast's dtype, and the hook of the weight gradient."""
         if not self.transposed:
             weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
         elif self.linear is None:
@@ -193,7 +193,7 @@ class _Adopted(ParallelLayer, nn.Linear):
 
 
 def _turned(hook: WeightGradHook) -> WeightGradHook:
-    """The hook of a weight [in, out], for gradients that are computed as [out, in]."""
+    """Return the hook of a weight [in, out] for gradients that are computed as [out, in]."""
 
     def turned(gradient: WeightGradient) -> None:
         operands = None if gradient.operands is None else gradient.operands[::-1]
@@ -203,9 +203,9 @@ def _turned(hook: WeightGradHook) -> WeightGradHook:
 
 
 class AdoptedColumn(_Adopted):
-    """A linear whose output features are cut.
+    """Linear whose output features are sharded.
 
-    Its attributes are those of the linear that it was, `in_features` and `out_features` of the whole weight among them.
+    It keeps the attributes of the original linear, including `in_features` and `out_features` of the full weight.
     """
 
     entry: RegionEntry | None
@@ -220,7 +220,7 @@ class AdoptedColumn(_Adopted):
     logits: GatheredLogits | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [..., K], the same on all ranks, to this rank's features [..., N/p], or to all of them."""
+        """Map [..., K], equal on all ranks, to this rank's features [..., N/p], or to all features."""
         check_features(x, self.in_features, ActivationLayout(), "a column")
         x, weight, bias, hook = self.operands(x)
         if self.entry is not None:
@@ -256,7 +256,7 @@ class AdoptedRow(_Adopted):
     """The region that ends here."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """From this rank's features [..., K/p] to [..., N], the same on all ranks, or to [B, S/p, N]."""
+        """Map this rank's features [..., K/p] to [..., N], equal on all ranks, or to [B, S/p, N]."""
         group = self.grid.group(self.axes)
         if self.split:
             check_features(x, self.in_features, ActivationLayout(), "a row")
@@ -284,15 +284,15 @@ def adopt_linear_(
     transposed: bool,
     **attributes: Any,
 ) -> None:
-    """Makes a linear a column or a row, in place: hooks, names and those who hold it go on with the same object.
+    """Turn a linear into a column or a row, in place: hooks, names and references keep the same object.
 
     Args:
         linear: torch's linear, or transformers' Conv1D.
-        adopted: What it becomes.
-        grid: This rank's place.
-        axes: The axes of the tensor group.
-        transposed: Whether its weight is [in, out].
-        **attributes: The other attributes of the class.
+        adopted: New class of the linear.
+        grid: Coordinates of this rank.
+        axes: Axes of the tensor group.
+        transposed: Whether the weight is [in, out].
+        **attributes: Other attributes of the class.
     """
     inside: dict[str, Any] = linear.__dict__
     if transposed:

@@ -28,14 +28,14 @@ class VocabularyLoss:
     vocabulary: int
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Whole logits [..., V], of cut ones or of whole ones."""
+        """Return full logits [..., V] for sharded or full logits."""
         if not self._is_cut(logits):
             return logits
         gathered = gather_from(logits, self.grid.group(self.axes), -1)
         return gathered[..., : self.vocabulary].contiguous()
 
     def summed(self, logits: Tensor, labels: Tensor, *, shift: bool, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all tokens that count, in fp32 at least, and their number.
+        """Return the sum of the losses of all tokens that count, in fp32 at least, and their number.
 
         Args:
             logits: [..., V], or this rank's [..., V/p].
@@ -60,7 +60,7 @@ class VocabularyLoss:
         return losses.sum(), (targets != ignore_index).sum()
 
     def _padded(self, flat: Tensor) -> Tensor:
-        """Padded logits are -inf, whatever a cap on the logits has made of them."""
+        """Return the logits with -inf in the padding, also if a cap on logits has changed the padding."""
         local = flat.shape[-1]
         real = self.vocabulary - self.grid.index(self.axes) * local
         if real >= local:
@@ -73,11 +73,11 @@ class VocabularyLoss:
 
 @dataclass(frozen=True)
 class AdoptedLoss:
-    """In the place of a transformers model's `loss_function`: a mean over the tokens that count, never narrower.
+    """Replacement of a Transformers model's `loss_function`: a mean over the tokens that count, in fp32 at least.
 
     Args:
-        over: The vocabulary.
-        shifts: Whether the logits of a token are for the label of the next one, as in causal models.
+        over: Loss over the vocabulary.
+        shifts: Whether the logits of a token predict the label of the next token, as in causal models.
     """
 
     over: VocabularyLoss
@@ -93,16 +93,16 @@ class AdoptedLoss:
         shift_labels: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """The loss, as transformers computes it from whole logits.
+        """Compute the loss as transformers computes it from full logits.
 
         Args:
-            logits: [B, S, V], or this rank's [B, S, V/p].
-            labels: [B, S].
-            vocab_size: Number of classes, as the model says; the head's own number counts.
-            num_items_in_batch: What the sum is divided by; default: the number of tokens that count.
-            ignore_index: The label that does not count.
-            shift_labels: Labels that are shifted already; default: `labels`, shifted here.
-            **others: What the model passes on to losses of other kinds.
+            logits: Logits [B, S, V], or this rank's [B, S, V/p].
+            labels: Labels [B, S].
+            vocab_size: Number of classes from the model's config; ignored, because the head's own number counts.
+            num_items_in_batch: Divisor of the sum. Default: the number of tokens that count.
+            ignore_index: Label of tokens that do not count. Default: -100.
+            shift_labels: Labels that are already shifted. Default: `labels`, shifted here.
+            **others: Arguments of other losses; ignored.
         """
         del vocab_size, others
         shift = self.shifts and shift_labels is None
@@ -112,7 +112,7 @@ class AdoptedLoss:
 
 
 def shifts_labels(model: nn.Module) -> bool | None:
-    """Whether the loss that a model asks of its `loss_function` is for the label of the next token.
+    """Return whether a model's `loss_function` is for the label of the next token; None if that is unknown.
 
     Args:
         model: A model of transformers, or any other.

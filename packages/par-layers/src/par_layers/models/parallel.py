@@ -23,7 +23,7 @@ KEPT_AS = "par_parallel"
 
 @dataclass(frozen=True)
 class Parallelization:
-    """How a model was sharded in place, as `parallelization_of` returns it.
+    """Sharding of a model in place, as `parallelization_of` returns it.
 
     Args:
         plan: Style of each module and parameter that has one, by name.

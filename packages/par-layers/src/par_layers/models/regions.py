@@ -226,7 +226,7 @@ class _EndOfLayers(Hook):
 
 
 class FirstLayer(_EndOfLayers):
-    """Before the first layer, activations are cut along the sequence."""
+    """Hook before the first layer that splits activations along the sequence."""
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

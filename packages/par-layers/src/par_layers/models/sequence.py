@@ -9,11 +9,12 @@ from torch import nn
 
 
 class CutSequence:
-    """The decision of one forward of a model, which all hooks and Rows inside the model follow.
+    """Decision whether one forward of a model splits activations along the sequence, for all its hooks and Rows.
 
-    Activations are cut wherever a gradient may be asked for: in training, and where autograd records. A layer that
-    decided by its own mode would see whole activations as cut ones when its mode differs from the model's, as that of
-    a frozen layer in `eval()` or of a dropout that stays on.
+    Activations are split if backward may need gradients: in training, and if autograd records. The decision is made
+    once
+    for the model. A layer that decided by its own mode would treat full activations as split ones if its mode differs
+    from the model's, such as a frozen layer in `eval()` or a dropout that stays active.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class CutSequence:
         self._stays_whole = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: it holds something while a forward runs alone."""
+        """Return itself: it has state only while a forward runs."""
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
@@ -44,7 +45,7 @@ class CutSequence:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A context in which forwards cut nothing, in training too: one token at a time divides by no ranks."""
+        """Disable splitting inside the context, in training too: one token at a time does not divide by the ranks."""
         before, self._stays_whole = self._stays_whole, True
         try:
             yield
@@ -52,7 +53,7 @@ class CutSequence:
             self._stays_whole = before
 
     def is_cut(self, module: nn.Module) -> bool:
-        """Whether activations are cut now.
+        """Return whether activations are split now.
 
         Args:
             module: The module that asks. Outside of a forward its own mode counts: recomputation for backward runs
@@ -62,17 +63,17 @@ class CutSequence:
 
 
 class Begins:
-    """The hooks of a module in whose forward the layers run.
+    """Hooks of a module whose forward runs the layers.
 
     Args:
-        sequence: What is decided.
+        sequence: Decision that the hooks make.
     """
 
     def __init__(self, sequence: CutSequence) -> None:
         self.sequence = sequence
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: it knows no module."""
+        """Return itself: it stores no module."""
         return self
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:

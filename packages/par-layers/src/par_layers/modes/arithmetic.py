@@ -15,7 +15,7 @@ Autograd can go through it.
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which torch.autocast multiplies on this tensor's device; None where it is off."""
+    """Return the dtype in which torch.autocast multiplies on this tensor's device; None if autocast is off."""
     if not is_any_autocast_enabled():
         return None
     device = x.device.type
@@ -24,7 +24,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def in_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as autocast gives them to a product; where it is off, as they are.
+    """Return the operands in the dtype that autocast uses for a matmul; unchanged if autocast is off.
 
     Autocast reaches what torch's dispatcher sees: the product in the forward of an autograd function, but neither what
     the function saves for backward nor what its collectives send. So operands are cast before; the casts' backwards

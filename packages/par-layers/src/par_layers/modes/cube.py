@@ -51,7 +51,7 @@ class Cube:
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """[B/d2, ..., K/d] and [N/d, K/d2] to [B/d2, ..., N/d]."""
+        """Multiply [B/d2, ..., K/d] by [N/d, K/d2]; return [B/d2, ..., N/d]."""
         refuse(linear, "3d")
         product: Tensor = _CubeMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
@@ -71,7 +71,7 @@ class _CubeMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """The gather of x overlaps the input gradient, its reduce-scatter the weight gradient."""
+        """Overlap the gather of x with the input gradient, and the reduce-scatter of that with the weight gradient."""
         x, weight = ctx.saved_tensors
         cube: Cube = ctx.cube
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -91,6 +91,6 @@ class _CubeMatmul(torch.autograd.Function):
 
 
 def _weight_gradient(gathering_x: Tensor, upstream: Tensor, cube: Cube) -> Tensor:
-    """[N/d, K/d], a sum over `weight` that each of its ranks gets a part of."""
+    """Return this rank's part of the weight gradient, [N/d, K/d], reduce-scattered over `weight`."""
     product = upstream.flatten(0, -2).t() @ finish(gathering_x).flatten(0, -2)
     return finish(start_reduce_scatter_on(product, cube.weight, cube.weight_dim))

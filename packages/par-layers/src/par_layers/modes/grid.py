@@ -15,12 +15,12 @@ EXPERTS = "experts"
 
 
 class Grid:
-    """Sizes, positions and groups over the axes of a tensor mode, or of a view of the same ranks.
+    """Sizes, coordinates and groups over the axes of a tensor mode, or of a view of the same ranks.
 
     Args:
-        groups: The live groups; None for one device, where every axis has size 1.
-        view: "experts" for the axes `expert_parallel` and `expert_tensor`, which lie otherwise on the ranks than those
-            of dense layers; where the topology does not spread experts, each is whole or cut over "tensor". None for
+        groups: Live groups; None for one device, where every axis has size 1.
+        view: "experts" for the axes `expert_parallel` and `expert_tensor`, which order the ranks differently than dense
+            layers do. On a topology that does not spread experts, each expert is full or sharded over "tensor". None:
             the topology's own axes.
 
     Raises:
@@ -34,14 +34,14 @@ class Grid:
         self.copies = lru_cache(maxsize=None)(self._copies)  # of this object, so that it goes when the object goes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: copies of a model work on the same ranks."""
+        """Return itself: copies of a model run on the same ranks."""
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.groups, self.view)
 
     def seen_as(self, view: str | None) -> "Grid":
-        """The place of the same rank on the axes of a view, or of the topology itself."""
+        """Return the coordinates of this rank on the axes of a view, or of the topology itself."""
         return type(self)(self.groups, view)
 
     @property
@@ -50,23 +50,23 @@ class Grid:
         return None if self.groups is None else self.groups.topology
 
     def size(self, axes: Axes) -> int:
-        """The number of ranks over these axes; 1 for none."""
+        """Return the number of ranks over these axes; 1 for no axes."""
         axes = self.known(axes)
         return 1 if self.groups is None or not axes else self.groups.size(axes)
 
     def index(self, axes: Axes) -> int:
-        """This rank's position over these axes, counted in the order in which they are given."""
+        """Return this rank's row-major position over these axes, in the given order."""
         position = 0
         for axis in self.known(axes):
             position = position * self.size((axis,)) + self.rank_on(axis)
         return position
 
     def rank_on(self, axis: str) -> int:
-        """This rank's coordinate on one axis."""
+        """Return this rank's coordinate on one axis."""
         return 0 if self.groups is None else self.groups.rank(axis)
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
-        """The live group over these axes, which have more than one rank.
+        """Return the live group over these axes, which have more than one rank.
 
         Raises:
             RuntimeError: There are no groups, on one device.
@@ -77,11 +77,11 @@ class Grid:
         return self.groups[axes if len(axes) > 1 else axes[0]]
 
     def larger(self, axes: Sequence[str]) -> Axes:
-        """The topology's axes that have more than one rank, in the order in which they are given."""
+        """Return the topology's axes that have more than one rank, in the given order."""
         return tuple(axis for axis in self.known(axes) if self.size((axis,)) > 1)
 
     def known(self, axes: Sequence[str]) -> Axes:
-        """The axes by the names that the topology has for them."""
+        """Return the topology's own names of the axes."""
         if not self._stands_for:
             return tuple(axes)
         return tuple(known for axis in axes for known in self._stands_for.get(axis, (axis,)))
@@ -92,13 +92,13 @@ class Grid:
         return () if self.topology is None else self.topology.leaves("tensor")
 
     def _copies(self, cut_by: Axes) -> tuple[int, ...]:
-        """The ranks that hold the same part of a parameter that is cut over these axes, of the same pipeline stage."""
+        """Return the ranks of the same pipeline stage that hold the same part of a parameter that these axes shard."""
         if self.groups is None or self.topology is None:
             return (dist.get_rank() if dist.is_initialized() else 0,)
         return self.topology.group(self._same(cut_by), self.groups.global_rank)
 
     def _same(self, cut_by: Axes) -> list[str]:
-        """The axes over which such a parameter is copied."""
+        """Return the axes over which such a parameter is replicated."""
         if self.topology is None:
             return []
         home = self.topology.views.get(self.view or "", self.topology)
@@ -107,7 +107,7 @@ class Grid:
 
 
 def stand_ins(topology: Topology, view: str | None) -> dict[str, Axes]:
-    """For the axes of a view that a topology has not, those of its own that they are.
+    """Return the topology's own axes for each axis of a view that the topology does not have.
 
     Raises:
         ValueError: The topology has no such view.

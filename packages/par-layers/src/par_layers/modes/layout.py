@@ -30,7 +30,7 @@ class ActivationLayout:
     context: Axes = ()
 
     def describe(self) -> str:
-        """The layout in words, for messages."""
+        """Describe the layout in words, for messages."""
         along = self.context + self.sequence
         cuts = [("batch", self.batch), ("sequence", along), ("features", self.features)]
         words = [f"{dim} over {' x '.join(axes)}" for dim, axes in cuts if axes]
@@ -62,13 +62,13 @@ def check_features(x: Tensor, features: int, layout: ActivationLayout, who: str)
 
 
 def part(length: int, axes: Axes, grid: Grid, what: str) -> slice:
-    """This rank's slice of a dim.
+    """Return this rank's slice of a dim.
 
     Args:
-        length: The length of the whole dim.
-        axes: The axes over which it is cut.
-        grid: This rank's place.
-        what: What the length is, for the message.
+        length: Size of the full dim.
+        axes: Axes that split the dim.
+        grid: Coordinates of this rank.
+        what: Description of the dim, for the message.
 
     Raises:
         ValueError: The length does not divide by the ranks; the message names both.

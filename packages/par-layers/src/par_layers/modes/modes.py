@@ -70,7 +70,7 @@ def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> ModeRules
 
 @register_layer_set("1d")
 def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None = None) -> ModeRules:  # noqa: ARG001
-    """A line of ranks, Megatron's; `kv_heads` is the topology's to read."""
+    """Return the rules of mode 1d, a line of ranks as in Megatron; only the topology reads `kv_heads`."""
     axes = grid.tensor_axes
     group = grid.group(axes)
     column = Column1D(group, sequence_parallel)
@@ -102,7 +102,10 @@ def _two_and_a_half_d(grid: Grid, *, depth: int | None = None) -> ModeRules:  # 
 
 
 def _square(grid: Grid, depth: Axes) -> ModeRules:
-    """Squares of rows and columns; with a depth, several side by side on different tokens."""
+    """Return the rules of mode 2d, a square of rows and columns.
+
+    With a depth, of several squares with different tokens.
+    """
     layout = ActivationLayout(batch=(*depth, "row"), features=("col",))
     product = Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
     cut = WeightSharding(rows=("col",), columns=("row",), sum_over=depth)
@@ -123,7 +126,7 @@ def _square(grid: Grid, depth: Axes) -> ModeRules:
 
 @register_layer_set("3d")
 def _three_d(grid: Grid) -> ModeRules:
-    """A cube, where columns lead from one layout to another and rows back."""
+    """Return the rules of mode 3d, a cube: columns change the layout, and rows change it back."""
     incoming, outgoing, weight = (grid.group((axis,)) for axis in ("input", "output", "weight"))
     d = grid.size(("weight",))
     o, i, w = (grid.rank_on(axis) for axis in ("output", "input", "weight"))

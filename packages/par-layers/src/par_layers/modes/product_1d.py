@@ -37,7 +37,7 @@ SEQUENCE = 1
 def local_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None = None
 ) -> Tensor:
-    """The product of torch.nn.Linear, on one device or inside a cut region."""
+    """Compute the matmul of torch.nn.Linear, on one device or inside a sharded region."""
     if linear is not None:
         return linear(x, weight, bias)
     if hook is None:
@@ -66,7 +66,7 @@ class Column1D:
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """[..., K] or [B, S/p, K] and [N/p, K] to [..., N/p] or [B, S, N/p]."""
+        """Multiply [..., K] or [B, S/p, K] by [N/p, K]; return [..., N/p] or [B, S, N/p]."""
         if linear is not None:
             whole = all_gather_to(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
             return linear(whole, weight, bias)
@@ -95,7 +95,7 @@ class Row1D:
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """[..., K/p] and [N, K/p] to [..., N] or [B, S/p, N]; the bias is added once, after the sum."""
+        """Multiply [..., K/p] by [N, K/p]; return [..., N] or [B, S/p, N]. The bias is added once, after the sum."""
         partial = local_product(x, weight, None, hook, linear)
         if self.sequence:
             summed = reduce_scatter_to(partial, self.group, SEQUENCE)
@@ -190,7 +190,7 @@ def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: WeightGradHook | None) -> Tensor | None:
-    """The weight gradient [N, K] from [..., N] and [..., K]; or None, and the hook is handed it for later."""
+    """Return the weight gradient [N, K] from [..., N] and [..., K]; None if the hook receives it for later."""
     left, right = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
     if hook is None:
         return left.t().mm(right)
@@ -199,5 +199,5 @@ def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: WeightGra
 
 
 def bias_gradient(gradient: Tensor) -> Tensor:
-    """The bias gradient [N] from [..., N]."""
+    """Return the bias gradient [N] from [..., N]."""
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)

@@ -41,7 +41,7 @@ class Summa:
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """[B/q, ..., K/q] and [N/q, K/q] to [B/q, ..., N/q]."""
+        """Multiply [B/q, ..., K/q] by [N/q, K/q]; return [B/q, ..., N/q]."""
         refuse(linear, "2d or 2.5d")
         product: Tensor = _SummaMatmul.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
@@ -103,7 +103,10 @@ class _SummaMatmul(torch.autograd.Function):
 
 
 def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, square: Summa) -> tuple[Tensor, Tensor]:
-    """dX[i, k] is the sum over "col" of dY[i, j] W[j, k]; dW[j, k] the sum over "row" of dY[i, j].T X[i, k]."""
+    """Return the gradients of the input and of the weight.
+
+    dX[i, k] is the sum over "col" of dY[i, j] W[j, k]; dW[j, k] is the sum over "row" of dY[i, j].T X[i, k].
+    """
     of_x, of_weight = _SummaReduction(square.along_row), _SummaReduction(square.along_col)
     for k, x_block, w_block in square.blocks(x, weight):
         of_x.start(gradient @ w_block, k)
@@ -163,8 +166,8 @@ class _SummaReduction:
 def _start_broadcast(x: Tensor, member: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Broadcast over `group` from its rank `member`.
 
-    Of a GPU's tensor gloo writes back what it has sent; `.data` keeps autograd, which may have saved the tensor, from
-    taking that for a change.
+    For a GPU's tensor, gloo writes the sent values back into the tensor. `.data` prevents that autograd, which may have
+    saved the tensor, counts this write as a change.
     """
     own = member == dist.get_rank(group)
     block = x.contiguous().data if own else torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -136,7 +136,7 @@ def _is_one_number(mask: Tensor) -> bool:
 
 
 def _rotates_by_length(module: nn.Module) -> bool:
-    """Whether a module turns all tokens otherwise where the last one of a batch is farther away."""
+    """Return whether a module's rotary angles depend on the last position of the batch."""
     kinds = getattr(module, "rope_type", "")
     kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
@@ -145,7 +145,7 @@ def _rotates_by_length(module: nn.Module) -> bool:
 def _with_last_position(
     highest: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gives a module that looks for the last position that of all ranks' tokens, behind those of this rank."""
+    """Append the last position over all ranks to this rank's positions, for modules whose angles depend on it."""
     named = "position_ids" in keywords
     positions: Tensor = keywords["position_ids"] if named else arguments[1]
     longer = torch.cat([positions, highest(positions).expand_as(positions[..., :1])], -1)

@@ -56,8 +56,8 @@ def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collec
     """Plan attention for one rank. Pure.
 
     Args:
-        mask: The mask.
-        tokens: How the sequence is split.
+        mask: Mask of attention.
+        tokens: Split of the sequence.
         rank: Index of the rank.
         block: Maximum number of queries of a piece that needs a mask.
         joins: Shapes of masks that the kernel computes in one call, as in `pieces`.
@@ -74,14 +74,14 @@ def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collec
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """The two ways of fetched keys and values, there and home, for a batch of so many rows.
+    """Exchange of keys and values, and of their gradients, for a batch with a fixed number of rows.
 
     Args:
         sent: Number of rows that this rank sends to each rank.
-        received: Number of rows that it receives of each rank.
+        received: Number of rows that this rank receives from each rank.
         buffered: Number of rows of the buffer of each row of the batch.
-        index: The local rows that are sent to each rank, counted over [B, s].
-        order: For each row of the buffers, which row of the message it is; None where they are the same.
+        index: Local rows that are sent to each rank, counted over [B, s].
+        order: Row of the message for each row of the buffers; None if the orders are equal.
     """
 
     sent: list[int]
@@ -92,7 +92,7 @@ class KeyExchange:
 
     @classmethod
     def of(cls, fetch: Fetch, batch: int, device: torch.device) -> "KeyExchange":
-        """The exchange of one rank, its indices on a device."""
+        """Return the exchange of one rank, with its indices on a device."""
         sent, order = fetch.send_splits(batch), fetch.order(batch)
         parts = np.split(fetch.send_index(batch), np.cumsum(sent)[:-1])
         return cls(
@@ -114,7 +114,7 @@ class KeyExchange:
         return [message, functional_collectives.all_to_all_single.default(message, self.received, self.sent, group)]
 
     def finish(self, started: list[Tensor]) -> Tensor:
-        """The fetched rows in the order of the buffers, [rows, heads, D + D]: keys and values beside each other.
+        """Return the fetched rows in the order of the buffers, [rows, heads, D + D]: keys next to values.
 
         Takes both tensors out of the list, so that neither lives longer than it is needed.
         """
@@ -123,7 +123,7 @@ class KeyExchange:
         return fetched if self.order is None else fetched.index_select(0, self.order)
 
     def by_rank(self, gradients: Tensor) -> Tensor:
-        """Gradients of the buffers, [rows, heads, D + D], those for each rank together."""
+        """Return gradients of the buffers, [rows, heads, D + D], grouped by the rank that receives them."""
         if self.order is None:
             return gradients
         message = torch.empty_like(gradients)
@@ -271,7 +271,7 @@ class _GatherAttention(torch.autograd.Function):
         keys = [[saved.keys(dk, dv, row, heads) for row, _ in rows] for _, heads in parts]
 
         def local(number: int, half: int) -> None:
-            """One half of the local keys, for the heads of a part."""
+            """Compute one half of the local keys, for the heads of a part."""
             for (_, work), of_row, buffer in zip(rows, queries[number], keys[number], strict=True):
                 how.backward(halves(work.buffers[0])[half], of_row, buffer)
 
@@ -284,7 +284,7 @@ class _GatherAttention(torch.autograd.Function):
             return under_way
 
         def foreign(number: int, exchange: KeyExchange, fetched: Tensor) -> Tensor:
-            """The gradients of the fetched keys of a part."""
+            """Return the gradients of the fetched keys of a part."""
             gradients = torch.empty(fetched.shape, dtype=dq.dtype, device=fetched.device)
             buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)
             for (_, work), of_row, (both, of_both) in zip(rows, queries[number], buffers, strict=True):

@@ -67,8 +67,8 @@ def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collecti
     """Plan attention for one rank. Pure.
 
     Args:
-        mask: The mask.
-        tokens: How the sequence is split.
+        mask: Mask of attention.
+        tokens: Split of the sequence.
         rank: Index of the rank.
         block: Maximum number of queries of a piece that needs a mask.
         joins: Shapes of masks that the kernel computes in one call, as in `pieces`.
@@ -84,11 +84,11 @@ def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collecti
 
 @dataclass(frozen=True)
 class RingOptions:
-    """The names of the communicators around the ring.
+    """Names of the communicators around the ring.
 
     Args:
-        keys: That of keys and values.
-        gradients: That of their gradients.
+        keys: Communicator of keys and values.
+        gradients: Communicator of their gradients.
     """
 
     keys: str
@@ -96,7 +96,7 @@ class RingOptions:
 
 
 def channels_of(groups: ProcessGroups, axes: Axes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The communicators around the ring; makes them where nobody declared them, as all ranks of the world do then."""
+    """Return the communicators around the ring. If nothing declared them, every rank of the world makes them now."""
     try:
         first, second = groups.channels(axes, 2)
     except ValueError:
@@ -115,16 +115,16 @@ def attend_ring(
     how: AttentionOptions,
     options: RingOptions,
 ) -> Tensor:
-    """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
+    """Compute attention of local queries to all keys that they see; [B, s, H, D] in q's dtype.
 
     Args:
         q: Queries [B, s, H, D].
         k: Local keys [B, s, Hk, D].
         v: Local values [B, s, Hk, D].
-        sinks: The logarithm of a term of each head's sum of exponentials, [H].
-        plan: What travels and is computed.
-        how: How pieces are computed.
-        options: The communicators.
+        sinks: Logarithm of one more term in each head's sum of exponentials, [H].
+        plan: Plan of this rank.
+        how: Options for the pieces.
+        options: Names of the communicators.
     """
     result: Tensor = _Ring.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
     return result
@@ -203,13 +203,13 @@ class _Ring(torch.autograd.Function):
 
 
 class TravellingKeys:
-    """Keys and values on their way around the ring, in one direction.
+    """Keys and values in flight around the ring, in one direction.
 
     Args:
-        plan: How far they go.
+        plan: Plan of this rank, with the number of hops.
         k: Local keys [B, s, Hk, D].
         v: Local values [B, s, Hk, D].
-        group: The name of their communicator.
+        group: Name of the communicator.
     """
 
     def __init__(self, plan: RingPlan, k: Tensor, v: Tensor, group: str) -> None:
@@ -251,11 +251,11 @@ class TravellingKeys:
 
 
 class HomewardGradients:
-    """Gradients of keys and values on their way home, one hop behind them.
+    """Gradients of keys and values in flight to the keys' own ranks, one hop behind the keys.
 
     Args:
-        plan: How far they go.
-        group: The name of their communicator.
+        plan: Plan of this rank, with the number of hops.
+        group: Name of the communicator.
     """
 
     def __init__(self, plan: RingPlan, group: str) -> None:

@@ -71,13 +71,13 @@ class HeadShares:
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this rank's heads: [B, S, H / ranks, D] and the key heads that these use.
+    """Exchange tokens for heads: return all tokens of this rank's heads, [B, S, H / ranks, D], and their key heads.
 
     Args:
         q: This rank's queries of all heads, [B, s, H, D].
-        k: Its keys [B, s, Hk, D].
-        v: Its values [B, s, Hk, D].
-        shares: Who gets which heads.
+        k: This rank's keys [B, s, Hk, D].
+        v: This rank's values [B, s, Hk, D].
+        shares: Assignment of heads to ranks.
     """
     result: tuple[Tensor, Tensor, Tensor] = _ToHeads.apply(q, k, v, shares)  # type: ignore[no-untyped-call]
     if shares.copies is None:
@@ -88,11 +88,11 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tenso
 
 
 def to_tokens(out: Tensor, shares: HeadShares) -> Tensor:
-    """This rank's tokens of all heads, [B, s, H, D], of all tokens of its heads, [B, S, H / ranks, D].
+    """Exchange heads for tokens: return this rank's tokens of all heads, [B, s, H, D], from [B, S, H / ranks, D].
 
     Args:
         out: All tokens of this rank's heads.
-        shares: Who has which heads.
+        shares: Assignment of heads to ranks.
     """
     result: Tensor = _ToTokens.apply(out, shares)  # type: ignore[no-untyped-call]
     return result
@@ -189,7 +189,7 @@ def _pack(message: Tensor, *parts: Tensor) -> Tensor:
 
 
 def _widths(shares: HeadShares, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Number of features of the heads that a rank has, of queries, keys and values."""
+    """Return the number of features of a rank's heads, of queries, keys and values."""
     keys = len(shares.keys_of(rank))
     return shares.mine * q.shape[3], keys * k.shape[3], keys * v.shape[3]
 

@@ -15,24 +15,28 @@ _AXES = ("data", "sequence", "expert")
 
 
 def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
-    """Makes the loss of balance that a model of transformers adds in training that of all ranks' tokens, in place.
+    """Compute a Transformers model's load-balancing loss over the tokens of all ranks, in place.
 
-    With `output_router_logits` such a model adds E * sum(f * P) to its loss: f is the share of choices that fell on an
-    expert, and P the mean of its scores, over the tokens of all layers of one forward. Each rank knows f and P of its
-    own tokens alone, and the mean of those products is not the product of the means. From now on f is that of all
-    ranks, by one sum of E + 1 numbers a forward, and P a rank's own; so the mean over ranks, weighed by their tokens,
-    is what one device adds that has all tokens in one forward, and so is its gradient. In training every rank must run
-    as many forwards as the others; in evaluation the loss stays that of a rank's own tokens.
+    With `output_router_logits`, such a model adds E * sum(f * P) to its loss in training: f is the fraction of tokens
+    routed to an expert, and P the mean of its scores, over the tokens of all layers in one forward. Each rank computes
+    f
+    and P of its own tokens only, and the mean of products is not the product of means. After this call f is the
+    fraction
+    over all ranks, by an all-reduce of E + 1 numbers per forward, and P stays the rank's own. The mean over ranks,
+    weighted by their tokens, then equals the loss of one device with all tokens in one forward, and so does its
+    gradient.
+    In training every rank must run the same number of forwards. In evaluation the loss counts only a rank's own tokens.
 
     Args:
-        model: A language model of transformers with routers, cut or not, before or after adapters of peft are put on.
-        groups: The live groups: ranks of data, sequence and expert see other tokens. Or the group of such ranks.
+        model: Language model of Hugging Face Transformers with routers, sharded or not, before or after peft adds
+            adapters.
+        groups: Live groups, whose data, sequence and expert ranks see different tokens; or the group of such ranks.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: The model adds no loss of balance, or none that is known.
+        TypeError: The model adds no load-balancing loss, or the loss is not supported.
 
     Example:
         model = sync_aux_loss_(MixtralForCausalLM(config), strategy.groups)
@@ -52,11 +56,11 @@ def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
 
 
 class _GlobalAuxLoss:
-    """In the place of a rank's own loss of balance, that of its tokens by the shares of all ranks.
+    """Hook that replaces a rank's load-balancing loss by the loss of its tokens with the fractions of all ranks.
 
     Args:
-        model: The model.
-        groups: The live groups, or one of them.
+        model: Model.
+        groups: Live groups, or one group.
     """
 
     def __init__(self, model: nn.Module, groups: ProcessGroups | dist.ProcessGroup) -> None:
@@ -67,11 +71,11 @@ class _GlobalAuxLoss:
             self.groups = [groups[axis] for axis in _AXES if groups.size(axis) > 1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: copies of a model work on the same ranks."""
+        """Return itself: copies of a model run on the same ranks."""
         return self
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        """The outputs, with this loss and what the model's own loss becomes by it.
+        """Return the outputs with this loss, and with the model's loss adjusted to it.
 
         Raises:
             ValueError: They have no names.
@@ -90,7 +94,7 @@ class _GlobalAuxLoss:
         return outputs
 
     def _balance(self, layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None) -> Tensor:
-        """E * sum(f * P), as transformers computes it, with the f of all ranks.
+        """Compute E * sum(f * P) as transformers does, with f over all ranks.
 
         Args:
             layers: The logits of each layer's router, [M, E].
@@ -116,7 +120,7 @@ class _GlobalAuxLoss:
 
 
 def _factor_of(module: nn.Module) -> float | None:
-    """What a model multiplies its loss of balance by; None for one that has none itself, as adapters around one."""
+    """Return the coefficient of a model's load-balancing loss; None for a module without one, such as an adapter."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
     return next((vars(module)[name] for name in names if name in vars(module)), None)
 

@@ -15,18 +15,18 @@ from .routed import RoutedForward
 
 
 class DealtForward:
-    """Sends tokens to the ranks that have their experts, computes this rank's experts, and brings the sums back.
+    """Forward that sends tokens to the ranks of their experts, computes this rank's experts, and returns the sums.
 
-    The tokens of a tensor group are alike on all its ranks. Where an expert is whole on a rank, each of them sends its
-    share of the tokens; where it is cut over the group, each sends all, and outputs are partial sums.
+    The ranks of a tensor group hold the same tokens. If a rank holds full experts, each rank of the tensor group sends
+    its part of the tokens. If the group shards experts, each rank sends all tokens, and outputs are partial sums.
 
     Args:
-        module: The module, whose parameters are this rank's part.
-        experts: Experts that compute what the module's do, with the very parameters of the module.
-        grid: This rank's place, in the view "experts".
-        axes: The axes of the tensor group that have several ranks.
-        name: The name of the module in the model, for messages.
-        block: What the block around it computes; None where nobody knows it.
+        module: Module whose parameters are this rank's part.
+        experts: Experts with the module's activation that use the module's own parameters.
+        grid: Coordinates of this rank in the view "experts".
+        axes: Axes of the tensor group with several ranks.
+        name: Name of the module in the model, for messages.
+        block: Forward of the block around the module; None if it is unknown.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class DealtForward:
 
     @cached_property
     def dispatcher(self) -> TokenDispatcher:
-        """What brings rows to the ranks of their experts and back, over a communicator of its own."""
+        """Dispatcher that sends rows to the ranks of their experts and back, over its own communicator."""
         groups = self.grid.groups
         is_dealt = groups is not None and self.grid.size(("expert_parallel",)) > 1
         channel = groups.channels("expert_parallel", 1)[0] if groups is not None and is_dealt else None
         return TokenDispatcher(self.experts.num_experts, channel)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As packed experts of transformers are called. Every rank must call it, one without tokens too.
+        """Run packed experts with the arguments of transformers' experts. Collective, also for a rank without tokens.
 
         Args:
-            hidden_states: Tokens [M, h], alike on the ranks of a tensor group.
-            top_k_index: The experts of each token, int64 [M, k].
-            top_k_weights: Their weights, [M, k].
+            hidden_states: Tokens [M, h], equal on the ranks of a tensor group.
+            top_k_index: Experts of each token, int64 [M, k].
+            top_k_weights: Routing weights, [M, k].
 
         Returns:
             The weighted sums of the experts' outputs, [M, h].
 
         Raises:
-            ValueError: A weight is NaN on some rank, or a token has none of the experts, and then every rank raises.
+            ValueError: A weight is NaN, or an expert id is out of range, on some rank. Every rank raises.
         """
         x, gates, tokens = hidden_states, top_k_weights, len(hidden_states)
         group = self.grid.group(self.axes) if self.axes else None
@@ -86,7 +86,7 @@ class DealtForward:
         return y
 
     def _computed(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
-        """The outputs of this rank's experts, multiplied by their gates."""
+        """Return the outputs of this rank's experts, multiplied by their gates."""
         module: Any = self.module
         self.experts.activation, self.experts.weight_grad_hook = self.activation, module.weight_grad_hook
         if not module.has_post_expert_norm:
@@ -103,10 +103,10 @@ _OTHERS = (
 
 
 def deal_(dealt: DealtForward) -> None:
-    """Makes a module's experts those of this rank, in place; its parameters are this rank's part already.
+    """Turn a module's experts into this rank's experts, in place; its parameters are this rank's part already.
 
     Args:
-        dealt: What the module computes from now on, with what `experts_like` gave for it, which gets its parameters.
+        dealt: New forward of the module, with the experts from `experts_like`, which get the module's parameters.
     """
     module, experts = dealt.module, dealt.experts
     for name in experts._parameters.keys() - module._parameters.keys():  # biases that there are none of

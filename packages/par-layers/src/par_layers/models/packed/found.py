@@ -7,7 +7,7 @@ from .forward import DealtForward
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have the packed weights of experts as parameters, by name.
+    """Return the modules that have the packed weights of experts as parameters, by name.
 
     Args:
         model: A model or a part of it: `Experts` in it, and what `parallelize` or `pack_experts_` has made of its own.

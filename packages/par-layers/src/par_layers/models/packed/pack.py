@@ -38,25 +38,25 @@ def pack_experts_(
     *,
     activation: Callable[[Tensor], Tensor] = nn.functional.silu,
 ) -> PackedExperts:
-    """Makes a list of experts one module with packed weights, in place; experts can be dealt out over ranks then.
+    """Replace a list of experts by one module with packed weights, in place; it can then be partitioned over ranks.
 
-    Whoever holds the list holds the packed experts, with parameters of their own: make the optimizer afterwards. The
-    block around must call them with (tokens, ids, weights), as `PackedExperts` says, where it went through the list.
-    An expert computes down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+    The list object itself becomes the packed experts, with new parameters, so make the optimizer afterwards. The block
+    around the list must call the packed experts with (tokens, ids, weights), see `PackedExperts`, instead of looping
+    over the list. An expert computes down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     Args:
-        module: An nn.ModuleList of experts that are alike, each with linears.
-        gate: Name of the linear in each expert whose output goes through the activation; None where there is none.
+        module: nn.ModuleList of experts with equal linears.
+        gate: Name of the linear in each expert whose output passes the activation; None: no gate.
         up: Name of the linear that is multiplied with it.
-        down: Name of the linear that leads back to the hidden size.
-        activation: What is applied to the gate; a function or a module without parameters.
+        down: Name of the linear that projects to the hidden size.
+        activation: Activation of the gate, a function or a module without parameters. Default: silu.
 
     Returns:
-        The packed experts: the very object that was given.
+        The packed experts, the same object as `module`.
 
     Raises:
-        TypeError: It is no list of such experts.
-        ValueError: Experts differ in shapes, have gradients, or were cut.
+        TypeError: The module is not a list of such experts.
+        ValueError: Experts differ in shapes, have gradients, or are sharded.
 
     Example:
         pack_experts_(block.experts, gate="w1", up="w3", down="w2")
@@ -104,7 +104,7 @@ def pack_experts_(
 
 
 def _linear(expert: nn.Module, name: str) -> nn.Linear:
-    """The linear of that name in an expert.
+    """Return the linear with a name in an expert.
 
     Raises:
         TypeError: There is none.

@@ -12,15 +12,15 @@ from ...layers.dropout import draw_key
 
 
 class RoutedForward:
-    """What a block computes; where a checkpoint runs it again in backward, experts are those that its forward chose.
+    """Forward of a block whose recomputation in a checkpoint uses the experts that its first run selected.
 
-    The routers of transformers choose by `torch.topk`, whatever else they compute. Within a checkpoint what topk gives
-    is kept, and given again in the recompute, with the values that stand at these places then. Of a router that chooses
-    in another way the experts of each token are kept, and a recompute that would take others is noticed.
+    Routers of transformers select experts by `torch.topk`. Within a checkpoint the first run stores the indices from
+    topk, and the recomputation uses these indices with the values that it computes at them. If a router selects
+    experts in another way, the experts of each token are stored, and a recomputation with different experts raises.
 
     Args:
-        module: The block, which calls the experts.
-        name: Its name in the model, for messages.
+        module: Block that calls the experts.
+        name: Name of the block in the model, for messages.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -29,10 +29,10 @@ class RoutedForward:
         self._run: _WatchedRun | None = None  # within a forward that may run again, or does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block is called.
+        """Run the block with its own arguments.
 
         Raises:
-            ValueError: It runs again, and what its forward chose cannot be found.
+            ValueError: The call is a recomputation, and the routing of its forward is not stored.
         """
         run = self._begun()
         if run is None:
@@ -52,7 +52,7 @@ class RoutedForward:
         return outputs
 
     def confirmed(self, ids: Tensor) -> Tensor:
-        """The experts of each token, as the block gives them to the experts; -1 where its forward chose another one.
+        """Return the experts of each token as the block passes them on; -1 if the first run selected different ones.
 
         Args:
             ids: The experts of each token, int64 [M, k].
@@ -65,7 +65,7 @@ class RoutedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _begun(self) -> "_WatchedRun | None":
-        """A run whose choices are kept, or given again; None where a forward runs once."""
+        """Return a run that stores or replays routing decisions; None if the forward runs only once."""
         if torch.compiler.is_compiling() or not self.module.training:
             return None
         again = in_backward()
@@ -83,11 +83,11 @@ class RoutedForward:
 
 
 class _WatchedRun(TorchFunctionMode):
-    """One run of a block: a first one, of which is kept what topk gives, or a recompute, which is given that.
+    """Run of a block: a first run, which stores the results of topk, or a recomputation, which uses them.
 
     Args:
-        key: What the forward has drawn.
-        kept: The places that its first run found, one after another; None if this is the first run.
+        key: Random key that the forward has drawn.
+        kept: Indices that the first run selected, concatenated; None for the first run.
     """
 
     def __init__(self, key: int, kept: Tensor | None) -> None:
@@ -98,7 +98,10 @@ class _WatchedRun(TorchFunctionMode):
         self._taken = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch.topk, whose gradient goes through a gather, so that a recompute saves the same; all else as it is."""
+        """Replace torch.topk by a version whose gradient uses a gather, so a recomputation saves the same.
+
+        Pass on all else.
+        """
         if func is not torch.topk and func is not Tensor.topk:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("input", "k", "dim", "largest", "sorted"), args, strict=False)) | (kwargs or {})
@@ -115,7 +118,7 @@ class _WatchedRun(TorchFunctionMode):
         return torch.return_types.topk((x.gather(dim, ids), ids))
 
     def confirmed(self, ids: Tensor) -> Tensor:
-        """The experts of each token; -1 where there was no topk that could be replayed, and they are other ones."""
+        """Return the experts of each token; -1 if there was no topk to replay, and they differ from the first run's."""
         if self.kept is None and not self.found:
             self.found.append(ids)
             self.largest = torch.iinfo(torch.int32).max
@@ -124,10 +127,10 @@ class _WatchedRun(TorchFunctionMode):
         return ids
 
     def _next(self, shape: torch.Size) -> Tensor:
-        """What was found in the first run at this place of the code.
+        """Return the next indices that the first run selected.
 
         Raises:
-            RuntimeError: The block takes another way than in its forward.
+            RuntimeError: The block makes other calls of topk than in its forward.
         """
         begin, self._taken = self._taken, self._taken + shape.numel()
         kept = self.kept

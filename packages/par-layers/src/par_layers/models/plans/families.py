@@ -43,7 +43,10 @@ def _bert(config: Any) -> Plan:
 
 @register_plan("phi3")
 def _phi3(config: Any) -> Plan:
-    """Fused weights, each part cut by itself: transformers' own plan gathers after both of them."""
+    """Return the plan of Phi-3: fused weights, each part sharded separately.
+
+    Transformers' own plan gathers after both weights.
+    """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     return {
@@ -56,7 +59,10 @@ def _phi3(config: Any) -> Plan:
 
 @register_plan("deepseek_v3")
 def _deepseek_v3(config: Any) -> Plan:
-    """Latent attention, cut by heads behind its low-rank projections: transformers' own plan leaves it whole."""
+    """Return the plan of DeepSeek-V3: latent attention, sharded by heads behind its low-rank projections.
+
+    Transformers' own plan replicates it.
+    """
     nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     attention = "layers.*.self_attn"
     queries = ColumnParallel(unit=nope + rope)

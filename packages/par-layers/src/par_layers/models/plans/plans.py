@@ -71,7 +71,7 @@ class Resolved:
 
 
 def resolve(model: nn.Module, plan: str | Plan, *, experts: bool = False) -> Resolved:
-    """The style of each module and parameter of a model.
+    """Return the style of each module and parameter of a model.
 
     Args:
         model: The model, which may be on the meta device.
@@ -105,7 +105,7 @@ def resolve(model: nn.Module, plan: str | Plan, *, experts: bool = False) -> Res
 
 
 def _with_latents(resolved: Resolved, model: nn.Module) -> Resolved:
-    """The plan, with the number of features that go around a Column, where a rule leaves it to the config.
+    """Return the plan with the number of features that bypass a Column, if a rule reads it from the config.
 
     A linear has no config; the attention around it has one, or the number itself.
 
@@ -126,7 +126,10 @@ def _with_latents(resolved: Resolved, model: nn.Module) -> Resolved:
 
 
 def _rope_features(model: nn.Module, name: str) -> Iterator[int]:
-    """What the modules around a linear, from the innermost, and then their configs say of `qk_rope_head_dim`."""
+    """Yield `qk_rope_head_dim` of the modules around a linear, from the innermost, and then of their configs.
+
+    0 if missing.
+    """
     holders = [model.get_submodule(path) for path in names_around(name)]
     for holder in (*holders, *(getattr(each, "config", None) for each in holders)):
         number = getattr(holder, "qk_rope_head_dim", None)
@@ -134,30 +137,30 @@ def _rope_features(model: nn.Module, name: str) -> Iterator[int]:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, which is not imported to find out."""
+    """Return whether a model is a Hugging Face Transformers model, without importing transformers."""
     transformers = sys.modules.get("transformers")
     base = None if transformers is None else getattr(transformers, "PreTrainedModel", None)
     return base is not None and isinstance(model, base)
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
-    """The embedding of the ids of a transformers model."""
+    """Return the embedding of the ids of a Transformers model."""
     return _embedding(model, "get_input_embeddings")
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
-    """The linear that gives the logits over the vocabulary of a transformers model."""
+    """Return the linear that computes a Transformers model's logits over the vocabulary."""
     return _embedding(model, "get_output_embeddings")
 
 
 def name_of(module: nn.Module, model: nn.Module) -> str:
-    """The name of a module in a model."""
+    """Return the name of a module in a model."""
     names: list[str] = [name for name, candidate in model.named_modules() if candidate is module]
     return names[0]
 
 
 def names_around(name: str) -> Iterator[str]:
-    """The names of the modules that hold a module or a parameter, from the innermost to the model's, which is ""."""
+    """Yield the names of the modules around a module or parameter, from the innermost to the model's, which is ""."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -175,7 +178,7 @@ def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
 
 
 def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
-    """The registered plan of the family, else the model's own; its rules for experts; and rules for both ends of it."""
+    """Return the rules of plan "auto": the family's registered plan or the model's own, its experts, and both ends."""
     if not is_transformers_model(model):
         raise TypeError(
             f"plan 'auto' is for models of transformers, and this is a {type(model).__name__}; give a plan, such as "
@@ -206,8 +209,8 @@ def warn_if_layers_stay_full(model: nn.Module, resolved: Resolved) -> None:
     """Warn if a model's own plan shards no layer of it, because then tensor ranks save hardly any memory or time.
 
     Args:
-        model: The Hugging Face Transformers model.
-        resolved: Its plan "auto", for several tensor ranks.
+        model: Hugging Face Transformers model.
+        resolved: Styles of plan "auto" for several tensor ranks.
     """
     ends = [name_of(module, model) for module in (input_embedding(model), output_embedding(model)) if module]
     cutting = (ColumnParallel, RowParallel, ExpertTensorParallel, ExpertParallel)
@@ -221,7 +224,7 @@ def warn_if_layers_stay_full(model: nn.Module, resolved: Resolved) -> None:
 
 
 def _plan_of(model: nn.Module, *, is_needed: bool) -> Plan:
-    """The plan of a model for its tensor ranks; an empty one where it has none and none is needed."""
+    """Return the plan of a model for its tensor ranks; an empty plan if the model has none and needs none."""
     config: Any = getattr(model, "config", None)
     family = str(getattr(config, "model_type", ""))
     if family in PLANS:
@@ -244,7 +247,10 @@ def _plan_of(model: nn.Module, *, is_needed: bool) -> Plan:
 
 
 def _names(model: nn.Module) -> dict[str, nn.Module]:
-    """Every name that a rule may match, with the module of that name, or the one that owns the parameter."""
+    """Return every name that a rule may match.
+
+    The value is the module with that name, or the module that owns the parameter with that name.
+    """
     names: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         names[path] = module
@@ -260,7 +266,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-    """The end of a message: the names that are most like the pattern, their numbers written as `*`."""
+    """Return the end of a message: the names that are most similar to the pattern, with `*` for numbers."""
     generic = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in names))
     near = difflib.get_close_matches(pattern, generic, n=3, cutoff=0.4)
     return f"the nearest names are {', '.join(map(repr, near))}" if near else f"its names are like {generic[:3]}"

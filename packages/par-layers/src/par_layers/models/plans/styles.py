@@ -10,19 +10,20 @@ from par_groups import Registry
 
 @dataclass(frozen=True)
 class Style:
-    """How a linear, an embedding, a module with experts or a single parameter is cut."""
+    """Rule for sharding a linear, an embedding, a module with experts or a single parameter."""
 
 
 @dataclass(frozen=True)
 class ColumnParallel(Style):
-    """A linear whose output features are cut; it opens a pair.
+    """Linear whose output features are sharded; it begins a sharded region.
 
     Args:
-        blocks: Number or sizes of the parts of the output that are each cut by themselves, as q, k and v or gate and
-            up in one weight.
+        blocks: Number or sizes of the parts of the output that are sharded separately, such as q, k and v, or gate and
+            up, in one weight.
         unit: Number of features that stay together on a rank; 1 takes the `head_dim` of the module around it, if there
             is one.
-        gather: Whether the output is gathered, so that what follows has it whole. Its features need not divide then.
+        gather: Whether the output is gathered, so that the next module receives it in full. Its features need not
+            divide then.
     """
 
     blocks: int | tuple[int, ...] = 1
@@ -39,11 +40,11 @@ class ColumnParallel(Style):
 
 @dataclass(frozen=True)
 class RowParallel(Style):
-    """A linear whose input features are cut, and whose partial sums are added up; it closes a pair.
+    """Linear whose input features are sharded, and whose partial sums are all-reduced; it ends a sharded region.
 
     Args:
-        split: Whether the input is whole, so that this rank's part is taken from it.
-        blocks: Number or sizes of the parts of the input that are each cut by themselves.
+        split: Whether the input is full, so that this rank's part is taken from it.
+        blocks: Number or sizes of the parts of the input that are sharded separately.
     """
 
     split: bool = False
@@ -63,15 +64,18 @@ class EmbeddingParallel(Style):
 
 @dataclass(frozen=True)
 class ExpertTensorParallel(Style):
-    """A module with the weights of all experts, which have rules of their own: what goes in is copied, the sum out."""
+    """Module with the weights of all experts, each with a rule of its own.
+
+    The input is replicated, the output is summed.
+    """
 
 
 @dataclass(frozen=True)
 class ExpertParallel(Style):
-    """A module with the packed weights of all experts, or such a weight: dealt out over the ranks of `expert`.
+    """Module with the packed weights of all experts, or such a weight, partitioned over the ranks of `expert`.
 
-    A rank has some experts, whole or, where the topology cuts each of them, a part of their features; tokens travel to
-    the ranks of their experts. On a topology without an axis `expert`, every expert is cut over the tensor ranks.
+    A rank holds full experts or, if the topology shards each expert, a part of their features. Tokens are sent to the
+    ranks of their experts. On a topology without an axis `expert`, the tensor ranks shard every expert.
     """
 
 
@@ -105,10 +109,10 @@ class LatentProjection(Style):
 
 @dataclass(frozen=True)
 class SummedOutput(Style):
-    """A module whose output is a partial sum on each rank.
+    """Module whose output is a partial sum on each rank.
 
     Args:
-        copies: Whether it has weights itself, which are cut, so that what goes in is copied.
+        copies: Whether the module has sharded weights itself, so that its input is replicated.
     """
 
     copies: bool = False
@@ -149,15 +153,15 @@ def register_style(name: str) -> Callable[[StyleFunction], StyleFunction]:
 
 
 def style_of(rule: object, module: nn.Module, name: str) -> Style:
-    """The style that a rule means for a module.
+    """Return the style of a module's rule.
 
     Args:
-        rule: A style, or the name of one.
-        module: The module that has the rule, or that owns the parameter which has it.
-        name: The name of the module or parameter, for messages.
+        rule: Style, or the name of a style.
+        module: Module that has the rule, or that owns the parameter with the rule.
+        name: Name of the module or parameter, for messages.
 
     Raises:
-        ValueError: No style is called so, or none any more.
+        ValueError: No style has this name, or the style was removed.
         TypeError: The rule is neither a style nor a name.
     """
     if isinstance(rule, Style):
@@ -228,10 +232,10 @@ for _name, _style in _NAMES.items():
 
 @register_style("all_reduce")
 def _summed(module: nn.Module) -> Style:
-    """The sum of what linears give that copy their inputs, or of what the module multiplies by its own weights."""
+    """Return the style of a module that sums the outputs of linears with replicated inputs, or of its own weights."""
     return SummedOutput(copies=next(module.parameters(recurse=False), None) is not None)
 
 
 def with_unit(style: ColumnParallel, unit: int) -> ColumnParallel:
-    """The style with another unit, if it names none itself."""
+    """Return the style with another unit if it has the default unit."""
     return replace(style, unit=unit) if style.unit == 1 else style

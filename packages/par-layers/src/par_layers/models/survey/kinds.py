@@ -11,7 +11,7 @@ BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 
 
 def is_by_token(module: nn.Module) -> bool:
-    """Whether a module is known to treat each token by itself: a linear, a norm, an activation or a dropout."""
+    """Return whether a module is known to process each token separately, like a linear, norm, activation or dropout."""
     kind = type(module)
     if next(module.children(), None) is not None:
         return False
@@ -23,25 +23,25 @@ def is_by_token(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear that can be adopted: torch's own, or transformers' Conv1D."""
+    """Return whether a module is a supported linear: torch's own, or transformers' Conv1D."""
     return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether its weight is [in, out]: transformers' Conv1D, which GPT-2 has, also once it was adopted."""
+    """Return whether a module's weight is [in, out]: transformers' Conv1D, which GPT-2 has, also after its adoption."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return (conv1d is not None and type(module) is conv1d) or getattr(module, "transposed", False) is True
 
 
 def features_of(module: nn.Module, name: str = "") -> tuple[int, int]:
-    """The output and input features of a linear.
+    """Return the output and input features of a linear.
 
     Args:
-        module: The module.
-        name: Its name, for the message.
+        module: Module.
+        name: Name of the module, for the message. Default: "".
 
     Raises:
-        TypeError: It is no linear, or one whose class multiplies in its own way.
+        TypeError: The module is not a linear, or its class has a matmul of its own.
     """
     if not is_linear(module):
         what = (

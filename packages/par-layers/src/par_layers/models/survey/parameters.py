@@ -87,7 +87,7 @@ class ParameterShards:
         return parts
 
     def _part(self, path: str, module: nn.Module, own: str, parameter: Tensor) -> ParameterShard | None:
-        """The part that a rule gives; None where no rule cuts it.
+        """Return this rank's part by the rule of a parameter; None if no rule shards it.
 
         Raises:
             TypeError: The rule cannot cut what it is on.
@@ -152,7 +152,7 @@ class ParameterShards:
         return part_along(parameter.shape, 0, [rows], self.grid)
 
     def _bare_part(self, style: Style, parameter: Tensor, name: str) -> ParameterShard | None:
-        """This rank's part of a parameter that has a rule itself: experts' weights [E, N, K], or a number a head."""
+        """Return this rank's part of a parameter with its own rule: experts' weights [E, N, K], or a number per head."""
         dims = parameter.dim()
         if isinstance(style, ColumnParallel) and dims in (1, 3):
             dim = max(dims - 2, 0)
@@ -177,10 +177,10 @@ class ParameterShards:
         return block_rows(length, blocks if isinstance(blocks, int) else list(blocks), 1, self.axes, self.grid)
 
     def _sum_over(self, name: str, regions: Collection[str], blocks: Collection[str], layers: str | None) -> Axes:
-        """The axes over which the gradient of a whole parameter is partial.
+        """Return the axes over which the gradient of a replicated parameter is partial.
 
-        Between a Column and a Row it is. Where layers are cut along the sequence, so is everything that sees their
-        cut activations: what lies outside the regions, and the biases of Rows.
+        It is partial between a Column and a Row. If layers split activations along the sequence, it is also partial for
+        every parameter that reads split activations: parameters outside the regions, and the biases of Rows.
         """
         owners = list(names_around(name))
         # A norm of expert outputs: each tensor rank has the outputs of its own tokens only.

@@ -108,7 +108,7 @@ class _TrafficCounter:
         self.volumes: dict[str, CommunicationVolume] = {}
 
     def all(self, *, is_cut: bool) -> dict[str, CommunicationVolume]:
-        """The costs by name of the module; whether logits stay cut for the loss."""
+        """Return the costs by name of the module. `is_cut`: whether the loss is computed from sharded logits."""
         known: set[int] = set()
         for name, style in self.found.rules.items():
             module = self.modules.get(name)
