@@ -36,19 +36,18 @@ from .transfer.sessions import Session, session_of
 
 
 def latest(root: Path, *, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> str | None:
-    """The path of the highest step below `root` that is whole, or None. Collective over the group.
+    """Return the path of the newest complete step below `root`, or None. Collective over the group.
 
-    The first rank of the group looks and tells the others: all resume from the same step, whatever each of them would
-    see.
+    The first rank of the group lists the steps and sends the result, so all ranks resume from the same step.
 
     Args:
-        root: The directory that holds the step directories, or its URL; it need not exist.
-        group: The ranks that call. None: all ranks, or this process alone where torch.distributed is not initialised.
+        root: Directory that contains the step directories, or its URL; it need not exist.
+        group: Ranks that call. Default: all ranks, or only this process if torch.distributed is not initialized.
         timeout: Seconds to wait for a rank that does not call it.
 
     Raises:
         ValueError: This process is not in the group.
-        CheckpointError: A step was written by a newer version, or a rank does not come; on every rank.
+        CheckpointError: A newer version wrote a step, or a rank does not join; on every rank.
         OSError: The root cannot be read; on every rank.
     """
     check_timeout(timeout)
@@ -108,7 +107,7 @@ class Checkpoints:
         self._compared = False  # whether ranks have compared what they were given
 
     def _kept_in_each(self, keep_last: int | Sequence[int | None] | None) -> list[int | None]:
-        """How many steps stay in each tier."""
+        """Return the number of steps to keep in each tier."""
         if not isinstance(keep_last, Sequence):
             return [keep_last] * len(self._roots)
         if self.tiers is None or len(keep_last) != len(self._roots):
@@ -119,25 +118,25 @@ class Checkpoints:
         return list(keep_last)
 
     def path(self, step: int) -> str:
-        """The folder of a step, in the first tier if there are several."""
+        """Return the folder of a step, in the first tier if there are several."""
         return self.paths(step)[0]
 
     def paths(self, step: int) -> list[str]:
-        """The folders of a step in all tiers, the nearest first; without tiers, its only one."""
+        """Return the folders of a step in all tiers, the nearest first; without tiers, its only folder."""
         return [f"{root.rstrip('/')}/{step_name(step)}" for root in self._roots]
 
     def name(self, step: int) -> str:
-        """What `par_checkpoint.save` and `load` take as the path of a step: its folder, or its name in the tiers."""
+        """Return a step's path for `par_checkpoint.save` and `load`: its folder, or its name in the tiers."""
         return self.path(step) if self.tiers is None else f"{self.root.rstrip('/')}/{step_name(step)}"
 
     def due(self, step: int) -> bool:
-        """Whether `save` writes a checkpoint at this step: the step is a multiple of `every`."""
+        """Return whether `save` writes a checkpoint at this step: the step is a multiple of `every`."""
         return step % self.every == 0
 
     def latest(self) -> str | None:
-        """The folder of the newest whole checkpoint, in the nearest tier that has it; None if there is none.
+        """Return the folder of the newest complete checkpoint, in the nearest tier that has it; None if there is none.
 
-        The same on every rank, but for folders of a tier that is local to each host.
+        The result is equal on every rank, except in a tier that is local to each host.
         """
         if self.tiers is None:
             return latest(self.root, group=self._group)
@@ -145,18 +144,20 @@ class Checkpoints:
             return newest_step(self._roots, session.ranks)[1]
 
     def check(self, *, timeout: float = TIMEOUT) -> None:
-        """Tries whether steps can be saved to the root, or to each tier, before a run begins. Collective.
+        """Check whether steps can be saved to the root, or to each tier, before a run begins. Collective.
 
-        A file is written into each and removed again, and hosts look for each other's: all of them must see a tier,
-        unless it is the first one and there are `copies`, of which there may be as many as hosts. Nothing else is
-        changed.
+        Each host writes a file into each tier, looks for the files of the other hosts, and removes its own. All hosts
+        must
+        see a tier. The exception is the first tier if `copies` is set, which must not be larger than the number of
+        hosts.
+        Nothing else changes.
 
         Args:
             timeout: Seconds to wait for a rank that does not answer.
 
         Raises:
-            TypeError, ValueError: What was given, the rule, and what to give; on every rank.
-            StoreError: An object store refuses to be written; on every rank.
+            TypeError, ValueError: An option is wrong; on every rank, with the rule and the fix.
+            StoreError: An object store denies the write; on every rank.
         """
         with self._calling("check", timeout) as session:
             check_tiers(self._roots, self._copies, session.ranks)
@@ -251,7 +252,7 @@ class Checkpoints:
         return handle
 
     def _calling(self, method: str, timeout: float) -> AbstractContextManager[Session]:
-        """A call of all ranks, to one of the collective methods."""
+        """Begin a call of all ranks to one of the collective methods, inside the context."""
         check_timeout(timeout)
         return session_of(self._group).calling(f"Checkpoints({self.root!r:.80}).{method}()", timeout)
 
@@ -297,7 +298,7 @@ class Checkpoints:
             self._compared = True
 
     def _check_newest(self, step: int, ranks: Ranks) -> None:
-        """Raises ValueError if a whole checkpoint of a later step is there. Collective."""
+        """Raise ValueError if a complete checkpoint of a later step exists. Collective."""
         if self.tiers is None:
             path = ranks.on_first(lambda: newest(self.root))
             found = None if path is None else step_of(path.rpartition("/")[2])
@@ -334,7 +335,7 @@ class Checkpoints:
             device: Device for tensors that are on the meta device.
             dtype: Dtype, or tuple of dtypes, of tensors in the model that may be cast from another dtype in the files.
             verify: "auto", "full" or "off".
-            format: How the model's tensors map to the files. Default: `Format()`.
+            format: Map from the model's tensors to the files. Default: `Format()`.
             transfer: Memory, threads and timeout. Default: `Transfer()`.
 
         Returns:

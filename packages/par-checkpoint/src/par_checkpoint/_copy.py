@@ -23,7 +23,7 @@ from .transfer.workers import Workers
 
 
 class CheckpointCopier(Protocol):
-    """What brings blocks to a copy where no rank sees all of the source."""
+    """Source of blocks for a copy if no rank sees all of the source."""
 
     @property
     def files(self) -> Collection[str]:
@@ -46,21 +46,21 @@ def copy_checkpoint(
 ) -> bool:
     """Copy a complete checkpoint, which appears in one step or not at all. Collective.
 
-    Every byte is compared with its checksum on the way. Ranks deal the blocks out among themselves where several can
-    write one file, else the files.
+    Every byte is compared with its checksum during the copy. The ranks share the blocks if several ranks can write one
+    file, else the files.
 
     Args:
-        source: The checkpoint, which all ranks see, unless there is a carrier.
-        target: The folder to make it in.
-        ranks: The ranks that copy, through a communicator that nothing else uses meanwhile.
-        nonce: A name for the copy, new and the same on every rank.
-        overwrite: Whether to replace a checkpoint that is there.
+        source: Folder of the checkpoint, visible to all ranks unless there is a carrier.
+        target: Folder to create.
+        ranks: Ranks that copy, over a communicator that nothing else uses during the copy.
+        nonce: Name of the copy, new and equal on every rank.
+        overwrite: Whether to replace an existing checkpoint.
         threads: Number of threads of a rank that read, checksum and write; each holds a block.
-        of: The version of the source that is meant (see `Folder.version`, on rank 0); None: that which is there.
-        carrier: Source of the blocks of large files; None: ranks read them from `source`.
+        of: Version of the source to copy, as `Folder.version` returns it on rank 0. Default: the current one.
+        carrier: Source of the blocks of large files. Default: ranks read them from `source`.
 
     Returns:
-        Whether it is copied. It is not if another checkpoint has taken its place in the source.
+        Whether the checkpoint is copied; False if another checkpoint has replaced it in the source.
 
     Raises:
         CheckpointError, OSError: Reading or writing failed; the target is unchanged.
@@ -138,7 +138,7 @@ class _Copy:
         self.staging.close()
 
     def _unit(self, record: FileRecord) -> int:
-        """Bytes that are copied at a time: whole blocks, of the target and of the source's checksums."""
+        """Return the number of bytes to copy at a time: full blocks of the target and of the source's checksums."""
         return math.lcm(self.target.block(record.size - record.data_begin), record.block)
 
     def _copy_share(self, large: dict[str, FileRecord], ranks: Ranks, threads: int) -> None:
@@ -210,7 +210,7 @@ class _Copy:
         self.staging.publish(overwrite=self.overwrite, index=index)
 
     def _small(self, large: dict[str, FileRecord]) -> Iterator[tuple[str, bytes]]:
-        """The files that one rank copies, and those beside them, which have no checksums."""
+        """Yield the files that one rank copies, and the files without checksums."""
         for name, record in self.manifest.files.items():
             if name not in large:
                 data = self.source.read(name)

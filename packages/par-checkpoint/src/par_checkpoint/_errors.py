@@ -24,12 +24,12 @@ class StoreError(CheckpointError):
 
 
 def corrupt(where: str, what: str) -> CorruptError:
-    """The error for a file that is not as it was written."""
+    """Return the error for a file that differs from what was written."""
     return CorruptError(f"{where}: {what}. Copy or download the file again, or use another checkpoint")
 
 
 def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
-    """The error for a block that is not what was written."""
+    """Return the error text for a block that differs from what was written."""
     text = f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong"
     if not tensors:
         return text

@@ -64,15 +64,15 @@ def commit(
     noted: Noted,
     index: tuple[str, bytes] | None = None,
 ) -> None:
-    """Writes the small files, the manifest last, and puts the folder in its place.
+    """Write the small files, the manifest last, and publish the folder.
 
     Args:
-        staging: Staging folder, whose data is complete and on the disk.
-        content: What the manifest says.
+        staging: Staging folder; its data is complete and on the disk.
+        content: Content of the manifest.
         files: The data files.
-        small: Further files, whole.
-        noted: What the caller chose.
-        index: Where the files stay in a generation: name and bytes of the index of all of them.
+        small: Further files, complete.
+        noted: Options of the caller that the manifest records.
+        index: Name and bytes of the index of all files, if they stay in a generation. Default: no index.
     """
     from . import __version__  # noqa: PLC0415 - it is not there yet while the package is being imported
 
@@ -121,7 +121,7 @@ def records_of(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> dict[str,
 
 
 def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
-    """The index of each section that needs one: of several files, and always of the optimizer's.
+    """Return the index of each section that needs one: of a section with several files, and always of the optimizer.
 
     Args:
         prepared: All tensors and files.
@@ -136,7 +136,7 @@ def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
 
 
 def index_from_above(prepared: Prepared, stem: str, generation: str) -> tuple[str, bytes] | None:
-    """The index by which transformers finds the model's files in a generation: its name and its bytes.
+    """Return the name and bytes of the index by which transformers finds the model's files in a generation; else None.
 
     Args:
         prepared: All tensors and files.
@@ -149,7 +149,7 @@ def index_from_above(prepared: Prepared, stem: str, generation: str) -> tuple[st
 
 
 def _index(prepared: Prepared, section: str, folder: str) -> bytes:
-    """The bytes of a section's index, which names its files below a folder."""
+    """Return the bytes of a section's index, which names its files below a folder."""
     files = [file for file in prepared.files if file.section == section]
     tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
     places = {
@@ -163,6 +163,6 @@ def _index(prepared: Prepared, section: str, folder: str) -> bytes:
 
 
 def side_files(content: Content) -> dict[str, bytes]:
-    """Side tensors."""
+    """Return the file with the tensors that are not in the model's or optimizer's files."""
     tensors = dict(content.state.tensors)
     return {SIDE_FILE: to_safetensors(tensors, {"format": "pt"})} if tensors else {}

@@ -42,7 +42,7 @@ class Save:
         return self._missing
 
     def done(self) -> bool:
-        """Whether the save has ended in all tiers, with or without an error."""
+        """Return whether the save has ended in all tiers, with or without an error."""
         return all(task.done() for task in self._tasks)
 
     def wait_for_copy(self) -> None:
@@ -70,8 +70,8 @@ class Save:
         """Write in the background.
 
         Args:
-            work: What to do; it sets the event as soon as this rank's copy is made.
-            copied: Whether the copy is made already.
+            work: Function to run; it sets the event as soon as this rank's copy is made.
+            copied: Whether the copy is already made.
         """
         event = threading.Event()
 

@@ -53,16 +53,16 @@ class LoadReport:
     """Outcome of a load.
 
     Args:
-        missing: Names that the model or optimizer has and the checkpoint has not. Without `strict`, also buffers on the
-            meta device that no file holds and that nobody computes.
-        unexpected: Names that the checkpoint has and no model or optimizer on any rank.
+        missing: Names in the model or optimizer that the checkpoint lacks. Without `strict`, also buffers on the meta
+            device that are in no file and that no code computes.
+        unexpected: Names in the checkpoint that no model or optimizer on any rank has.
         mismatched: Text for each tensor with another shape or dtype.
-        extra: What `save` was given as `extra`. Where that differed between ranks: what the rank of this number gave,
-            or, on more ranks than saved, rank r what rank r modulo their number gave.
-        extra_of_ranks: What each rank gave as `extra`, by rank, where it differed between them; else None.
-        step: What `save` was given as `step`.
-        recomputed: Buffers that no file holds and that were computed, for they were on the meta device.
-        path: The folder that was read; of several tiers, that in the nearest one.
+        extra: Value of `extra` in `save`. If ranks saved different values, the value of the rank with this number; with
+            more ranks than saved, rank r gets the value of rank r modulo their number.
+        extra_of_ranks: Values of `extra` by rank, if ranks saved different values; else None.
+        step: Value of `step` in `save`.
+        recomputed: Buffers that are in no file and were computed, because they were on the meta device.
+        path: Folder that was read; with several tiers, the folder in the nearest one.
     """
 
     missing: tuple[str, ...] = ()
@@ -93,8 +93,8 @@ def load(
     """Fill a model, an optimizer and a scheduler from a checkpoint that any number of ranks wrote. Collective.
 
     All ranks check existence, names, shapes, dtypes, sizes, headers, index and manifest before anything changes. They
-    check each block of data while they read it, unless `verify` says otherwise. If a save replaces the checkpoint in
-    the meantime, the loaded state is either all from the old checkpoint or all from the new one.
+    check each block of data while they read it; `verify` changes this. If a save replaces the checkpoint in the
+    meantime, the loaded state is either all from the old checkpoint or all from the new one.
 
     Args:
         path: Folder of the checkpoint, or its URL. It may be any Hugging Face folder: with one file, with shards and an
@@ -115,7 +115,7 @@ def load(
             dtype in the files. The tensors keep their dtype. None: the dtypes must be equal.
         verify: "auto" checks each block while it is read. "full" checks all files before anything changes. "off" checks
             only sizes and headers.
-        format: How the model's tensors map to the files. Default: `Format()`.
+        format: Map from the model's tensors to the files. Default: `Format()`.
         transfer: Memory, threads and timeout. Default: `Transfer()`.
         tiers: Storage tiers that `save` wrote to. Default: only `path`.
 
@@ -200,20 +200,20 @@ class _Into:
 
 
 def _load_nearest(into: _Into, folders: Sequence[Folder], session: Session) -> tuple[LoadReport, Folder]:
-    """Loads from the nearest tier that has a whole checkpoint; where that cannot be read after all, from the next one.
+    """Load from the nearest tier with a complete checkpoint; if it cannot be read, load from the next tier.
 
-    Rank 0 warns of what was passed over.
+    Rank 0 warns about each tier that was skipped.
 
     Args:
-        into: What is filled.
-        folders: The checkpoint's folder in each tier.
-        session: The ranks that load.
+        into: Objects to fill.
+        folders: Folder of the checkpoint in each tier.
+        session: Ranks that load.
 
     Returns:
         The report, and the folder that was loaded.
 
     Raises:
-        CheckpointError, OSError: No tier has a whole checkpoint that can be read, or it does not fit; on every rank.
+        CheckpointError, OSError: No tier has a complete, readable checkpoint, or it does not fit; on every rank.
     """
     further: tuple[Folder, ...] = tuple(folders)
     failed: Exception | None = None
@@ -240,12 +240,12 @@ def _load_nearest(into: _Into, folders: Sequence[Folder], session: Session) -> t
 
 
 def _load_sound(into: _Into, folder: Folder, session: Session) -> LoadReport:
-    """Loads what is in a folder. Blocks of hosts' parts that turn out to be corrupt are read from their copies.
+    """Load from a folder. Corrupt blocks of hosts' parts are read from their copies.
 
     Args:
-        into: What is filled.
-        folder: The checkpoint's folder.
-        session: The ranks that load.
+        into: Objects to fill.
+        folder: Folder of the checkpoint.
+        session: Ranks that load.
     """
     ranks = session.ranks
 
@@ -283,7 +283,7 @@ def _warn(text: str, ranks: Ranks) -> None:
 
 
 def _share_of(folder: Folder, ranks: Ranks) -> Callable[[str, int], bool]:
-    """Whether this rank reads the block of a number in a file when all blocks are compared with their checksums."""
+    """Return the function that selects this rank's blocks when all blocks are compared with their checksums."""
     if isinstance(folder, KeptFolder):  # whose headers and small files the first rank compares when it reads them
         return lambda name, number: (
             number >= 0 and name in folder.homes.parts and folder.reader(name, number) == ranks.rank
@@ -297,14 +297,14 @@ class _Announced:
 
     Args:
         layout: The names of `layout` that the rank lacks, and those that it has.
-        missing: Names that its model or optimizer has and the files have not.
-        buffers: Names of buffers on the meta device that no file holds, and which it can have computed.
+        missing: Names in its model or optimizer that the files lack.
+        buffers: Names of buffers on the meta device that are in no file, and that the rank can compute.
         unmade: Text for each buffer that it cannot compute, by name.
         mismatched: Text for each tensor with another shape or dtype in the files.
         same: Pairs of names in the files that are one tensor in its model.
-        groups: For each param group of its optimizer, the candidates among the saved groups.
-        loads_itself: Whether its model or optimizer has code of its own that torch calls in `load_state_dict`, or its
-            modules are to take objects.
+        groups: Candidates among the saved groups, for each param group of its optimizer.
+        loads_itself: Whether its model or optimizer has its own code that torch calls in `load_state_dict`, or its
+            modules load objects.
         fills_model: Whether it fills any tensor of the model.
         fills_optimizer: Whether it fills any tensor of the optimizer.
         sets_more: Whether it sets a scheduler.
@@ -324,13 +324,13 @@ class _Announced:
 
 
 def _load(into: _Into, folder: Folder, session: Session, wrong: list[tuple[str, int]]) -> tuple[LoadReport, bool]:
-    """Loads what is there now, and tells whether all of it was compared with checksums.
+    """Load the current content of a folder; return the report, and whether all data was compared with checksums.
 
     Args:
-        into: What is filled.
-        folder: The checkpoint's folder.
-        session: The ranks that load.
-        wrong: Takes file and number of each block that this rank finds not to be what was written.
+        into: Objects to fill.
+        folder: Folder of the checkpoint.
+        session: Ranks that load.
+        wrong: List that receives the file and number of each corrupt block that this rank finds.
     """
     model, optimizer, ranks = into.model, into.optimizer, session.ranks
     outline = ranks.on_first(
@@ -455,7 +455,7 @@ def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
 
 
 def _own_key(number: int, name: str) -> str:
-    """The key of something that the state dict of an optimizer has beside state and param groups."""
+    """Return the key of an entry in an optimizer's state dict other than state and param groups."""
     return key_of("optimizer", f"{name} (in the state dict of optimizer {number})")
 
 
@@ -500,11 +500,11 @@ def _match(outline: Outline, into: _Into, loading: ModuleLoading) -> tuple[Targe
 
 
 def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced]) -> LoadReport:
-    """Lists what is missing or too much, of all ranks together.
+    """Return the missing and unexpected names of all ranks.
 
     Args:
-        outline: What the checkpoint holds.
-        users: By key of everything in it that somebody should use: the number of ranks that do.
+        outline: Content of the checkpoint.
+        users: Number of ranks that use each part of the checkpoint, by key.
         announced: Announcements of all ranks, equal ones once.
     """
     return LoadReport(

@@ -97,7 +97,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How a rank moves bytes between its tensors and the files.
+    """Options for moving bytes between a rank's tensors and the files.
 
     Args:
         budget: Host memory that a rank may use in addition to its own state, such as "256MB". The copy that a
@@ -110,8 +110,8 @@ class Transfer:
             only in its step. Each torch optimizer waits for the copy before it steps. Code that changes these tensors
             in another way must call `Save.wait_for_copy` first. `save` still copies buffers and frozen parameters
             before it returns.
-        pending: What `save` does when an earlier background save is still running: "wait" for it, or "raise".
-        writer: Which ranks write a file. "pwrite": several ranks write their ranges of the same file, on S3 their
+        pending: Behaviour of `save` while an earlier background save is running: "wait" for it, or "raise".
+        writer: Assignment of files to writers. "pwrite": several ranks write their ranges of the same file, on S3 their
             parts. "owner": one rank writes a file from beginning to end. "auto": "pwrite" on local disks, Lustre, GPFS
             and S3; "owner" on NFS, SMB, FUSE, unknown file systems and other object stores.
 

@@ -242,11 +242,11 @@ def save(
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """Content and target of a save, as this rank knows them before it hears of the other ranks.
+    """Content and target of a save on this rank, before the ranks have communicated.
 
     Args:
         format: Format of the files.
-        transfer: How bytes travel to them.
+        transfer: Options for the transfer.
         step: Number of training steps done.
         content: Tensors and state of this rank.
         folders: Folder of the checkpoint in each tier.
@@ -272,7 +272,7 @@ def _copies(
     job: "_Job",
     handle: Save,
 ) -> Callable[[], None]:
-    """What copies a checkpoint from each folder to the next, when the first has it, and notes on the handle who has."""
+    """Return the function that copies a checkpoint from tier to tier, and records on the handle which tiers have it."""
     overwrite, threads = job.overwrite, job.transfer.threads
 
     def copy() -> None:
@@ -291,13 +291,13 @@ def _copies(
 
 
 def _united(state: EncodedState, summary: StateSummary, ranks: Ranks, prepared: Prepared) -> EncodedState:
-    """The state of all ranks as one, where ranks have different ones. Collective.
+    """Merge the state of all ranks, if ranks have different states. Collective.
 
     Args:
-        state: This rank's state.
-        summary: Its summary.
-        ranks: The ranks that save.
-        prepared: The tensors of all ranks.
+        state: State of this rank.
+        summary: Summary of this rank's state.
+        ranks: Ranks that save.
+        prepared: Tensors of all ranks.
     """
     summaries = [each for _, each in ranks.distinct(summary)]
     if extra_differs(summaries):
@@ -312,11 +312,11 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
     """Plan the files of a save, or return the plan of an earlier save of the same tensors. Collective if it is new.
 
     Args:
-        session: The ranks that save, and the plans that they have made.
-        planned: What this rank saves.
+        session: Ranks that save, with their plans.
+        planned: Content of this rank.
         digest: Sum over all ranks of the digests of their claims.
         folder: Folder to save to.
-        sharing: How ranks may write one file of this folder together.
+        sharing: Ways in which several ranks may write one file of this folder.
 
     Raises:
         ValueError: Ranks disagree about a tensor, or no rank holds some of its elements; on every rank.
@@ -352,7 +352,7 @@ def _prepare(session: Session, planned: _Planned, digest: Sequence[int], folder:
 
 
 def _owners(files: Sequence[File], size: int) -> list[int]:
-    """For each file, the rank that writes it: largest file first, to the rank with the fewest bytes so far."""
+    """Return the rank that writes each file: largest file first, to the rank with the fewest bytes so far."""
     load, owners = [0] * size, [0] * len(files)
     for number in sorted(range(len(files)), key=lambda n: -files[n].size):
         owners[number] = load.index(min(load))
@@ -377,11 +377,11 @@ class _Job:
 
     @cached_property
     def local(self) -> LocalState:
-        """What this rank holds."""
+        """State that this rank holds."""
         return LocalState.of(self.content.entries, self.prepared.tensors)
 
     def workers(self) -> Workers:
-        """The threads that write; one alone where a stream is written in order."""
+        """Return the threads that write; a single thread if a stream is written in order."""
         most = max((file.block for file in self.prepared.files), default=BLOCK)
         in_flight = min(self.folder.in_flight, parse_size(self.transfer.budget) // (2 * most))  # each holds a block
         count = max(self.transfer.threads, in_flight) if self.staging.positional else 1
@@ -407,7 +407,7 @@ class _Job:
         self._or_discard(ranks, make_and_see)
 
     def snapshot(self, session: Session) -> Snapshot:
-        """A copy of what this rank gives, or the beginning of one that `copy_and_write` completes."""
+        """Return a copy of this rank's state, or the beginning of a copy that `copy_and_write` completes."""
         late, rank = self.transfer.copy == "background", session.ranks.rank
         make = partial(
             Snapshot,

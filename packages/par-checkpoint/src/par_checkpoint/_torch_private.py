@@ -164,7 +164,7 @@ def optimizer_state_hooks(optimizer: Optimizer) -> list[Callable[..., object]]:
 
 
 def optimizer_load_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., object]], list[Callable[..., object]]]:
-    """The hooks of an optimizer that torch calls in `load_state_dict`: those before it, and those after it.
+    """Return the hooks of an optimizer around `load_state_dict`: those before it, and those after it.
 
     Since torch 2.1. Nothing public lists them.
     """
@@ -174,7 +174,7 @@ def optimizer_load_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., objec
 
 
 def not_compiled(function: F) -> F:
-    """A function that torch.compile calls as it is, with all that it calls.
+    """Return a function that torch.compile calls without compiling it or any function that it calls.
 
     Since torch 2.7. `torch.compiler.disable` does the same, but imports the compiler, which takes a second in the first
     save of a program that compiles nothing.
@@ -187,7 +187,7 @@ def not_compiled(function: F) -> F:
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:
-    """The byte of its file where the storage of a tensor begins that `torch.load` has put on the meta device.
+    """Return the offset in its file of the storage of a tensor that `torch.load` has put on the meta device, in bytes.
 
     Since torch 2.6. The file's directory tells it too, but not which tensor a record belongs to.
     """

@@ -73,14 +73,14 @@ def _write_all(
 
 
 def _model(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
-    """The state dict of a model; tied names share memory in the file as well."""
+    """Return the state dict of a model; tied names share memory in the file as well."""
     extra = decode(content.state.parts["model"], content.state.tensors) if content.state.parts["model"] else {}
     tied = {name: tensors[stored] for name, stored in content.tied.items()}
     return {**tensors, **tied, **(extra if isinstance(extra, dict) else {})}
 
 
 def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
-    """The state dict of an optimizer, with names of parameters in place of numbers."""
+    """Return the state dict of an optimizer, with names of parameters in place of numbers."""
     state: dict[str, Any] = {}
     slots = {key: decode(slot, content.state.tensors) for key, slot in content.state.slots.items()}
     for key, value in {**tensors, **slots}.items():
@@ -146,7 +146,7 @@ class _ChecksumStream(io.RawIOBase):
         self.error: OSError | None = None
 
     def writable(self) -> bool:
-        """Whether it can be written to, as torch asks."""
+        """Return True, as torch requires."""
         return True
 
     def write(self, data: Any) -> int:
@@ -186,17 +186,17 @@ class _MemoryStaging:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def writer(self, name: str) -> Writer:
-        """A file that can be written anywhere."""
+        """Return a writer for a file that accepts writes at any position."""
         file = next(file for file in self._prepared.files if file.name == name)
         return _MemoryWriter([(begin, bytes_of(self._tensor(number).view(-1))) for number, begin, _ in file.placed])
 
     def tensors(self, file: int) -> dict[str, torch.Tensor]:
-        """The tensors of a file by name, in the order of the model."""
+        """Return the tensors of a file by name, in the order of the model."""
         numbers = sorted(number for number, _, _ in self._prepared.files[file].placed)
         return {self._prepared.tensors[number].name: self._tensor(number) for number in numbers}
 
     def _tensor(self, number: int) -> torch.Tensor:
-        """The memory of a tensor, made when it is first asked for."""
+        """Return the memory of a tensor, which the first call allocates."""
         tensor = self._prepared.tensors[number]
         if number not in self._tensors:
             self._tensors[number] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -223,11 +223,11 @@ class _MemoryWriter:
                 memory[low - first : high - first] = view[low - begin : high - begin]
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the data is complete in memory."""
 
     def abort(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: there is no file to remove."""
 
 
 def _nothing(_: int) -> None:
-    """Progress is shown where bytes reach the disk."""
+    """Ignore progress; it is shown when bytes reach the disk."""

@@ -9,7 +9,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive."""
+    """Return the writable memory of a contiguous CPU tensor; the view keeps the tensor alive."""
     count = tensor.numel() * tensor.element_size()
     if count == 0:
         return memoryview(b"")
@@ -47,10 +47,10 @@ _OTHERS = {
 
 
 def other_kind(first: bytes) -> str | None:
-    """What a file is that came in place of weights, and what helps; None if it is not known.
+    """Describe a file that replaced weights, such as a Git LFS pointer, and the fix; return None for an unknown file.
 
     Args:
-        first: The first bytes of the file, 8 or more.
+        first: First bytes of the file, 8 or more.
     """
     first = first.lower()
     return next((text for start, text in _OTHERS.items() if first.startswith(start[: len(first)])), None)

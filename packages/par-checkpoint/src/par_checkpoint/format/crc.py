@@ -21,7 +21,7 @@ _BYTE = 1 << 23  # x^8
 
 
 def joined(first: int, second: int, size: int) -> int:
-    """The crc32c of two runs of bytes, one after the other.
+    """Return the crc32c of two concatenated runs of bytes.
 
     Args:
         first: crc32c of the first run.
@@ -32,7 +32,7 @@ def joined(first: int, second: int, size: int) -> int:
 
 
 def encode_crcs(crcs: Iterable[Crc]) -> bytes:
-    """Checksums as few bytes: little more than four for each, as blocks follow each other at even distances."""
+    """Return checksums as bytes: little more than four bytes for each, because blocks have even distances."""
     rows = torch.tensor(sorted(crcs), dtype=torch.int64, device="cpu").view(-1, 4)
     steps = torch.diff(rows[:, :3], dim=0, prepend=rows.new_zeros(1, 3)).T.contiguous()
     places = zlib.compress(bytes_of(steps), 1)
@@ -40,7 +40,7 @@ def encode_crcs(crcs: Iterable[Crc]) -> bytes:
 
 
 def decode_crcs(data: bytes | memoryview) -> torch.Tensor:
-    """What `encode_crcs` made bytes of: int64 (checksums, 4), the fields of `Crc`, sorted."""
+    """Return the checksums in bytes from `encode_crcs`: int64 (checksums, 4), the fields of `Crc`, sorted."""
     count, size = int.from_bytes(data[:8]), int.from_bytes(data[8:16])
     rows = torch.empty(count, 4, dtype=torch.int64, device="cpu")
     if count:
@@ -52,7 +52,7 @@ def decode_crcs(data: bytes | memoryview) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _power(count: int) -> int:
-    """x^(8 count), by squaring."""
+    """Return x^(8 count), by squaring."""
     power, square = _ONE, _BYTE
     while count:
         if count & 1:

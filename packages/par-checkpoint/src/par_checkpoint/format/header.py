@@ -40,7 +40,7 @@ _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 def safetensors_name(dtype: torch.dtype, of: str) -> str:
-    """The name of a dtype in safetensors files.
+    """Return the name of a dtype in safetensors files.
 
     Args:
         dtype: A torch dtype.
@@ -55,12 +55,12 @@ def safetensors_name(dtype: torch.dtype, of: str) -> str:
 
 
 def is_dtype(value: object) -> bool:
-    """Whether a value is a dtype that safetensors files hold."""
+    """Return whether a value is a dtype that safetensors files support."""
     return isinstance(value, torch.dtype) and value in _NAMES
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a name in safetensors files.
+    """Return the torch dtype of a name in safetensors files.
 
     Args:
         name: A name such as "BF16".
@@ -77,7 +77,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def order_of(dtype: torch.dtype) -> int:
-    """The place of a dtype's tensors in a file: those with lower numbers come first."""
+    """Return the sort key of a dtype's tensors in a file; lower numbers are first."""
     return _ORDER[dtype]
 
 
@@ -112,8 +112,8 @@ class SafetensorsHeader:
     """Content of a safetensors file.
 
     Args:
-        tensors: By name, in the order of their bytes.
-        metadata: The texts under `__metadata__`.
+        tensors: Tensors by name, in the order of their bytes.
+        metadata: Texts under `__metadata__`.
         data_begin: First byte of the data in the file.
     """
 
@@ -132,7 +132,7 @@ def encode_header(
     metadata: Mapping[str, str] | None = None,
     alignment: int = DATA_ALIGNMENT,
 ) -> tuple[bytes, SafetensorsHeader]:
-    """Lays tensors out in a file.
+    """Return the header of a file with some tensors, as bytes and parsed.
 
     Args:
         tensors: Dtype and shape by name, in any order.
@@ -165,15 +165,15 @@ def encode_header(
 
 
 def decode_header(read: Callable[[int, int], bytes], size: int, file: str) -> SafetensorsHeader:
-    """Reads and checks a header, which strangers may have written.
+    """Read and check a header, which other programs may have written.
 
     Args:
-        read: Gives the file's bytes from a first one up to, and without, a last one.
-        size: Bytes of the file.
-        file: Its name, for messages.
+        read: Function of begin and end that returns the file's bytes from begin to end - 1.
+        size: Size of the file, in bytes.
+        file: Name of the file, for messages.
 
     Raises:
-        CorruptError: Anything that is not exactly as safetensors would have written it.
+        CorruptError: The header is not exactly as safetensors would have written it.
         CheckpointError: A tensor whose elements are smaller than a byte.
     """
     first = read(0, 8) if size >= 8 else b""

@@ -82,9 +82,9 @@ class Manifest:
     """The content of `par_checkpoint.json`.
 
     Args:
-        style: How the tensors are stored: "huggingface" or "torch".
+        style: Format of the tensors' files: "huggingface" or "torch".
         files: Every other file that is ours, by its name relative to the folder.
-        tied: By the name of a tensor that is not stored, the name of the stored tensor whose values it has.
+        tied: Name of the stored tensor, by name of a tensor that is not stored because it has the same values.
         model: State of the model that is no tensor, as tagged JSON; None if there is none.
         optimizer: Param groups of the optimizer, and its state that is no tensor; None without an optimizer.
         scheduler: State of the scheduler, or a list of states; None without one.

@@ -48,14 +48,14 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict; the extra state of modules is left out.
+    """Return the tensors of a state dict, without the extra state of modules.
 
     Args:
-        saved: What a file holds.
-        path: The file's name, for messages.
+        saved: Content of a file.
+        path: Name of the file, for messages.
 
     Raises:
-        CheckpointError: It is no dict of tensors by name.
+        CheckpointError: The content is not a dict of tensors by name.
     """
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds a {type(saved).__name__}, not a dict of tensors; save model.state_dict()")
@@ -105,7 +105,7 @@ def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a state dict's key is that of a module's `get_extra_state`."""
+    """Return whether a state dict's key belongs to a module's `get_extra_state`."""
     return name == "_extra_state" or name.endswith("._extra_state")
 
 
@@ -168,7 +168,7 @@ def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> 
 
 
 def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
-    """Range of a tensor's data in its file.
+    """Return the range of a tensor's data in its file.
 
     Args:
         tensor: A tensor that `load_outline` gave.
@@ -209,11 +209,11 @@ class _Checked(io.RawIOBase):
         self._blocks: dict[int, memoryview] = {}
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True, as torch requires."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True, as torch requires."""
         return True
 
     def tell(self) -> int:
@@ -284,9 +284,9 @@ def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
 
 
 def _check_readable_in_place(file: io.RawIOBase, path: str) -> None:
-    """Refuses files whose tensors do not lie in them as in memory.
+    """Raise for files whose tensors are stored differently than in memory.
 
-    These are compressed files, those of before torch 1.6, and those of machines with another byte order.
+    These are compressed files, files from before torch 1.6, and files from machines with another byte order.
     """
     first = file.read(8)
     _check_kind(first, path)

@@ -33,7 +33,7 @@ def check_no_pointer(data: bytes, file: str) -> None:
 
 
 def text_map(value: object, where: str) -> dict[str, str]:
-    """A JSON object whose values are all texts.
+    """Return a JSON object after a check that its values are all texts.
 
     Raises:
         CorruptError: Anything else; the message names `where`.
@@ -47,7 +47,7 @@ def text_map(value: object, where: str) -> dict[str, str]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a JSON value is a whole number from 0 on, true and false excluded."""
+    """Return whether a JSON value is a whole number of at least 0; booleans are not."""
     return type(value) is int and value >= 0
 
 

@@ -114,14 +114,14 @@ def encode(value: object, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> object:
-    """The value again.
+    """Return the value that `encode` encoded.
 
     Args:
-        value: What `encode` gave, perhaps through JSON.
-        tensors: By name, the tensors that it refers to.
+        value: Return value of `encode`, perhaps after a round trip through JSON.
+        tensors: Tensors that the value refers to, by name.
 
     Raises:
-        CorruptError: Nothing that `encode` gives, or a tensor that is not there.
+        CorruptError: The value is not from `encode`, or a tensor is missing.
     """
 
     def decoded(value: Any) -> Any:
@@ -160,15 +160,15 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> object:
 
 
 def check_round_trip(value: object, where: str) -> None:
-    """Makes sure that a value comes back from JSON as it was: what comes back is written as the value was.
+    """Raise unless a value survives a round trip through JSON unchanged.
 
     Args:
-        value: What `encode` would be given.
+        value: Argument of `encode`.
         where: Name of the value in messages.
 
     Raises:
-        TypeError: It does not come back as it was; the message names where.
-        ValueError: A tensor with a dtype that files cannot hold.
+        TypeError: The value changes; the message names the position.
+        ValueError: A tensor has a dtype that files do not support.
     """
     tensors: dict[str, torch.Tensor] = {}
     again: dict[str, torch.Tensor] = {}
@@ -190,12 +190,12 @@ def _is_plain_number(value: object) -> bool:
 
 
 def join_ranks(encoded: list[Any]) -> Any:
-    """One encoded value of those of several ranks, by rank, which `split_ranks` takes apart again."""
+    """Join the encoded values of several ranks, by rank, into one encoded value; `split_ranks` splits it again."""
     return {_RANKS: encoded}
 
 
 def split_ranks(encoded: Any) -> list[Any] | None:
-    """The encoded values of several ranks that `join_ranks` has joined; None for any other value."""
+    """Return the encoded values of several ranks that `join_ranks` has joined; None for any other value."""
     return encoded[_RANKS] if isinstance(encoded, dict) and list(encoded) == [_RANKS] else None
 
 
@@ -232,7 +232,7 @@ def _of_numpy(value: Any, where: str, path: _Path) -> tuple[torch.Tensor, bool]:
 
 
 def _to_numpy(tensor: torch.Tensor, *, is_array: bool) -> object:
-    """An array or number of NumPy; without NumPy, the tensor or Python's number."""
+    """Return an array or number of NumPy; without NumPy, the tensor or Python's number."""
     try:
         array: Any = tensor.numpy()
     except RuntimeError:  # torch says so when NumPy is not there

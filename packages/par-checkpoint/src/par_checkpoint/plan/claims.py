@@ -146,7 +146,7 @@ class Claims:
 
         Args:
             tensors: Key, dtype and global shape of each tensor.
-            boxes: For each box, the index of its tensor in `tensors`, and the box's start and size in that tensor.
+            boxes: Index in `tensors`, start and size of each box.
             may_differ: Keys of the tensors whose replicas may differ; default none.
         """
         places = dict(zip(by_shape(tensors), range(len(tensors)), strict=True))
@@ -251,10 +251,10 @@ class Boxes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalTensor:
-    """One tensor of the checkpoint, and the boxes of it that ranks hold.
+    """Tensor of the checkpoint, and the boxes of it that ranks hold.
 
     Args:
-        key: Its section and name.
+        key: Section and name.
         dtype: The dtype on disk.
         shape: The global shape.
         boxes: Boxes; identically sharded tensors share them.

@@ -17,7 +17,7 @@ class Rotation:
         stop: Number of the last block, plus one.
         ranks: The ranks that take blocks.
         start: Index in `ranks` of the rank that takes the first block.
-        turns: For each of the ranks, the turn of its first block in this run.
+        turns: Turn of the first block of each rank in this run.
     """
 
     first: int
@@ -27,7 +27,7 @@ class Rotation:
     turns: tuple[int, ...]
 
     def of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The blocks that a rank takes, with their turns there."""
+        """Yield the blocks that a rank takes, with their turns there."""
         if rank in self.ranks:
             place = self.ranks.index(rank)
             begin = self.first + (place - self.start) % len(self.ranks)
@@ -35,7 +35,10 @@ class Rotation:
                 yield block, turn
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """The blocks first .. stop - 1 in evenly spaced runs of one rank: it, the turn of the first, and the run."""
+        """Yield the blocks first ..
+
+        Stop - 1 in evenly spaced runs of one rank: rank, turn of the first block, and run.
+        """
         count = len(self.ranks)
         for place, rank in enumerate(self.ranks):
             begin = self.first + (place - self.start) % count
@@ -56,7 +59,7 @@ class Windows:
         stop: Number of the last block, plus one.
         ranks: The ranks that take windows.
         start: Index in `ranks` of the rank that takes the first window.
-        turns: For each of the ranks, the turn of its first block in this run.
+        turns: Turn of the first block of each rank in this run.
         window: Number of blocks in a window; the last window may be shorter.
     """
 
@@ -73,11 +76,11 @@ class Windows:
         return -(-(self.stop - self.first) // self.window)
 
     def numbers(self, place: int) -> range:
-        """The windows of the rank at a place in `ranks`."""
+        """Return the windows of the rank at an index in `ranks`."""
         return range((place - self.start) % len(self.ranks), self.count, len(self.ranks))
 
     def of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The blocks that a rank takes, with their turns there."""
+        """Yield the blocks that a rank takes, with their turns there."""
         if rank in self.ranks:
             for number in self.numbers(self.ranks.index(rank)):
                 first = self.first + number * self.window
@@ -85,7 +88,7 @@ class Windows:
                     yield from zip(blocks, range(turn, turn + len(blocks)), strict=True)
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
+        """Yield the blocks first .. stop - 1 in runs of one rank: rank, turn of the first block, and run."""
         for number, done, blocks in _stretches(max(first, self.first), min(stop, self.stop), self.first, self.window):
             place = (self.start + number) % len(self.ranks)
             turn = self.turns[place] + number // len(self.ranks) * self.window + done
@@ -94,15 +97,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class ByteShares:
-    """Each rank takes a run of blocks that follow each other, of the blocks of all areas that are dealt out together.
+    """Consecutive runs of the blocks of several areas, one run for each rank.
 
     Args:
-        first: The first block.
-        stop: One past the last.
-        chosen: The ranks of all areas.
+        first: Number of the first block.
+        stop: Number of the last block, plus one.
+        chosen: Ranks that take blocks of any of the areas.
         offset: Number of blocks in the areas before.
-        chunk: Number of blocks for a rank.
-        turns: For each of the ranks: how many blocks it has had before those of all these areas.
+        chunk: Number of blocks per rank.
+        turns: Number of blocks of each rank before the blocks of all these areas.
     """
 
     first: int
@@ -119,13 +122,13 @@ class ByteShares:
         return self.chosen[self.offset // self.chunk : last // self.chunk + 1]
 
     def of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The blocks that a rank takes, with their turns there."""
+        """Yield the blocks that a rank takes, with their turns there."""
         if rank in self.ranks:
             for _, turn, blocks in (part for part in self.segments(self.first, self.stop) if part[0] == rank):
                 yield from zip(blocks, range(turn, turn + len(blocks)), strict=True)
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
+        """Yield the blocks first .. stop - 1 in runs of one rank: rank, turn of the first block, and run."""
         before = self.first - self.offset
         for place, done, blocks in _stretches(max(first, self.first), min(stop, self.stop), before, self.chunk):
             yield self.chosen[place], self.turns[place] + done, blocks
@@ -133,13 +136,15 @@ class ByteShares:
 
 @dataclass(frozen=True)
 class Together:
-    """All ranks read every block, from the page cache of the machine that they share, and one of them sends it on.
+    """Blocks that all ranks read, from the page cache of their machine.
+
+    One of the ranks sends each block to other machines.
 
     Args:
-        first: The first block.
-        stop: One past the last.
-        ranks: The ranks.
-        turns: For each of the ranks: how many blocks it has had before.
+        first: Number of the first block.
+        stop: Number of the last block, plus one.
+        ranks: Ranks that read.
+        turns: Number of blocks of each rank before this run.
     """
 
     first: int
@@ -148,13 +153,16 @@ class Together:
     turns: tuple[int, ...]
 
     def of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The blocks that a rank reads, with their turns there."""
+        """Yield the blocks that a rank reads, with their turns there."""
         if rank in self.ranks:
             turn = self.turns[self.ranks.index(rank)]
             yield from zip(range(self.first, self.stop), range(turn, turn + self.stop - self.first), strict=True)
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """The blocks first .. stop - 1 one by one: the rank that sends it to others, the turn there, and the block."""
+        """Yield the blocks first ..
+
+        Stop - 1 one by one: the rank that sends the block, the turn there, and the block.
+        """
         sending = Rotation(self.first, self.stop, self.ranks, self.first % len(self.ranks), self.turns)
         for rank, _, blocks in sending.segments(first, stop):
             for block in blocks:
@@ -166,10 +174,10 @@ Deal = Rotation | Windows | ByteShares | Together
 
 
 def _stretches(begin: int, end: int, zero: int, width: int) -> Iterator[tuple[int, int, range]]:
-    """The blocks begin .. end - 1 in stretches of `width`, of which the first one begins at block `zero`.
+    """Yield the blocks begin .. end - 1 in stretches of `width`; the first stretch begins at block `zero`.
 
     Yields:
-        A stretch's number, how many of its blocks come before these, and these.
+        Number of the stretch, number of its blocks before these, and these blocks.
     """
     while begin < end:
         number, done = divmod(begin - zero, width)

@@ -52,7 +52,7 @@ class Placed(Sequence[tuple[int, int, int]]):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpan:
-    """What lies of one tensor in a block: row-major elements start .. stop - 1, of `width` bytes, from byte `at` on."""
+    """Part of a tensor in a block: row-major elements start .. stop - 1, of `width` bytes, from byte `at` on."""
 
     tensor: int
     start: int
@@ -105,13 +105,13 @@ class Area:
         return -(-(self.end - self.begin) // self.block)
 
     def at(self, number: int, tensors: Sequence[GlobalTensor], low: int = 0, high: int | None = None) -> FileBlock:
-        """One of the blocks, or bytes low .. high - 1 of it.
+        """Return a block, or bytes low .. high - 1 of it.
 
         Args:
-            number: Its number.
+            number: Number of the block.
             tensors: All tensors.
-            low: First byte of the part that is wanted, counted from the block's first.
-            high: One past its last byte; None: all to the end.
+            low: First byte of the part, relative to the block. Default: 0.
+            high: Last byte of the part, plus one. Default: the end of the block.
         """
         start = self.begin + number * self.block
         begin, end = start + low, min(start + (self.block if high is None else high), self.end)
@@ -138,10 +138,10 @@ class Area:
         return FileBlock(file=self.file, begin=begin, end=end, spans=tuple(spans))
 
     def stretches(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-        """The blocks in runs, each within a tensor: first, one past the last, the tensor's first byte, and its number.
+        """Yield runs of blocks within one tensor: first block, last plus one, the tensor's first byte, and its number.
 
-        There are several numbers where tensors are filled from the same bytes. A block with parts of tensors that lie
-        one after the other is a run by itself, of no tensor.
+        There are several numbers if several tensors are filled from the same bytes. A block that contains the end of a
+        tensor and the begin of the next one is a run of its own, without a tensor.
         """
         upcoming = 0
         for (first, last), placed in groupby(self.placed, key=lambda tensor: tensor[1:]):
@@ -160,16 +160,17 @@ class Area:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One safetensors file.
+    """Safetensors file of a checkpoint.
 
     Args:
-        name: Its name relative to the checkpoint's folder.
+        name: Name relative to the checkpoint's folder.
         section: "model" or "optimizer".
-        packed: Its first bytes, compressed: a rank knows of thousands of files, and writes the beginning of a few.
-        data_begin: First byte of its data.
+        packed: Compressed first bytes of the file. A rank knows thousands of files, and writes the first bytes of a
+            few.
+        data_begin: First byte of the data.
         size: Bytes of the file, header included.
-        placed: Number, first byte and one past the last byte of each tensor, by first byte.
-        block: Bytes of its blocks.
+        placed: Number, first byte and last byte plus one of each tensor, sorted by first byte.
+        block: Size of a block, in bytes.
     """
 
     name: str
@@ -182,7 +183,7 @@ class File:
 
     @property
     def header(self) -> bytes:
-        """Its first bytes; empty when it is only read."""
+        """First bytes of the file; empty if it is only read."""
         return zlib.decompress(self.packed) if self.packed else b""
 
 
@@ -193,14 +194,15 @@ def lay_out(
     block: Callable[[int], int] | None = None,
     alignment: int = DATA_ALIGNMENT,
 ) -> list[File]:
-    """The files that hold some tensors, filled greedily in the order of the tensors.
+    """Return the files for some tensors, filled greedily in the order of the tensors.
 
     Args:
-        tensors: All tensors; their numbers are their places here.
-        limit: Bytes of data in a file at most, unless one tensor alone is larger.
+        tensors: All tensors; their index here is their number.
+        limit: Maximum data in a file, in bytes; a larger tensor gets a file of its own.
         stem: First part of the names of the model's files.
-        block: From the bytes of data in a file to those of its blocks; None: all blocks are of the usual size.
-        alignment: Bytes at multiples of which the blocks of a file with several blocks begin.
+        block: Function from the data of a file to the size of its blocks, both in bytes. Default: the usual size for
+            all blocks.
+        alignment: Alignment of the blocks of a file with several blocks, in bytes.
     """
     files = []
     for section, prefix in {**STEMS, "model": stem}.items():
@@ -231,7 +233,7 @@ def lay_out(
 
 
 def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
-    """The names of the tensors in each file: files are filled greedily, in the order of the tensors.
+    """Return the names of the tensors in each file: files are filled greedily, in the order of the tensors.
 
     As in transformers, a tensor over the limit gets a file of its own, which comes before the one that is being filled.
 
@@ -260,7 +262,7 @@ def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
 
 
 def shard_names(count: int, stem: str = "model", *, always_numbered: bool = False) -> list[str]:
-    """The names of that many files, as transformers numbers them.
+    """Return the names of `count` files, numbered as transformers numbers them.
 
     Args:
         count: Number of files.
@@ -273,7 +275,7 @@ def shard_names(count: int, stem: str = "model", *, always_numbered: bool = Fals
 
 
 def data_areas(files: Sequence[File]) -> list[Area]:
-    """The data of each file in blocks of one size, which may hold parts of several tensors."""
+    """Return the data of each file as blocks of one size, which may hold parts of several tensors."""
     return [
         Area(file=number, begin=file.data_begin, end=file.size, block=file.block, placed=file.placed)
         for number, file in enumerate(files)
@@ -281,7 +283,7 @@ def data_areas(files: Sequence[File]) -> list[Area]:
 
 
 def tensor_areas(files: Sequence[File]) -> list[Area]:
-    """The data of each tensor in blocks by itself.
+    """Return the data of each tensor as blocks of its own.
 
     So files of others are read: they have no checksums of blocks, and their tensors need not be aligned.
     """
@@ -294,11 +296,12 @@ def tensor_areas(files: Sequence[File]) -> list[Area]:
 
 
 def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[array[int]]":
-    """For each file: the checksums of all its blocks, in order.
+    """Return the checksums of all blocks of each file, in order.
 
     Args:
         files: All files.
-        crcs: Checksums of blocks, or of all parts of a block, which are joined; in any order, see `decode_crcs`.
+        crcs: Checksums of blocks, or of all parts of a block, in any order; see `decode_crcs`. The parts of a block are
+            joined.
     """
     counts = [-(-(file.size - file.data_begin) // file.block) for file in files]
     found = [torch.zeros(count, dtype=torch.int64, device="cpu") for count in counts]
@@ -323,11 +326,11 @@ def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[arra
 
 
 def join_parts(files: Sequence[File], parts: Iterable[Crc]) -> dict[tuple[int, int], int]:
-    """By file and number of a block: its checksum.
+    """Return the checksum of each block, by file and number.
 
     Args:
         files: All files.
-        parts: The checksums of all parts of each block, in any order.
+        parts: Checksums of all parts of each block, in any order.
     """
     found: dict[tuple[int, int], int] = {}
     for number, begin, size, crc in sorted(parts):

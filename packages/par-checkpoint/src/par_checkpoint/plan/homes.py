@@ -8,23 +8,23 @@ from hashlib import sha256
 
 @dataclass(frozen=True)
 class Homes:
-    """The parts that a checkpoint's blocks are in, and the ranks that see each part.
+    """Location of a checkpoint's blocks in parts, and the ranks that can read each part.
 
     Args:
-        parts: By name of a file: for each of its blocks, the part that it is in.
-        ranks: By part: the ranks that can read it, in order.
+        parts: Part of each block, by name of the file.
+        ranks: Ranks that can read each part, in order.
     """
 
     parts: Mapping[str, Sequence[int]]
     ranks: Sequence[tuple[int, ...]]
 
     def digest(self) -> bytes:
-        """32 bytes that stand for all of it."""
+        """Return 32 bytes that identify the content."""
         parts = [(name, array("H", of_file).tobytes()) for name, of_file in sorted(self.parts.items())]
         return sha256(repr((parts, list(self.ranks))).encode()).digest()
 
     def runs(self, name: str, first: int, stop: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """The blocks first .. stop - 1 of a file in runs that the same ranks see: first, one past the last, ranks."""
+        """Return runs of the blocks first .. stop - 1 that the same ranks can read: first, last plus one, ranks."""
         found: list[tuple[int, int, tuple[int, ...]]] = []
         parts = self.parts[name]
         for number in range(first, stop):

@@ -75,12 +75,15 @@ class Cut:
         return int(self.sizes[:, last].min()) * self.strides[last]
 
     def ends(self, box: int) -> tuple[int, int]:
-        """The first element of a box, in row-major order, and one past its last."""
+        """Return the first element of a box, in row-major order, and its last element plus one."""
         return self._first[box], int(self._ends[1][box]) + 1
 
     @cached_property
     def slices(self) -> list[int]:
-        """Where boxes begin or end on the first dim, as row-major elements; between two of them, boxes are alike."""
+        """Edges of the boxes on the first dim, as row-major elements.
+
+        Between two edges, all rows have the same boxes.
+        """
         if not self.shape:
             return []
         edges = torch.cat([self.starts[:, 0], self.stops[:, 0]]).unique() * self.strides[0]
@@ -93,7 +96,7 @@ class Cut:
         return self.starts + self.sizes
 
     def corners(self, box: int) -> tuple[list[int], list[int]]:
-        """The first index of a box on each dim, and one past its last."""
+        """Return the first index of a box on each dim, and the last index plus one."""
         if box not in self._corners:
             self._corners[box] = self.starts[box].tolist(), self.stops[box].tolist()
         return self._corners[box]
@@ -120,10 +123,10 @@ class Stretch:
     """A range of the row-major elements of a tensor, and the boxes that reach into it.
 
     Args:
-        cut: How the tensor is cut.
-        low: The first box that may reach into the stretch.
-        high: One past the last box that may.
-        count: Elements of the stretch.
+        cut: Sharding of the tensor.
+        low: First box that may overlap the stretch.
+        high: Last box that may overlap it, plus one.
+        count: Number of elements of the stretch.
         rectangles: Rectangles that make up the range.
     """
 
@@ -135,7 +138,7 @@ class Stretch:
 
     @cached_property
     def boxes(self) -> dict[int, int]:
-        """By number of a box: how many elements of the stretch it has, if any."""
+        """Number of elements of the stretch in each box that has any, by number of the box."""
         if self.cut.is_one_box:
             return {0: self.count}
         if self.high - self.low > _FEW:
@@ -145,7 +148,7 @@ class Stretch:
         return {self.low + i: count for i, count in enumerate(counts) if count}
 
     def parts(self, box: int) -> Iterator[Rectangle]:
-        """The rectangles of the stretch that lie in a box."""
+        """Yield the rectangles of the stretch that lie in a box."""
         if self.cut.is_one_box:
             yield from self.rectangles
             return
@@ -157,7 +160,7 @@ class Stretch:
                 yield low, common
 
     def runs(self, limit: int | None = None) -> list[tuple[int, int, int]] | None:
-        """The stretch as runs of elements that lie in one box each: first, one past the last, and the box, in order.
+        """Return the stretch as runs of elements in one box each: first element, last plus one, and box, in order.
 
         Args:
             limit: The most runs; None: any number.
@@ -181,7 +184,7 @@ class Stretch:
 
     @cached_property
     def _runs(self) -> dict[int | None, list[tuple[int, int, int]] | None]:
-        """By limit: the runs that were asked for."""
+        """Cached runs, by limit."""
         return {}
 
     @cached_property
@@ -215,13 +218,13 @@ class BoxIndex:
         return BoxOverlap(self, self.cut.within(start, stop))
 
     def held_by(self, rank: int) -> frozenset[int]:
-        """The numbers of a rank's boxes."""
+        """Return the numbers of a rank's boxes."""
         if rank not in self._held:
             self._held[rank] = frozenset(self.box_of_holder[self.boxes.ranks == rank].tolist())
         return self._held[rank]
 
     def holders(self, box: int) -> list[int]:
-        """The ranks that hold a box, ascending."""
+        """Return the ranks that hold a box, ascending."""
         if box not in self._holders:
             self._holders[box] = self.boxes.holders(box).tolist()
         return self._holders[box]
@@ -234,7 +237,11 @@ class BoxIndex:
 
 
 def indexes_of(tensors: Iterable[GlobalTensor]) -> list[BoxIndex]:
-    """The boxes of each tensor; those of one shape that are cut alike share a `Cut`, and if held alike, all of it."""
+    """Return the boxes of each tensor.
+
+    Tensors of one shape that are sharded identically share a `Cut`; with identical holders they share the index as
+    well.
+    """
     cuts: dict[tuple[Shape, int, bytes], Cut] = {}
     made: dict[tuple[int, Shape], BoxIndex] = {}
     found = []
@@ -262,18 +269,18 @@ class BoxOverlap:
 
     @property
     def boxes(self) -> dict[int, int]:
-        """By number of a box: how many elements of the stretch it has, if any."""
+        """Number of elements of the stretch in each box that has any, by number of the box."""
         return self.stretch.boxes
 
     def boxes_of(self, rank: int) -> list[int]:
-        """The boxes with elements of the stretch that a rank holds."""
+        """Return the boxes with elements of the stretch that a rank holds."""
         return [box for box in sorted(self.index.held_by(rank)) if box in self.boxes]
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles of a row-major range: the end of a first row, whole rows, and the beginning of a last one.
+    """Yield the rectangles of a row-major range: the end of a first row, full rows, and the beginning of a last row.
 
-    Where rows have dims themselves, the two ends are cut into rectangles in the same way.
+    If rows have several dims, both ends are split into rectangles in the same way.
     """
     if len(shape) <= 1:
         yield (start,) * len(shape), (stop - start,) * len(shape)
@@ -303,7 +310,7 @@ def _runs(start: Shape, size: Shape, shape: Shape, strides: Shape) -> Iterator[t
 
 
 def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles of a range that lies in one row, with the row's number in front."""
+    """Yield the rectangles of a range within one row, with the row's number in front."""
     begin = number * math.prod(shape[1:])
     for at, size in _rectangles(shape[1:], start - begin, stop - begin):
         yield (number, *at), (1, *size)

@@ -25,12 +25,13 @@ class BlockPiece:
 
     Args:
         tensor: Number of the tensor.
-        start: Global index of its first element.
-        size: Extent on each dim; its elements lie in the block with the strides of the whole tensor.
-        at: Byte of the block where its first element lies.
-        source: The rank that gives it: holds it on a save, reads the block or holds the same box on a load.
-        to: The rank that takes it: assembles the block on a save, holds it on a load.
-        wave: What a rank gives in one wave of a round, it has got in an earlier one, if not read.
+        start: Global index of the first element.
+        size: Extent on each dim; in the block, the elements have the strides of the full tensor.
+        at: Offset of the first element in the block, in bytes.
+        source: Rank that sends the piece: on a save it holds it, on a load it reads the block or holds the same box.
+        to: Rank that receives the piece: on a save it assembles the block, on a load it holds the piece.
+        wave: Number of the wave within a round. A rank sends in a wave only what it has read, or received in an earlier
+            wave.
     """
 
     tensor: int
@@ -72,11 +73,11 @@ class Task:
 
 @dataclass(frozen=True)
 class AssignedRun:
-    """A run of blocks that is dealt out.
+    """Run of blocks that is assigned to ranks.
 
     Args:
-        deal: To whom.
-        sends: Whether any rank sends anything to another.
+        deal: Assignment of the blocks.
+        sends: Whether any rank sends pieces to another rank.
     """
 
     deal: Deal
@@ -102,14 +103,14 @@ class HeldRun:
 
 
 class Blocks:
-    """The blocks of all areas, as one rank sees them: which pieces of a block it gives or takes.
+    """Blocks of all areas, with the pieces of each block that one rank sends or receives.
 
     Args:
         tensors: All tensors.
-        indexes: For each of them, its boxes.
+        indexes: Boxes of each tensor.
         areas: Data areas of the files.
-        rank: The rank.
-        hosts: By rank: the number of its machine; None: all share one.
+        rank: Rank whose pieces are listed.
+        hosts: Number of each rank's host. None: all ranks share one host.
         saving: Whether the ranks save; else they load.
     """
 
@@ -131,7 +132,7 @@ class Blocks:
         self._replicas: dict[tuple[BoxIndex, int, tuple[int, ...]], Replicas] = {}
 
     def mine(self, turn: int, area: int, number: int, low: int, high: int) -> Task:
-        """A block, or bytes low .. high - 1 of it, that this rank writes or reads."""
+        """Return the task for a block, or bytes low .. high - 1 of it, that this rank writes or reads."""
         block = self.areas[area].at(number, self._tensors, low, high)
         run = self.run_of(area, number)
         pieces: list[BlockPiece] = []
@@ -155,7 +156,7 @@ class Blocks:
         return Task(block=block, turn=turn, rank=self.rank, pieces=tuple(pieces))
 
     def other(self, turn: int, rank: int, area: int, number: int) -> Task:
-        """A block that another rank writes or reads, and what this rank gives to it or takes from it."""
+        """Return the task for a block that another rank writes or reads: the pieces that this rank sends or takes."""
         block = self.areas[area].at(number, self._tensors)
         run = self.run_of(area, number)
         pieces: list[BlockPiece] = []
@@ -170,16 +171,16 @@ class Blocks:
         return Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
 
     def givers(self, index: BoxIndex, box: int, taker: int) -> Sequence[int]:
-        """Those who give a box to a rank that does not hold it, in turn."""
+        """Return the ranks that send a box to a rank that does not hold it, in round-robin order."""
         return self._replicas_of(index, box).givers(taker)
 
     def _hops(self, run: AssignedRun | HeldRun, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
-        """The hops in which this rank takes part, of a box from the rank that sends it to all that do not read it."""
+        """Yield this rank's hops of a box from the rank that sends it to all holders that do not read it."""
         readers = run.deal.ranks if isinstance(run, AssignedRun) and isinstance(run.deal, Together) else ()
         return self._replicas_of(index, box, readers).hops(reader, self.rank)
 
     def _replicas_of(self, index: BoxIndex, box: int, without: tuple[int, ...] = ()) -> Replicas:
-        """The ranks that hold a box, without some of them."""
+        """Return the ranks that hold a box, without some of them."""
         key = index, box, without
         if key not in self._replicas:
             holders = [rank for rank in index.holders(box) if rank not in without]
@@ -187,7 +188,7 @@ class Blocks:
         return self._replicas[key]
 
     def parts(self, area: int, number: int) -> Iterator[tuple[int, int]]:
-        """The parts of a block that this rank writes or reads, as it holds them: first byte, and one past the last."""
+        """Yield the parts of a block that this rank holds, and writes or reads: first byte, and last plus one."""
         block = self.areas[area].at(number, self._tensors)
         for low, high, holder in parts_of(block, self._overlaps(block), area + number):
             if holder == self.rank:
@@ -203,7 +204,7 @@ class Blocks:
             self._runs[area] = kept
 
     def reached(self, area: int) -> Iterator[tuple[int, int, BoxIndex, int]]:
-        """This rank's boxes in an area: first block, one past the last that it may reach into, tensor, and number."""
+        """Yield this rank's boxes in an area: first block, last block plus one, boxes of the tensor, and box number."""
         own = self.areas[area]
         for tensor, begin, _ in own.placed:
             index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
@@ -213,11 +214,11 @@ class Blocks:
                 yield low // own.block, -(-high // own.block), index, box
 
     def run_of(self, area: int, number: int) -> AssignedRun | HeldRun:
-        """The run that a block belongs to, in which this rank takes part."""
+        """Return the run that contains a block; this rank takes part in it."""
         return _run_of(self._runs[area], number)
 
     def is_wanted(self, area: int, number: int) -> bool:
-        """Whether somebody holds anything of a block."""
+        """Return whether any rank holds a part of a block."""
         return any(overlap.boxes for _, overlap in self._overlaps(self.areas[area].at(number, self._tensors)))
 
     def _overlaps(self, block: FileBlock) -> list[tuple[TensorSpan, BoxOverlap]]:
@@ -226,13 +227,13 @@ class Blocks:
 
 
 class RankPlan:
-    """This rank's part of a save or a load.
+    """Part of one rank in a save or a load.
 
     Args:
-        blocks: The blocks.
-        listed: Those in which this rank takes part.
-        turns: The most blocks that any rank writes or reads and others take part in; the same on every rank.
-        window: Number of blocks that one request of a load brings.
+        blocks: Blocks of all areas.
+        listed: Blocks in which this rank takes part.
+        turns: Maximum number of blocks that any rank writes or reads with other ranks; equal on every rank.
+        window: Number of blocks that one request of a load reads.
     """
 
     def __init__(self, blocks: Blocks, listed: "BlockList", turns: int, *, window: int = 1) -> None:
@@ -262,13 +263,14 @@ class RankPlan:
         return (task for task in tasks if task.pieces)  # a box may reach around a block
 
     def files(self) -> list[int]:
-        """For each block that this rank writes or reads, the number of its file."""
+        """Return the number of the file of each block that this rank writes or reads."""
         return [self._blocks.areas[area].file for area in self._mine[:, 1].tolist()]
 
     def rounds(self, size: int | None) -> Iterator[tuple[list[Task], list[Task]]]:
-        """This rank's blocks and those of others of turns 0 .. size - 1, of turns size .. 2 size - 1, and so on.
+        """Yield this rank's blocks and the blocks of other ranks in rounds of `size` turns.
 
-        Where ranks send each other something, all have as many rounds. The pieces of blocks are found round by round.
+        If ranks send each other pieces, all ranks have the same number of rounds. The pieces are computed round by
+        round.
 
         Args:
             size: Number of turns of a round; None: all turns.
@@ -288,7 +290,7 @@ class RankPlan:
 def parts_of(
     block: FileBlock, overlaps: Iterable[tuple[TensorSpan, BoxOverlap]], number: int = 0, *, limit: int | None = None
 ) -> list[tuple[int, int, int]]:
-    """A block that ranks hold in runs of bytes: first byte, one past the last, and the rank that writes or reads it.
+    """Return the parts of a block that ranks hold in runs of bytes: first byte, last plus one, and the part's rank.
 
     Args:
         block: The block.
@@ -321,18 +323,17 @@ def parts_of(
 
 
 class BlockList:
-    """The blocks in which a rank takes part, a few integers for each; of all the others nothing is kept.
+    """Blocks in which a rank takes part, as a few integers each; it stores nothing about all other blocks.
 
     Args:
-        blocks: The blocks.
-        dealt: By area: its runs of blocks, in order.
+        blocks: Blocks of all areas.
+        dealt: Runs of blocks of each area, in order.
 
     Attributes:
-        shared: Blocks that this rank writes or reads and others take part in: turn, area, number, first byte, one past
-            the last.
-        alone: The same of blocks in which no other rank takes part; they have no turn yet.
-        others: Blocks of other ranks of which this one may have pieces: turn, rank, area, number.
-        peers: Whether any rank sends anything to another; the same on every rank.
+        shared: Blocks that this rank writes or reads with other ranks: turn, area, number, first byte, last plus one.
+        alone: Blocks in which no other rank takes part, with the same fields; they have no turn yet.
+        others: Blocks of other ranks that may contain pieces of this rank: turn, rank, area, number.
+        peers: Whether any rank sends pieces to another rank; equal on every rank.
     """
 
     def __init__(self, blocks: Blocks, dealt: Iterable[Sequence[AssignedRun | HeldRun]]) -> None:
@@ -389,37 +390,37 @@ class BlockList:
 
 
 def _run_of(runs: Sequence[AssignedRun | HeldRun], number: int) -> AssignedRun | HeldRun:
-    """The run that a block belongs to."""
+    """Return the run that contains a block."""
     return runs[bisect_right(runs, number, key=lambda run: run.first) - 1]
 
 
 def _between(runs: "Sequence[Run]", first: int, stop: int) -> "Sequence[Run]":
-    """Those of some runs, in order, that have any of the blocks first .. stop - 1."""
+    """Return the runs that contain any of the blocks first .. stop - 1."""
     low = bisect_right(runs, first, key=lambda run: run.stop)
     return runs[low : bisect_left(runs, stop, key=lambda run: run.first)]
 
 
 def _rows(values: "array[int]", width: int) -> torch.Tensor:
-    """Integers as an int64 tensor of rows."""
+    """Return integers as an int64 tensor of rows."""
     if not values:
         return torch.empty(0, width, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64).view(-1, width)
 
 
 def _by_turn(rows: torch.Tensor) -> torch.Tensor:
-    """The rows in the order of their first column."""
+    """Sort rows by their first column (stable)."""
     return rows[rows[:, 0].argsort(stable=True)]
 
 
 def _in_turn(ranks: Sequence[int], turn: int) -> int:
-    """One of some ranks, each of them in turn."""
+    """Return one of several ranks, round-robin by turn."""
     return ranks[turn % len(ranks)]
 
 
 def _pieces(
     span: TensorSpan, overlap: BoxOverlap, box: int, source: int, to: int, wave: int = 0
 ) -> Iterator[BlockPiece]:
-    """The rectangles of a span within one box, on their way from one rank to another."""
+    """Yield the rectangles of a span within one box, as pieces from one rank to another."""
     for start, size in overlap.stretch.parts(box):
         first = sum(i * stride for i, stride in zip(start, overlap.index.cut.strides, strict=True))
         at = span.at + (first - span.start) * span.width

@@ -39,14 +39,15 @@ def files_beside(
     The arguments are those of `par_checkpoint.save` and the fields of `Format`.
 
     Returns:
-        Their bytes by name: the config that was given, what was asked for in `assets`, and what transformers would
-        write of a model of its own; of several for one name the first of these.
+        Bytes by name: the given config, the files of `assets`, and the files that transformers writes for a model of
+            its
+        own. If several files have one name, the first in this order is returned.
 
     Raises:
-        ValueError: An asset that is not there, that a file of ours or another asset has the name of, or whose name has
-            no place in a folder of this kind; a stem that the style has no use for; or a config that transformers
-            refuses to write.
-        TypeError: A config that JSON cannot say.
+        ValueError: An asset does not exist, has the name of a file of ours or of another asset, or has a name that is
+            not
+            allowed in such a folder; the style does not use the stem; or transformers does not write the config.
+        TypeError: JSON cannot represent the config.
     """
     if style == "torch" and stem != "model":
         raise ValueError(f"stem is {stem!r}, but style 'torch' names its files itself; leave stem, or the style")
@@ -68,9 +69,9 @@ def files_beside(
 
 
 def _files(assets: Sequence[str | PathLike[str]]) -> Iterator[tuple[str, Path]]:
-    """Names and paths of the files that are asked for; of a folder, those of its tokenizer and processor.
+    """Yield names and paths of the requested files; for a folder, the files of its tokenizer and processor.
 
-    Warns of what is in such a folder and is not of any known kind, so that nothing is left behind in silence.
+    It warns about files of unknown kinds in such a folder, so that no file is omitted silently.
     """
     for path in map(Path, assets):
         if not path.is_dir():
@@ -112,11 +113,11 @@ def _check_asset(path: Path) -> None:
 
 
 def _of_transformers(model: Any, dtype: torch.dtype | None, given: Collection[str]) -> Iterator[tuple[str, bytes]]:
-    """What `save_pretrained` writes beside the weights: the config, and how the model generates if it does.
+    """Yield the files that `save_pretrained` writes next to the weights: the config, and any generation config.
 
     Args:
-        model: A model of transformers.
-        dtype: The dtype of the tensors in the files; None: the model's.
+        model: Model of transformers.
+        dtype: dtype of the tensors in the files; None: the model's dtype.
         given: Names of files that are not needed.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -27,14 +27,14 @@ _MARK = "_is_hf_initialized"
 
 @dataclass(frozen=True, kw_only=True)
 class MetaBuffer:
-    """A buffer on the meta device that is not in the state dict.
+    """Buffer on the meta device that is not in the state dict.
 
     Args:
-        name: Its name in the model.
-        module: The module that holds it.
-        key: Its name in the module.
-        maker: The innermost model of transformers that the module is or lies in; None outside of one, and where its
-            `_init_weights` does not write to the buffer.
+        name: Name in the model.
+        module: Module that holds the buffer.
+        key: Name in the module.
+        maker: Innermost model of transformers that contains the module. None: there is none, or its `_init_weights`
+            does not write to the buffer.
     """
 
     name: str
@@ -48,7 +48,7 @@ class MetaBuffer:
         return buffers_of(self.module)[self.key]
 
     def was_written(self, before: torch.Tensor, version: int) -> bool:
-        """Whether it is another tensor by now, or has been written to since its version was that."""
+        """Return whether the buffer was replaced by another tensor, or written to since it had this version."""
         now = self.tensor
         return now is not before or version_of(before) != version
 
@@ -77,7 +77,7 @@ class MetaBuffer:
         return f"{type(self.maker).__name__}._init_weights()"
 
     def text(self) -> str:
-        """The error about a buffer that nobody computes."""
+        """Return the error about a buffer that no code computes."""
         return (
             f"{self.name!r} is a buffer on the meta device that no file holds: give its {type(self.module).__name__} a "
             "method reset_buffers() that computes it, or make the model's buffers on a real device"
@@ -85,7 +85,7 @@ class MetaBuffer:
 
 
 def meta_buffers(model: Model | None) -> list[MetaBuffer]:
-    """The buffers of a module that a load has to have computed, in the order of its modules."""
+    """Return the buffers of a module that a load must compute, in the order of its modules."""
     inner = None if model is None else unwrapped(model)
     if not isinstance(inner, nn.Module):
         return []
@@ -95,7 +95,7 @@ def meta_buffers(model: Model | None) -> list[MetaBuffer]:
 
 
 def _meta_buffers(module: nn.Module, prefix: str, maker: Any, seen: set[int]) -> Iterator[MetaBuffer]:
-    """Those of a module and of the modules in it, each module once."""
+    """Yield the buffers of a module and of the modules in it, each module once."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -112,7 +112,7 @@ def _meta_buffers(module: nn.Module, prefix: str, maker: Any, seen: set[int]) ->
 
 
 def _left_by_transformers(model: nn.Module, buffers: Sequence[MetaBuffer]) -> set[str]:
-    """The names of buffers that `_init_weights` does not write to, tried where there are no values to be lost."""
+    """Return the names of buffers that `_init_weights` does not write to, by a trial on tensors without values."""
     if not buffers:
         return set()
     before = {buffer.name: (tensor, version_of(tensor)) for buffer in buffers if (tensor := buffer.tensor) is not None}
@@ -147,15 +147,15 @@ def tie_(model: Model | None) -> None:
 
 
 def make_buffers_(model: Model | None, buffers: Sequence[MetaBuffer], device: torch.device) -> None:
-    """Gives buffers memory and has them computed; nothing else in the model changes.
+    """Allocate and compute buffers; nothing else in the model changes.
 
     Args:
-        model: The model that holds them, filled.
-        buffers: Those that can be made.
-        device: Device of the new buffers. They are computed on the CPU, as transformers does it.
+        model: Filled model that holds the buffers.
+        buffers: Buffers that can be computed.
+        device: Device of the new buffers. They are computed on the CPU, as in transformers.
 
     Raises:
-        CheckpointError: A module that has left one as it was.
+        CheckpointError: A module did not write to one of its buffers.
     """
     inner = None if model is None else unwrapped(model)
     if not isinstance(inner, nn.Module) or not buffers:
@@ -180,14 +180,14 @@ def make_buffers_(model: Model | None, buffers: Sequence[MetaBuffer], device: to
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under all of their names."""
+    """Yield parameters and buffers under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 @contextmanager
 def _left_alone(model: nn.Module, buffers: Sequence[MetaBuffer]) -> Iterator[None]:
-    """A context in which buffers are computed on the CPU, and nothing else in a model is drawn anew by transformers."""
+    """Compute buffers on the CPU inside the context, and prevent transformers from initializing other tensors."""
     computed = {id(buffer.tensor) for buffer in buffers}
     kept = [tensor for _, tensor in _named_tensors(model) if id(tensor) not in computed]
     initialization = sys.modules.get("transformers.initialization")

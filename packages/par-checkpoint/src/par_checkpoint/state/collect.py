@@ -41,15 +41,15 @@ Samples = list[tuple[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedState:
-    """Everything that is no tensor of a file, encoded.
+    """Encoded state that is not a tensor of a file.
 
     Args:
-        parts: "model" (extra state of modules), "scheduler" and "extra", encoded; None where there is none.
-        groups: For each param group: the names of its parameters, and its other options, encoded. None without an
-            optimizer.
-        slots: Encoded slots of the optimizer that are no tensors, by "<parameter>.<slot>".
-        own: What the state dict of each optimizer has beside state and param groups, encoded; None where nothing.
-        tensors: The tensors in all of them, by the names that the encoded values refer to.
+        parts: Encoded "model" (extra state of modules), "scheduler" and "extra"; None for a missing part.
+        groups: Names of the parameters and encoded other options of each param group; None without an optimizer.
+        slots: Encoded slots of the optimizer that are not tensors, by "<parameter>.<slot>".
+        own: Encoded entries of each optimizer's state dict other than state and param groups; None without such
+            entries.
+        tensors: Tensors in the encoded values, by the names that these refer to.
     """
 
     parts: Mapping[str, Any]
@@ -73,11 +73,11 @@ class Content:
     """Content that this rank adds to a save.
 
     Args:
-        entries: The tensors that go into safetensors files.
-        tied: By name in the files of a tensor that is not stored: the name of the stored one.
-        state: Everything else.
-        samples: Beginnings of the tensors that have no record, to be compared between ranks.
-        beside: What is copied beside the tensors' files, by name: bytes of config.json and its like. On rank 0 alone.
+        entries: Tensors for safetensors files.
+        tied: Name of the stored tensor, by name in the files of a tensor that is not stored.
+        state: State that is not a tensor.
+        samples: First elements of the tensors without sharding metadata, to be compared between ranks.
+        beside: Bytes of further files such as config.json, by name; only on rank 0.
     """
 
     entries: list[LocalTensor]
@@ -200,7 +200,7 @@ def check_replicas(samples: Sequence[tuple[int, Samples]]) -> None:
 
 
 def summary_of(state: EncodedState) -> StateSummary:
-    """A rank's encoded state as others need it for comparison."""
+    """Return a summary of a rank's encoded state for comparison on other ranks."""
     groups = state.groups
     return StateSummary(
         parts={name: json.dumps(part) for name, part in state.parts.items()},
@@ -212,21 +212,21 @@ def summary_of(state: EncodedState) -> StateSummary:
 
 
 def extra_differs(summaries: Sequence[StateSummary]) -> bool:
-    """Whether ranks gave different values as `extra`."""
+    """Return whether ranks passed different values as `extra`."""
     return len({repr((summary.parts["extra"], _of_extra(summary.tensors))) for summary in summaries}) > 1
 
 
 def extra_of(state: EncodedState) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What this rank gave as `extra`, encoded, and the tensors in it."""
+    """Return this rank's encoded `extra`, and the tensors in it."""
     return state.parts["extra"], _of_extra(state.tensors)
 
 
 def with_extra_of_ranks(mine: EncodedState, every: Sequence[tuple[Any, Mapping[str, torch.Tensor]]]) -> EncodedState:
-    """This rank's state, with the values that all ranks gave as `extra` in the place of its own.
+    """Return this rank's state with the `extra` of all ranks in place of its own.
 
     Args:
-        mine: This rank's state.
-        every: By rank: what `extra_of` gave there.
+        mine: State of this rank.
+        every: Return value of `extra_of` on each rank.
     """
     extra = _of_extra(mine.tensors)
     tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in extra}
@@ -237,23 +237,23 @@ def with_extra_of_ranks(mine: EncodedState, every: Sequence[tuple[Any, Mapping[s
 
 
 def _of_extra(tensors: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Those tensors of a state that belong to `extra`, by their names."""
+    """Return the tensors of a state that belong to `extra`, by name."""
     return {name: each for name, each in tensors.items() if re.match(rf"{_EXTRA}(?:[.#]|$)", name)}
 
 
 def united_state(mine: EncodedState, summaries: Sequence[StateSummary], order: Mapping[str, int]) -> EncodedState:
-    """The state of all ranks as one: parameter names and slots put together, everything else the same on all.
+    """Merge the state of all ranks: parameter names and slots are united, and everything else must be equal.
 
-    Under pipeline stages or ZeRO a rank has some of the parameters of a param group.
+    Under pipeline parallelism or ZeRO a rank has only some parameters of a param group.
 
     Args:
-        mine: This rank's state.
-        summaries: The summaries of all ranks, equal ones once; that of the first rank is the first.
-        order: By name in the files: the places of the tensors of all ranks' models, in which parameters of a group are
-            listed if ranks have different ones of them.
+        mine: State of this rank.
+        summaries: Summaries of all ranks, equal ones once; the first rank's is the first.
+        order: Position of each tensor in all ranks' models, by name in the files. It orders the parameters of a group
+            if ranks have different ones.
 
     Raises:
-        ValueError: What differs between ranks.
+        ValueError: A value differs between ranks; the message names it.
     """
     _check_same("scheduler", [summary.parts["scheduler"] for summary in summaries])
     _check_same("what state_dict() of the optimizer adds", [summary.own for summary in summaries])
@@ -290,7 +290,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary], order: M
 def united_ties(
     of_ranks: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]], stored: Container[str]
 ) -> dict[str, str]:
-    """The ties of all ranks as one, where each knows those of its own tensors, such as of a pipeline's stage.
+    """Merge the ties of all ranks; each rank knows the ties of its own tensors, such as those of a pipeline stage.
 
     Args:
         of_ranks: Ranks, and their pairs of a name that is not stored and the one that is.
@@ -313,7 +313,7 @@ def united_ties(
 
 
 def _united(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One mapping from those of all ranks, in which no name has two values."""
+    """Merge the mappings of all ranks; no name may have two values."""
     united: dict[str, Any] = {}
     for rank, mapping in enumerate(of_ranks):
         for name, value in mapping.items():
@@ -366,7 +366,7 @@ def _encoded(
 
 
 def _scheduler_state(scheduler: object) -> object:
-    """The state dict of a scheduler, or a list of those of several."""
+    """Return the state dict of a scheduler, or a list of state dicts of several."""
     if scheduler is None:
         return None
     if isinstance(scheduler, list | tuple):
@@ -381,6 +381,6 @@ def _scheduler_state(scheduler: object) -> object:
 
 
 def _checksum_of_beginning(tensor: torch.Tensor) -> int:
-    """The crc32c of a tensor's first elements, those of its first row at most."""
+    """Return the crc32c of a tensor's first elements, at most those of its first row."""
     first = tensor.detach()[(0,) * max(0, tensor.dim() - 1)].reshape(-1)[:_SAMPLE] if tensor.numel() else tensor
     return crc32c(bytes_of(first.cpu().contiguous()))

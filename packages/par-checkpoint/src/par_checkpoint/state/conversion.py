@@ -88,15 +88,15 @@ Conversion = Callable[[str, Shape], Sequence[TensorSlice] | None]
 
 
 def parts_cover(shape: Shape, parts: Sequence[TensorSlice]) -> None:
-    """Checks that parts hold every element of a tensor in memory exactly once.
+    """Raise unless parts hold every element of a tensor in memory exactly once.
 
     Args:
-        shape: Shape of the whole tensor in memory.
+        shape: Shape of the full tensor in memory.
         parts: Slices that make up the tensor.
 
     Raises:
-        ValueError: A part that leaves the shape, elements that no part holds or that two hold, a name with two
-            shapes, or steps that do not divide a dim.
+        ValueError: A part leaves the shape, an element is in no part or in two parts, a name has two shapes, or steps
+            do not divide a dim.
     """
     shapes: dict[str, Shape] = {}
     for part in parts:
@@ -133,11 +133,11 @@ def parts_cover(shape: Shape, parts: Sequence[TensorSlice]) -> None:
 
 
 def _of_each_remainder(part: TensorSlice, common: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """A part as boxes, start and size, of a tensor whose dims were each cut in two, into index // s and index % s.
+    """Yield a part as boxes (start, size) of a tensor whose dims are each split into index // s and index % s.
 
     Args:
-        part: The part, which is not empty.
-        common: By dim in memory: s, a multiple of the part's step.
+        part: Part that is not empty.
+        common: Divisor s of each dim in memory, a multiple of the part's step.
     """
     runs = [[(first // s, first % s, 1)] for first, s in zip(part.start, common, strict=True)]
     for dim, size, step in zip(part.dims, part.extent, part.steps, strict=True):
@@ -153,7 +153,7 @@ def _of_each_remainder(part: TensorSlice, common: Sequence[int]) -> Iterator[tup
 
 
 def checked(convert: Conversion) -> Conversion:
-    """A conversion whose parts of a tensor are checked to hold each of its elements exactly once.
+    """Return a conversion with a check that the parts of a tensor hold each of its elements exactly once.
 
     Raises:
         ValueError: When it is called, naming the tensor. See `parts_cover`.
@@ -175,7 +175,7 @@ def split(sharding: Sharding, parts: Sequence[TensorSlice]) -> list[Segment]:
     """Map a rank's shard of a tensor in memory to its shard of each tensor in the files.
 
     Args:
-        sharding: How the local tensor is cut out of the tensor in memory.
+        sharding: Sharding of the tensor in memory.
         parts: Slices that make up the tensor. See `parts_cover`.
 
     Returns:

@@ -11,7 +11,7 @@ _EXPERT = "{expert}"
 def expert_conversion(
     pattern: str, gate: str | None, up: str, down: str, *, interleaved: bool = False, transposed: bool = False
 ) -> Conversion:
-    """The `convert` of a mixture of experts that is no model of transformers, whose own conversion is known.
+    """Return the `convert` function of a mixture of experts that is not a Transformers model.
 
     In memory a module of experts has packed parameters: `gate_up_proj` [experts, 2 f, h] and `down_proj`
     [experts, h, f], and perhaps `gate_up_proj_bias` and `down_proj_bias`. In the files every expert has weights
@@ -84,7 +84,7 @@ def expert_conversion(
 
 
 def _numbered(file: str, numbers: Sequence[str], *, is_bias: bool) -> str:
-    """A name in the files with the numbers of the module in memory, and of the bias where that is asked for."""
+    """Return a name in the files with the numbers of the module in memory; the bias's name if `is_bias`."""
     if is_bias:
         stem, _, end = file.rpartition("weight")
         if end or not stem:

@@ -25,9 +25,9 @@ class ModelState:
     """Content of a model's state dict.
 
     Args:
-        tensors: The parameters and buffers themselves, not copies, by name; tied ones once.
-        tied: The other names of tied tensors, and the name in `tensors` that each of them shares.
-        objects: What is not a tensor, by name: the extra state of modules.
+        tensors: Parameters and buffers by name, not copied; tied tensors once.
+        tied: Name in `tensors` for each other name of a tied tensor.
+        objects: Extra state of modules by name, which is not a tensor.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -41,14 +41,15 @@ class ModelState:
 
 
 def model_state(model: Model) -> ModelState:
-    """The state of a module, of what DistributedDataParallel or torch.compile wraps, or of a plain mapping.
+    """Return the state of a module, of a module in DistributedDataParallel or torch.compile, or of a plain mapping.
 
-    Of names that share one tensor, the first in the state dict's order is kept.
+    If several names share one tensor, the first name in the state dict's order is kept.
 
     Raises:
-        ValueError: A tensor whose elements cannot be read from memory, see `check_plain`; or two names that are one
-            without what torch.compile adds to them.
-        TypeError: A name that is no text, or a mapping in which tensors lie deeper.
+        ValueError: The elements of a tensor cannot be read from memory, see `check_plain`; or two names are equal
+            without
+            the prefixes of torch.compile.
+        TypeError: A name is not a text, or a mapping contains nested tensors.
     """
     state = model.state_dict(keep_vars=True) if isinstance(model := unwrapped(model), nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
@@ -79,20 +80,22 @@ def model_state(model: Model) -> ModelState:
 
 
 def _checked_name(raw: object) -> str:
-    """A name in a state dict without what wrappers add to it."""
+    """Return a name in a state dict without the prefixes of wrappers."""
     if not isinstance(raw, str):
         raise TypeError(f"model has the key {raw!r}, a {type(raw).__name__}; use texts as names, such as {str(raw)!r}")
     return clean(raw)
 
 
 def _holds_tensors(value: object) -> bool:
-    """Whether tensors lie in a value of a mapping, such as in a state dict inside of it."""
+    """Return whether a value of a mapping contains tensors, such as a nested state dict."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
     return any(isinstance(each, torch.Tensor) or _holds_tensors(each) for each in inner)
 
 
 def copied(model: nn.Module, found: ModelState) -> list[str]:
-    """The names of tensors that a hook of the state dict makes anew each time: filling them would not change the model.
+    """Return the names of tensors that a hook of the state dict creates at each call.
+
+    To fill them has no effect on the model.
 
     Args:
         model: The module.
@@ -105,7 +108,7 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
 
 
 def unwrapped(model: Model) -> Model:
-    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile."""
     while isinstance(model, nn.Module):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -117,31 +120,32 @@ def unwrapped(model: Model) -> Model:
 
 
 def clean(name: str) -> str:
-    """A tensor's name without what torch.compile and activation checkpointing inside the model add to it."""
+    """Return a tensor's name without the prefixes of torch.compile and activation checkpointing inside the model."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def named_parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and parameters of a model, tied ones under their first name."""
+    """Return the names and parameters of a model, tied parameters under their first name."""
     inner = unwrapped(model)
     pairs = inner.named_parameters() if isinstance(inner, nn.Module) else inner.items()
     return ((clean(name), parameter) for name, parameter in pairs)
 
 
 def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:
-    """The name in the files of each name in the model.
+    """Return the name in the files of each name in the model.
 
     Args:
-        names: A mapping of model names, where names that it lacks stay as they are and names that are not here, such
-            as those of another pipeline stage, do not count; or pairs of a regular expression and its replacement, each
-            applied to what the one before left; or a function of the model's name.
-        keys: The model's names.
+        names: A mapping of model names: names that it lacks do not change, and its other names, such as those of
+            another
+            pipeline stage, are ignored. Or pairs of a regular expression and its replacement, applied one after the
+            other. Or a function of the model's name.
+        keys: Names in the model.
 
     Raises:
-        ValueError: A broken regular expression, or two tensors that would share one name.
-        TypeError: `names` is nothing of the kind.
+        ValueError: A regular expression is invalid, or two tensors would share one name.
+        TypeError: `names` has none of these types.
     """
     keys = tuple(keys)
     renamed = _renamed(names, keys)
@@ -156,7 +160,7 @@ def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(names: object, keys: Sequence[str]) -> dict[str, str]:
-    """The name in the files of each key; two may still be equal."""
+    """Return the name in the files of each key; two names may still be equal."""
     if names is None:
         return {key: key for key in keys}
     if isinstance(names, Mapping):
@@ -169,7 +173,7 @@ def _renamed(names: object, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _by_expressions(names: Sequence[object], keys: Sequence[str]) -> dict[str, str]:
-    """The keys after all replacements of regular expressions."""
+    """Return the keys after all replacements of regular expressions."""
     renamed = {key: key for key in keys}
     for pair in names:
         if not (isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2):
@@ -184,17 +188,17 @@ def _by_expressions(names: Sequence[object], keys: Sequence[str]) -> dict[str, s
 
 
 def _text(value: object, what: str) -> str:
-    """A name that is checked to be a string."""
+    """Return a name after a check that it is a string."""
     if not isinstance(value, str):
         raise TypeError(f"{what} is {value!r}; names are strings")
     return value
 
 
 def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding]) -> Sharding:
-    """How a tensor is cut: as `layout` says, else as its record says.
+    """Return the sharding of a tensor: from `layout`, else from its sharding metadata.
 
     Raises:
-        ValueError: A record that cannot be saved, such as a DTensor with a Partial placement; or a layout whose boxes
+        ValueError: The sharding cannot be saved, such as a DTensor with a Partial placement; or boxes of the layout
             leave the local tensor.
     """
     if name not in layout:
@@ -211,25 +215,25 @@ def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding])
 
 
 def segments_on_disk(name: str, sharding: Sharding, convert: Conversion | None, key: str) -> list[Segment]:
-    """What a tensor in memory is on disk: itself under its name there, or the parts that `convert` says.
+    """Return the tensors on disk that hold a tensor in memory: one under its name there, or the parts from `convert`.
 
     Args:
-        name: The tensor's name in the model.
-        sharding: How the local tensor is cut out of the tensor in memory.
-        convert: From a tensor's name and global shape to its parts, or None.
-        key: The tensor's name in the files, where it is not converted.
+        name: Name of the tensor in the model.
+        sharding: Sharding of the tensor in memory.
+        convert: Function from a tensor's name and global shape to its parts, or None.
+        key: Name of the tensor in the files, if it is not converted.
     """
     parts = None if convert is None else convert(name, tuple(sharding.shape))
     return [Segment(key, sharding)] if parts is None else split(sharding, parts)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor on this rank, outside of autograd."""
+    """Return this rank's part of a tensor, outside of autograd."""
     return memory_of(tensor).detach()
 
 
 def layout_names(layout: Mapping[str, Sharding] | None, model: Model | None) -> LayoutNames:
-    """The names of a layout that this rank's model lacks, and those that it has."""
+    """Return the names of a layout that this rank's model lacks, and the names that it has."""
     if not layout:
         return [], []
     known = set(model_state({} if model is None else model).names)
@@ -237,13 +241,13 @@ def layout_names(layout: Mapping[str, Sharding] | None, model: Model | None) -> 
 
 
 def check_layout(of_ranks: Sequence[LayoutNames]) -> None:
-    """Checks that some rank's model has each name of a layout.
+    """Raise unless some rank's model has each name of a layout.
 
     Args:
-        of_ranks: For each rank, what `layout_names` gives there.
+        of_ranks: Return value of `layout_names` on each rank.
 
     Raises:
-        ValueError: Naming one that none has.
+        ValueError: No rank has a name; the message contains it.
     """
     unknown = {name for lacking, _ in of_ranks for name in lacking}
     unknown -= {name for _, having in of_ranks for name in having}
@@ -274,7 +278,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of its own, which a tensor that only wraps others has not."""
+    """Return whether a tensor has a storage of its own; a tensor that wraps other tensors has none."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -283,13 +287,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> object:
-    """A key that is equal for tensors that share a storage."""
+    """Return a key that is equal for tensors that share a storage."""
     local = local_of(tensor)
     return id(tensor) if local.device.type == "meta" else local.untyped_storage().data_ptr()
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """A key that is equal for tied tensors, which have the same elements of one storage."""
+    """Return a key that is equal for tied tensors, which have the same elements of one storage."""
     local = memory_of(tensor)
     if local.device.type == "meta" or local.numel() == 0:
         return id(tensor)
@@ -297,11 +301,11 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def device_for(device: str | torch.device | None, model: Model | None) -> torch.device:
-    """The device on which tensors of the meta device are made.
+    """Return the device on which tensors of the meta device are allocated.
 
     Args:
-        device: What the caller says; None: the device of this rank in the model's device mesh, or the CPU without one.
-        model: The model, some of whose tensors may be DTensors.
+        device: Device from the caller. None: this rank's device in the model's device mesh, or the CPU without a mesh.
+        model: Model; some of its tensors may be DTensors.
     """
     if device is not None:
         return torch.device(device)

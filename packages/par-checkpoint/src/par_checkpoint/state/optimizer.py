@@ -27,13 +27,13 @@ class NamedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """The part of an optimizer that is saved.
+    """Part of an optimizer that is saved.
 
     Args:
-        entries: Its tensors, named "<parameter>.<slot>".
+        entries: Tensors, named "<parameter>.<slot>".
         objects: Slots that are no tensors, by "<parameter>.<slot>"; and state of the optimizer as a whole, under keys
             without a dot.
-        groups: Its param groups.
+        groups: Param groups.
         own: Entries of its state dict other than state and param groups, see `own_entries`.
     """
 
@@ -119,9 +119,9 @@ class Naming:
         """Return the parameters that one tensor of the optimizer holds.
 
         Args:
-            tensor: The tensor.
-            given: Its name in the param group, if it has one.
-            where: Its place in the optimizer, for messages.
+            tensor: Tensor of the optimizer.
+            given: Name of the tensor in the param group, if it has one.
+            where: Position of the tensor in the optimizer, for messages.
         """
         name = self._by_id.get(id(tensor), None if given is None else clean(given))
         flat = segments_of(tensor) if name is None or attributes.SEGMENTS.is_on(tensor) else None
@@ -146,7 +146,7 @@ class Naming:
         )
 
     def _is_master(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of some."""
+        """Return whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of one."""
         if id(tensor) in self._by_id:
             return False
         own = not self._by_id and not attributes.SEGMENTS.is_on(tensor)  # no model beside it that it could differ from
@@ -238,9 +238,9 @@ def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping
     some.
 
     Args:
-        optimizer: The optimizer to fill.
-        group: Its param group.
-        saved: The options of the saved param group.
+        optimizer: Optimizer to fill.
+        group: Param group of the optimizer.
+        saved: Options of the saved param group.
     """
     own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
     others = _numbers(saved) - group.keys()
@@ -256,8 +256,8 @@ def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | N
 
     Args:
         names: Names of the parameters in the tensor.
-        own: The slots of the tensor in the optimizer.
-        saved: Its slots in the files.
+        own: Slots of the tensor in the optimizer.
+        saved: Slots of the tensor in the files.
     """
     if own <= saved or saved <= own:
         return None

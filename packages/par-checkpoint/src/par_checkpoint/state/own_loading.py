@@ -40,7 +40,7 @@ _OF_TORCH = ("state", "param_groups")  # what every optimizer has in its state d
 
 
 def is_foreign(function: Callable[..., object]) -> bool:
-    """Whether a hook or method is neither of torch nor of these packages."""
+    """Return whether a hook or method belongs neither to torch nor to these packages."""
     while isinstance(function, partial):
         function = function.func
     package = _package_of(getattr(function, "__module__", None) or type(function).__module__)
@@ -52,10 +52,10 @@ def _package_of(module: str) -> str:
 
 
 class ModuleLoading:
-    """What of torch's `load_state_dict` has to run when a model was filled.
+    """Parts of torch's `load_state_dict` that must run after a model was filled.
 
     Args:
-        model: The model that is loaded; of a mapping, objects are set under their names.
+        model: Loaded model; in a mapping, objects are set under their names.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -69,11 +69,11 @@ class ModuleLoading:
         self._hooked = {name for name, module in modules.items() if any(map(is_foreign, post_load_hooks(module)))}
 
     def __bool__(self) -> bool:
-        """Whether anything has to run that is not ours."""
+        """Return whether any code that is not ours must run."""
         return bool(self._by_root or self._loaders or self._hooked)
 
     def takes(self, name: str) -> bool:
-        """Whether something sets an object of this name in the state dict, which is no extra state."""
+        """Return whether some code reads an object of this name from the state dict, in addition to extra state."""
         if self._root is None or self._by_root:
             return True
         parents = name.split(".")[:-1]
@@ -103,18 +103,18 @@ class ModuleLoading:
                 )
 
     def _is_loaded(self, name: str) -> bool:
-        """Whether a module that loads itself holds a tensor, or a module around it does."""
+        """Return whether a tensor belongs to a module that loads itself, or that is inside such a module."""
         return self._by_root or any(not loader or name.startswith(f"{loader}.") for loader in self._loaders)
 
     def run_(self, objects: Mapping[str, object], *, strict: bool) -> None:
-        """Loads the module from its own tensors, as far as it loads itself; sets objects, and calls hooks.
+        """Load modules that load themselves from their own tensors; set objects, and call hooks.
 
         Args:
-            objects: What the checkpoint has beside tensors, by name in the state dict.
-            strict: Whether an object that nobody takes is an error.
+            objects: Entries of the checkpoint other than tensors, by name in the state dict.
+            strict: Whether an object that no code reads is an error.
 
         Raises:
-            CheckpointError: What the module's own loading refuses.
+            CheckpointError: The module's own loading failed.
         """
         if self._mapping is not None:
             known = {key: objects[clean(key)] for key in self._mapping if clean(key) in objects}
@@ -148,7 +148,7 @@ class ModuleLoading:
                     module.set_extra_state(objects[key])
 
     def _load_(self, module: nn.Module, name: str, state: Any, *, loads: bool) -> list[str]:
-        """Loads a module and those in it as torch does, from where one loads itself on; what is wrong, in words."""
+        """Load modules as torch does, from the first module on that loads itself; return descriptions of the errors."""
         prefix, problems = f"{name}." if name else "", list[str]()
         loads = loads or name in self._loaders
         missing, unexpected = list[str](), list[str]()
@@ -171,17 +171,17 @@ class ModuleLoading:
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module's own code reads the state dict."""
+    """Return whether a module's own code reads the state dict."""
     return is_foreign(module._load_from_state_dict) or any(map(is_foreign, pre_load_hooks(module)))
 
 
 def _apart(value: object) -> object:
-    """A copy of a tensor, in memory of its own."""
+    """Return a copy of a tensor with memory of its own; any other value unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def holders(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that hold the state: an optimizer itself, or those inside of one of these packages'."""
+    """Return the optimizers that hold the state: an optimizer itself, or those inside an optimizer of our packages."""
     if _package_of(type(optimizer).__module__) not in _OURS:
         return [optimizer]
     groups = {id(group) for group in optimizer.param_groups}
@@ -196,7 +196,7 @@ def holders(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def loads_itself(optimizer: Optimizer | None) -> bool:
-    """Whether code that is not ours runs when an optimizer is loaded."""
+    """Return whether code that is not ours runs when an optimizer is loaded."""
     if optimizer is None:
         return False
     return any(
@@ -211,10 +211,10 @@ def loads_itself(optimizer: Optimizer | None) -> bool:
 
 
 def own_entries(optimizer: Optimizer) -> list[dict[str, object]]:
-    """What each holder has in its state dict beside state and param groups, as a subclass or a hook adds it.
+    """Return the entries of each holder's state dict that a subclass or a hook adds to state and param groups.
 
     Raises:
-        ValueError: A state dict that shows other state or options than the optimizer holds, or lacks those of an
+        ValueError: The state dict contains other state or options than the optimizer holds, or lacks those of an
             optimizer inside of it.
     """
     found = []
@@ -260,7 +260,7 @@ def _check_shown(optimizer: Optimizer, shown: Mapping[str, Any]) -> None:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two values are one object, or mappings of such, or equal."""
+    """Return whether two values are one object, equal, or mappings of such values."""
     if one is other:
         return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -271,11 +271,11 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def reload_(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> None:
-    """Does what torch does at the end of `load_state_dict`, and calls what an optimizer has of its own there.
+    """Run the end of torch's `load_state_dict`, and the optimizer's own code in it.
 
     Args:
-        optimizer: The optimizer, whose state and options are set.
-        own: For each holder, what `own_entries` gave when it was saved.
+        optimizer: Optimizer whose state and options are set.
+        own: Return value of `own_entries` for each holder, from the save.
     """
     for number, one in enumerate(holders(optimizer)):
         entries = own[number] if number < len(own) else {}
@@ -293,7 +293,7 @@ def reload_(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> None:
 
 
 def takes_entries(optimizer: Optimizer, own: Sequence[Mapping[str, object]]) -> list[bool]:
-    """For each saved list of entries, whether an optimizer has something that takes them."""
+    """Return whether an optimizer has code that reads each saved list of entries."""
     here = holders(optimizer)
     return [
         number < len(here)
@@ -314,7 +314,7 @@ class _HeldModule:
         self._options = [dict(group) for group in optimizer.param_groups]
 
     def put_back_(self, optimizer: Optimizer) -> None:
-        """Puts tensors back where those that are there now are their copies, perhaps of a dtype that is less exact."""
+        """Restore tensors if the current ones are their copies, perhaps in a less exact dtype."""
         for tensor, slots in self._state.items():
             _put_back_(optimizer.state.get(tensor, {}), slots)
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
@@ -330,7 +330,7 @@ def _put_back_(now: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None
 
 
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor holds what another one holds, cast to its dtype."""
+    """Return whether a tensor holds the values of another tensor, cast to its dtype."""
     if one is other or one.shape != other.shape:
         return one is other
     here, there = local_of(one), local_of(other).to(one.device, one.dtype)

@@ -8,7 +8,7 @@ _NO_SCALE_OF_CODES = ("logit_scale", "logits_scale")  # parameters of models suc
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of torch's floating-point ones of 8 bits."""
+    """Return whether a dtype is one of torch's 8-bit floating-point dtypes."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -34,18 +34,18 @@ class Scales:
                 self._by_owner.setdefault(each, []).append(name)
 
     def of(self, name: str) -> list[str]:
-        """The scales of a tensor; those of its name alone where there are such."""
+        """Return the scales of a tensor; only scales with its own name if there are any."""
         own = self._by_owner.get(name, ())
         return [scale for scale in own or self._by_owner.get(f"{name.rpartition('.')[0]}.", ()) if scale != name]
 
 
 def check_cast(dtypes: Mapping[str, torch.dtype], names: Sequence[str], dtype: torch.dtype) -> None:
-    """Checks that a cast changes no values that are codes.
+    """Raise if a cast would change values that are quantised.
 
     Args:
-        dtypes: By name in the files: the dtype of each tensor that is cast.
-        names: The names of all tensors in the files.
-        dtype: The dtype that they are cast to.
+        dtypes: dtype of each tensor that is cast, by name in the files.
+        names: Names of all tensors in the files.
+        dtype: Target dtype of the cast.
 
     Raises:
         ValueError: A float8 tensor that has a scale would be cast.
@@ -58,7 +58,7 @@ def check_cast(dtypes: Mapping[str, torch.dtype], names: Sequence[str], dtype: t
 
 
 def quantised(name: str, scales: Sequence[str]) -> str:
-    """The error for a tensor whose values are codes."""
+    """Return the error for a tensor with quantised values."""
     return (
         f"{name!r} is quantised in the files: its float8 values count only times {' and '.join(map(repr, scales))}; "
         "load the folder with transformers, with the config of its kind and dequantize=True, and use what "

@@ -17,11 +17,13 @@ SavedGroup = tuple[list[str], dict[str, Any]]
 
 
 def candidates(groups: Sequence[Sequence[str]], saved: Sequence[SavedGroup]) -> list[list[int] | None]:
-    """For each param group: numbers of the saved groups in which its parameters on this rank were; None if it has none.
+    """Return the saved groups that contain parameters of each param group on this rank.
+
+    None for a group without parameters.
 
     Args:
-        groups: For each param group, its parameters on this rank, as the saved optimizer calls them.
-        saved: The saved param groups.
+        groups: This rank's parameters of each param group, by their names in the saved optimizer.
+        saved: Saved param groups.
     """
     return [
         [number for number, (members, _) in enumerate(saved) if not names.isdisjoint(members)] if names else None
@@ -30,14 +32,14 @@ def candidates(groups: Sequence[Sequence[str]], saved: Sequence[SavedGroup]) -> 
 
 
 def matching_groups(of_ranks: Sequence[Sequence[Sequence[int] | None]], saved: int) -> list[int | None]:
-    """The number of the saved group of each param group; None for a group whose parameters were in none.
+    """Return the number of the saved group of each param group; None if its parameters were in no group.
 
     Args:
-        of_ranks: For each rank, the `candidates` there; a rank without an optimizer has none.
+        of_ranks: `candidates` of each rank; a rank without an optimizer has none.
         saved: Number of saved groups.
 
     Raises:
-        CheckpointError: A group whose parameters were in several groups.
+        CheckpointError: The parameters of a group were in several groups.
     """
     matches: list[int | None] = []
     for number in range(max(map(len, of_ranks))):
@@ -63,14 +65,14 @@ def set_optimizer_(
     state: Mapping[torch.Tensor, dict[str, Any]],
     slots: Mapping[str, object],
 ) -> None:
-    """Sets the options of param groups, and the state of tensors and of the optimizer as a whole.
+    """Set the options of param groups, and the state of tensors and of the optimizer as a whole.
 
     Args:
-        optimizer: The optimizer.
-        saved: The saved param groups.
-        matches: For each param group, the number of the saved one, or None.
-        state: The new state of tensors, which takes the place of the old one.
-        slots: Saved slots that are no tensors; those without a dot belong to the optimizer as a whole.
+        optimizer: Optimizer to change.
+        saved: Saved param groups.
+        matches: Number of the saved group of each param group, or None.
+        state: New state of tensors, which replaces the old state.
+        slots: Saved slots that are not tensors; slots without a dot belong to the optimizer as a whole.
     """
     chosen = [
         None if match is None or other_kind(optimizer, group, saved[match][1]) is not None else saved[match][1]

@@ -41,7 +41,7 @@ class FillTarget:
     """One tensor to fill, before it has memory.
 
     Args:
-        key: Its section and its name in the files.
+        key: Section and name in the files.
         dtype: The dtype in the files.
         sharding: The global shape, and the boxes of the local tensor that hold parts of it.
         tensor: The tensor to fill, perhaps on the meta device.
@@ -53,7 +53,7 @@ class FillTarget:
     tensor: torch.Tensor
 
     def entry(self, device: torch.device) -> LocalTensor:
-        """The target as an entry; a tensor on the meta device gets memory on `device`."""
+        """Return the target as an entry; a tensor on the meta device gets memory on `device`."""
         if self.tensor.is_meta:
             materialise_(self.tensor, device)
             if self.sharding.local_numel < self.tensor.numel():  # padding, where a NaN would spread
@@ -90,17 +90,17 @@ class Targets:
         tensor: torch.Tensor,
         cast_to: torch.dtype | tuple[torch.dtype, ...] | None = None,
     ) -> None:
-        """Notes one tensor as something to fill, or what is wrong with it.
+        """Record a tensor to fill, or what is wrong with it.
 
         Args:
-            places: What the files hold.
-            key: The tensor's section and name in the files.
-            sharding: How the local tensor is cut out of the global one.
+            places: Location of each tensor in the files.
+            key: Section and name of the tensor in the files.
+            sharding: Sharding of the tensor.
             tensor: The tensor to fill.
-            cast_to: If this is, or has, the tensor's dtype, it is filled from another floating-point dtype, too.
+            cast_to: dtypes of tensors that may be filled from another floating-point dtype. Default: none.
 
         Raises:
-            ValueError: A tensor whose elements share memory.
+            ValueError: The elements of the tensor share memory.
         """
         name = name_of(key)
         place = places.get(name)
@@ -136,7 +136,7 @@ class Targets:
         self.pending.append(FillTarget(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
 
     def _scales_of(self, name: str, places: Places) -> list[str]:
-        """The scales of a tensor in the files; all of these are looked through once."""
+        """Return the scales of a tensor in the files; the first call lists all scales."""
         if self._scales is None:
             self._scales = Scales(places)
         return self._scales.of(name)
@@ -152,20 +152,20 @@ def model_targets(
     convert: Conversion | None,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None,
 ) -> Targets:
-    """The tensors of a model, matched with what the files hold.
+    """Return the tensors of a model, matched with the content of the files.
 
     Args:
-        model: The model to fill.
-        places: What the files hold.
+        model: Model to fill.
+        places: Location of each tensor in the files.
         tied: Stored name of each name that the checkpoint does not store, because it is tied.
         layout: `Sharding` of local tensors by name, for tensors without sharding metadata of their own.
-        names: From a tensor's name in the model to its name in the files.
-        convert: From a tensor's name and global shape to the tensors on disk that make it up; None: what transformers
-            does to its own models, where the files have no tensor of the name.
-        dtype: Floating-point tensors of this dtype, or of these, may be filled from files of another one.
+        names: Map from a tensor's name in the model to its name in the files.
+        convert: Function from a tensor's name and global shape to the tensors on disk that make it up. None: the
+            conversion of transformers for its own models, if the files lack a tensor of the name.
+        dtype: dtype, or dtypes, of tensors that may be filled from another floating-point dtype.
 
     Raises:
-        ValueError: A tensor that cannot be filled.
+        ValueError: A tensor cannot be filled.
     """
     found, targets = model_state(model), Targets()
     inner = unwrapped(model)
@@ -196,11 +196,11 @@ def model_targets(
 
 
 def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """By name in the files: all names of that tensor, where it has several in the model or in the checkpoint.
+    """Return all names of each tensor with several names in the model or in the checkpoint, by name in the files.
 
     Args:
-        model: The model whose ties count.
-        names: From its names to those in the files.
+        model: Model whose ties count.
+        names: Map from its names to the names in the files.
         tied: Stored names of tied names.
     """
     found = model_state({} if model is None else model)
@@ -214,14 +214,13 @@ def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -
 
 @dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """0-dim slots of a tensor: in the files each parameter in the tensor has its own.
+    """0-dim slots of a tensor; in the files, each parameter in the tensor has slots of its own.
 
     Args:
-        state: The new state of the tensor, which has the slots.
-        read: By slot, for each parameter its name in the files and the tensor into which that is read.
-        names: Names of these parameters in the tensor's record.
-        apart: By these names, what else the optimizer keeps for each parameter as a whole, if they may differ; None:
-            all must agree.
+        state: New state of the tensor, which has the slots.
+        read: Name in the files and target tensor of each parameter, by slot.
+        names: Names of these parameters in the tensor's metadata.
+        apart: Other per-parameter values of the optimizer that may differ, by these names; None: all values must agree.
         without: Elements of slots that belong to parameters without state.
     """
 
@@ -237,9 +236,9 @@ class OptimizerTargets(Targets):
     """Tensors of an optimizer that this rank fills, and state that it sets afterwards.
 
     Args:
-        state: The new state of each tensor, which takes the place of the old one when everything is read.
-        scalars: What tensors have of 0-dim slots, to be compared and set after reading.
-        groups: For each param group: its parameters, as the saved optimizer calls them.
+        state: New state of each tensor, which replaces the old state after everything is read.
+        scalars: 0-dim slots of tensors, to be compared and set after reading.
+        groups: Parameters of each param group, by their names in the saved optimizer.
     """
 
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
@@ -249,15 +248,15 @@ class OptimizerTargets(Targets):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOptimizer:
-    """The optimizer's part of a checkpoint.
+    """Optimizer's part of a checkpoint.
 
     Args:
-        places: Where slots lie in the files, by "<parameter>.<slot>".
+        places: Location of slots in the files, by "<parameter>.<slot>".
         objects: Slots that are no tensors, by "<parameter>.<slot>".
-        options: By parameter of the saved optimizer: the options of its param group.
+        options: Options of the param group of each parameter of the saved optimizer.
         resized: Names in the files of tensors that have another shape in the model.
-        ties: By name in the files: all names of that tensor, where it has several. See `ties_of`.
-        device: The device for slots of parameters that are on the meta device.
+        ties: All names of each tensor with several names, by name in the files; see `ties_of`.
+        device: Device for slots of parameters that are on the meta device.
     """
 
     places: Places
@@ -268,26 +267,29 @@ class SavedOptimizer:
     device: torch.device
 
     def known_as(self, name: str) -> list[str]:
-        """What the saved optimizer calls a parameter: its name, or names that it is tied to; empty if it had none."""
+        """Return a parameter's names in the saved optimizer: its name, or names of tied parameters.
+
+        Empty if it had none.
+        """
         return [tied for tied in dict.fromkeys((name, *self.ties.get(name, ()))) if tied in self.options]
 
     def saved_as(self, name: str) -> str:
-        """The first of the names by which the saved optimizer knows a parameter, or its own name."""
+        """Return the first name of a parameter in the saved optimizer, or its own name."""
         return next(iter(self.known_as(name)), name)
 
     def is_resized(self, segments: Segments) -> bool:
-        """Whether a parameter that has a tensor for itself was of another shape when it was saved."""
+        """Return whether a parameter with a tensor of its own had another shape when it was saved."""
         [name, *more] = segments.names
         return not more and not self.resized.isdisjoint((name, *self.ties.get(name, ())))
 
 
 def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimizer) -> OptimizerTargets:
-    """The slots of an optimizer, matched with what the files hold; allocated where they are not there yet.
+    """Return the slots of an optimizer, matched with the content of the files; missing slots are allocated.
 
     Args:
-        optimizer: The optimizer to fill.
-        naming: The names of its tensors.
-        saved: What the checkpoint has.
+        optimizer: Optimizer to fill.
+        naming: Names of its tensors.
+        saved: Optimizer's part of the checkpoint.
     """
     targets = OptimizerTargets()
     slots_of: dict[str, list[str]] = {}
@@ -323,14 +325,14 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: SavedOptimize
 
 
 class _PackedTargets:
-    """Matches the slots of one tensor of an optimizer, which may pack many parameters.
+    """Match of the slots of one tensor of an optimizer, which may pack many parameters.
 
     Args:
-        targets: Takes what is to be filled.
-        saved: What the checkpoint has.
-        packed: The tensor.
-        old: The state that the tensor has now.
-        on_device: Whether the step counter lies beside the tensor, and not on the CPU.
+        targets: Targets that receive the slots to fill.
+        saved: Optimizer's part of the checkpoint.
+        packed: Tensor with its packed parameters.
+        old: Current state of the tensor.
+        on_device: Whether the step counter is on the tensor's device instead of the CPU.
     """
 
     def __init__(
@@ -347,7 +349,7 @@ class _PackedTargets:
         self._on_device = on_device
 
     def state(self, slots: Iterable[str]) -> dict[str, Any]:
-        """The new state of the tensor with some slots: masters, objects, scalars and tensors."""
+        """Return the new state of the tensor with some slots: masters, objects, scalars and tensors."""
         state: dict[str, Any] = {}
         packed, places, objects = self._packed, self._saved.places, self._saved.objects
         names = [name for name in packed.segments.names if self._has(name, slots)] if packed.apart else []
@@ -388,18 +390,18 @@ class _PackedTargets:
         return state
 
     def _has(self, name: str, slots: Iterable[str]) -> bool:
-        """Whether the files have state of a parameter."""
+        """Return whether the files have state of a parameter."""
         keys = [f"{self._saved.saved_as(name)}.{slot}" for slot in slots if slot != MASTER]
         return any(key in self._saved.places or key in self._saved.objects for key in keys)
 
     def _is_scalar(self, slot: str, segments: Segments, places: Sequence[StoredTensor]) -> bool:
-        """Whether a slot holds one number per parameter, such as "step", instead of one number per element."""
+        """Return whether a slot holds one number per parameter, such as "step", instead of one number per element."""
         if any(place.shape != () for place in places):
             return False
         return any(segment.sharding.shape for segment in segments) or (slot == "step" and self._packed.tensor.dim() > 0)
 
     def _scalar(self, slot: str, keys: Sequence[str]) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-        """A 0-dim slot, and what the files have of it for each parameter, which is read beside it, to be compared."""
+        """Return a 0-dim slot, and a tensor for each parameter's value in the files, to compare after reading."""
         dtype = self._saved.places[keys[0]].dtype
         device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
         read = [(key, torch.empty((), dtype=dtype, device="cpu")) for key in keys]
@@ -409,7 +411,7 @@ class _PackedTargets:
         return self._reused(slot, torch.empty((), dtype=dtype, device=device)), read
 
     def _tensor(self, slot: str, place: StoredTensor) -> torch.Tensor:
-        """Memory for a slot: like its parameter's, or of the shape in the files where that is another one."""
+        """Allocate a slot: like its parameter, or with the shape in the files if that differs."""
         tensor, segments = self._packed.tensor, self._packed.segments
         if len(segments) > 1 or tuple(place.shape) == next(iter(segments)).sharding.shape:
             return self._reused(slot, torch.zeros_like(tensor, dtype=place.dtype, device=self._device))
@@ -423,7 +425,10 @@ class _PackedTargets:
             self._targets.match(self._saved.places, key, sharding, value)
 
     def _reused(self, slot: str, fresh: torch.Tensor) -> torch.Tensor:
-        """The tensor that the slot has, or that is kept ready for it, if it is like the fresh one; else that."""
+        """Return the slot's current tensor, or the one kept for it, if it is like the fresh tensor.
+
+        Else the fresh tensor.
+        """
         old = self._old.get(slot, slots_of(self._packed.tensor).get(slot))
         if not isinstance(old, torch.Tensor) or type(old) is not type(fresh):
             return fresh

@@ -26,20 +26,20 @@ _CONVERTS_SINCE = 5
 
 
 def pretrained_of(model: Model | None) -> Any:
-    """The model of transformers that this is, is a part of, or that its wrappers hold; None if it is no such model."""
+    """Return the Transformers model that a model is, is a part of, or wraps; None if there is none."""
     inner = None if model is None else unwrapped(model)
     inner = attributes.PRETRAINED.of(inner) or inner
     return inner if isinstance(inner, nn.Module) and is_pretrained(inner) else None
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers; who has such a model has imported it."""
+    """Return whether a module is a Transformers model, without importing transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversion | None:
-    """The conversion that `save_pretrained` would apply to a model's tensors, new names included.
+    """Return the conversion that `save_pretrained` would apply to a model's tensors, including renames.
 
     Args:
         model: Any module, perhaps within wrappers such as DistributedDataParallel; a mapping of tensors has none.
@@ -78,7 +78,7 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Conversio
 
 
 def _conversions(model: Any) -> list[Any]:
-    """What the model was loaded with, else what transformers has for its class, as `save_pretrained` chooses."""
+    """Return the conversions with which the model was loaded, else those of its class, like `save_pretrained`."""
     loaded_with = getattr(model, "_weight_conversions", None)
     if loaded_with is not None:
         return list(loaded_with)
@@ -106,7 +106,7 @@ def _conversions(model: Any) -> list[Any]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules, with the classes that source code gives them: FSDP swaps in one of another name and module."""
+    """Yield the modules with the classes from source code: FSDP replaces a class by one with another name."""
     for name, module in model.named_modules():
         bases = [base for base in type(module).__mro__ if issubclass(base, nn.Module)]  # without FSDP's own mix-in
         kind = next(base for base in bases if getattr(sys.modules.get(base.__module__), base.__name__, None) is base)
@@ -118,7 +118,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _reversed(transforms: Sequence[Any]) -> list[Any]:
-    """The transforms from memory to the files, in the order in which they apply."""
+    """Return the transforms from memory to the files, in the order in which they apply."""
     try:
         return [transform.reverse_transform() for transform in reversed(transforms)]
     except (ValueError, NotImplementedError) as error:
@@ -128,7 +128,7 @@ def _reversed(transforms: Sequence[Any]) -> list[Any]:
 
 
 def _as_it_is(key: str, shape: Shape, parts: Sequence[TensorSlice]) -> bool:
-    """Whether the parts are one: the tensor itself, under its own name."""
+    """Return whether the parts are only the tensor itself, under its own name."""
     if [part.name for part in parts] != [key]:
         return False
     part = parts[0]
@@ -140,7 +140,10 @@ Refused = dict[str, tuple[str, Exception]]
 
 
 def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config: Any) -> tuple[HeldRun, Refused]:
-    """By name in the model: its parts; or the operations that are more than placement, and what failed in them."""
+    """Return the parts of each tensor by name in the model.
+
+    Or the operations that change values, and the errors in them.
+    """
     renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
     groups, single = _grouped([transform for transform in transforms if hasattr(transform, "operations")], shapes)
     traced = {_renamed(key, renamings): _Traced.of(key, shapes[key]) for key in single}
@@ -168,7 +171,7 @@ def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config
 def _grouped(
     converters: Sequence[Any], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, tuple[list[str], Any]], list[str]]:
-    """The keys that are converted together with the converter that has collected them, and the keys that are not."""
+    """Group the keys by the converter that collects them; return the groups, and the keys without a converter."""
     order = importlib.import_module("transformers.core_model_loading").dot_natural_key  # expert 10 follows expert 9
     groups: dict[str, tuple[list[str], Any]] = {}
     single = []
@@ -186,7 +189,7 @@ def _grouped(
 
 
 def _renamed(name: str, renamings: Iterable[Any]) -> str:
-    """A name after all renamings."""
+    """Return a name after all renamings."""
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
@@ -214,7 +217,7 @@ class _Traced:
 
     @classmethod
     def of(cls, key: str, shape: Shape) -> "_Traced":
-        """A tensor of the model."""
+        """Return the trace of a tensor of the model."""
         origin = (0,) * len(shape)
         return cls(tuple(shape), (_TracedPiece(key, origin, tuple(range(len(shape))), origin, tuple(shape)),))
 
@@ -228,15 +231,15 @@ class _Traced:
         return placements[function](*args, **kwargs or {})
 
     def size(self, dim: int) -> int:
-        """The length of a dim, as of a tensor."""
+        """Return the length of a dim, like a tensor's method."""
         return self.shape[dim]
 
     def contiguous(self) -> "_Traced":
-        """The tensor itself: where elements lie in memory does not count here."""
+        """Return the tensor itself: a trace has no memory order."""
         return self
 
     def squeeze(self, dim: int | None = None) -> "_Traced":
-        """The tensor without a dim of length 1, or without all of them, as `torch.Tensor.squeeze` does it."""
+        """Return the tensor without a dim of length 1, or without all such dims, like `torch.Tensor.squeeze`."""
         asked = range(len(self.shape)) if dim is None else (dim % len(self.shape),)
         return self._select([d for d, length in enumerate(self.shape) if length != 1 or d not in asked])
 
@@ -303,5 +306,5 @@ def _cat(tensors: Sequence[_Traced], dim: int = 0) -> _Traced:
 
 
 def _with(numbers: Shape, index: int, value: int) -> Shape:
-    """Some numbers with another one at an index."""
+    """Return numbers with another value at one index."""
     return (*numbers[:index], value, *numbers[index + 1 :])

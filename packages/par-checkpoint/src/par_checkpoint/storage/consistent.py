@@ -85,6 +85,9 @@ def retry_while_replaced(
 
 
 def version_of(folder: Folder) -> str | None:
-    """A text that differs between the checkpoint that is there now and any later one; None if none of ours is there."""
+    """Return a text that differs between the current checkpoint and any later one.
+
+    None without a checkpoint of ours.
+    """
     folder.recover()
     return folder.version()

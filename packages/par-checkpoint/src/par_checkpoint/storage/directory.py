@@ -25,17 +25,17 @@ class ReadableFolder(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many files to ask for at a time."""
+        """Number of files to request concurrently."""
 
     @property
     def dangling(self) -> Collection[str]:
         """Names of links to files that are missing, as of the last look at sizes."""
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file."""
+        """Return the size of every file, in bytes."""
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of a file."""
+        """Return bytes begin .. end - 1 of a file."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Directory:
     """Files and offsets of all tensors of a model or an optimizer.
 
     Args:
-        places: By the tensors' names; at first of safetensors files alone.
-        pickles: The files of torch.save that hold them instead, relative to the folder.
-        index: The name of the index, if there is one.
-        weight_map: What the index of such files says: the file of each tensor, relative to the folder.
+        places: Location of each tensor by name; at first only of tensors in safetensors files.
+        pickles: Files of torch.save that hold the tensors instead, relative to the folder.
+        index: Name of the index, if there is one.
+        weight_map: Content of the index of such files: the file of each tensor, relative to the folder.
     """
 
     places: Mapping[str, StoredTensor]
@@ -86,19 +86,20 @@ class _Form:
 def read_directory(
     folder: ReadableFolder, *, stem: str = "model", variant: str | None = None, manifest: Manifest | None = None
 ) -> Directory:
-    """Finds the files, reads the headers of those in safetensors, and checks that all of it agrees.
+    """Find the files, read the headers of safetensors files, and check that they are consistent.
 
     Args:
         folder: Folder to read.
-        stem: What the files' names begin with: "adapter_model" for an adapter of peft, "optimizer/optimizer" for an
-            optimizer.
-        variant: Read model.<variant>.safetensors and its like instead.
-        manifest: The folder's, if it has one: sizes, headers and index are checked against it before they are used.
+        stem: First part of the files' names: "adapter_model" for a peft adapter, "optimizer/optimizer" for an
+            optimizer. Default: "model".
+        variant: Variant to read: model.<variant>.safetensors and similar names. Default: no variant.
+        manifest: Manifest of the folder, if it has one; sizes, headers and index are checked against it before their
+            use.
 
     Raises:
-        CheckpointError: No weights, or two sets of them.
-        CorruptError: A file that is missing, truncated, changed, or at odds with another.
-        ValueError: A variant that cannot be part of a file's name.
+        CheckpointError: The folder has no weights, or two sets of weights.
+        CorruptError: A file is missing, truncated or changed, or contradicts another file.
+        ValueError: The variant cannot be part of a file's name.
     """
     sizes = folder.sizes()
     records = {} if manifest is None else manifest.files
@@ -130,12 +131,12 @@ def read_directory(
 
 
 def check_index(weight_map: Mapping[str, str], names: Mapping[str, Collection[str]], index: str) -> None:
-    """Checks that an index says of every tensor in which file it is.
+    """Raise unless an index lists every tensor with the file that contains it.
 
     Args:
-        weight_map: What the index says: the file of each tensor.
-        names: By file, the names of the tensors in it.
-        index: The index's name, for messages.
+        weight_map: Content of the index: the file of each tensor.
+        names: Names of the tensors in each file, by file.
+        index: Name of the index, for messages.
 
     Raises:
         CorruptError: Index and files differ.
@@ -150,7 +151,7 @@ def check_index(weight_map: Mapping[str, str], names: Mapping[str, Collection[st
 
 
 def read_small(folder: ReadableFolder, name: str, record: FileRecord) -> bytes:
-    """All bytes of a small file, once they match their checksums.
+    """Return all bytes of a small file, after a comparison with its checksums.
 
     Raises:
         CorruptError: They do not.
@@ -162,7 +163,7 @@ def read_small(folder: ReadableFolder, name: str, record: FileRecord) -> bytes:
 
 
 def _forms(stem: str, variant: str | None) -> list[_Form]:
-    """The ways to look for, the preferred one first."""
+    """Return the possible names of the files, the preferred ones first."""
     if variant is not None and not is_base_name(variant):
         raise ValueError(f"variant {variant!r} cannot be part of a file's name; give a word such as 'fp16'")
     tag = "" if variant is None else f".{variant}"
@@ -179,7 +180,7 @@ def _forms(stem: str, variant: str | None) -> list[_Form]:
 def _choose(
     forms: list[_Form], folder: ReadableFolder, sizes: Mapping[str, int], records: Mapping[str, FileRecord]
 ) -> tuple[_Form, str]:
-    """The first form that is there, and its file: what the manifest lists counts, if it lists any of them."""
+    """Return the first form that exists, and its file. If the manifest lists any form, only the manifest counts."""
     for names in (records, sizes):
         for form in forms:
             present = [name for name in (form.single, form.index) if name in names]
@@ -234,12 +235,12 @@ def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecor
 
 
 def _for_each(act: Callable[[Argument], Value], arguments: Sequence[Argument], at_a_time: int) -> list[Value]:
-    """Calls something for each of some arguments; the results, in order.
+    """Call a function for each argument; return the results in order.
 
     Args:
-        act: What to call.
-        arguments: With what.
-        at_a_time: How many calls may be under way; each of more than one is made by a thread.
+        act: Function to call.
+        arguments: Arguments, one for each call.
+        at_a_time: Maximum number of concurrent calls; with more than one, a thread makes each call.
     """
     if min(at_a_time, len(arguments)) < 2:
         return [act(each) for each in arguments]

@@ -12,7 +12,7 @@ from .sharing import Sharing
 
 
 def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None = None) -> "Folder":
-    """The folder of one checkpoint, or of several; it need not exist.
+    """Return the folder of one checkpoint, or of several; it need not exist.
 
     Args:
         path: A local path, or a URL such as "s3://bucket/run", which is opened through fsspec.
@@ -84,14 +84,14 @@ class Folder(Protocol):
     """Whether saves work in hidden folders beside this one, and not in it."""
 
     def block(self, size: int) -> int:
-        """Bytes of the blocks of a file with that many bytes of data."""
+        """Return the block size of a file with `size` bytes of data."""
 
     def use(self, manifest: Manifest | None) -> None:
         """Reads from now on the checkpoint of this manifest, which another rank has found; None: one without."""
 
     @property
     def sharing(self) -> Sharing:
-        """How several clients may write one file."""
+        """Ways in which several clients may write one file."""
 
     @property
     def settles(self) -> float:
@@ -104,32 +104,32 @@ class Folder(Protocol):
         """Gives the old checkpoint its name back if a save died while it swapped; called before writing."""
 
     def version(self) -> str | None:
-        """A text that changes whenever the manifest is replaced by another file; None where there is no manifest."""
+        """Return a text that changes whenever another file replaces the manifest; None without a manifest."""
 
     def exists(self) -> bool:
-        """Whether anything is there; an empty folder is nothing."""
+        """Return whether the folder contains anything."""
 
     @property
     def dangling(self) -> Collection[str]:
         """Names of links to files that are missing, as of the last look at sizes."""
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in it and in the folders that checkpoints have."""
+        """Return the size of every file in it and in the subfolders that checkpoints have, in bytes."""
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of a file, by default all."""
+        """Return bytes begin .. end - 1 of a file, by default all."""
 
     def open(self, name: str) -> FileSource:
-        """A file to read from."""
+        """Open a file to read."""
 
     def folders(self) -> list[str]:
-        """The names of the folders in it, hidden ones too; none if it does not exist."""
+        """Return the names of the folders in it, including hidden ones; empty if it does not exist."""
 
     def child(self, name: str) -> "Folder":
-        """A folder in it."""
+        """Return a folder in it."""
 
     def stage(self, nonce: str, *, by_owner: bool = False) -> "Staging":
-        """A handle on the folder in which a save gathers its files; touches nothing.
+        """Return a handle for the folder in which a save collects its files; changes nothing.
 
         Args:
             nonce: Letters and digits, the same on every rank and new for every save.
@@ -145,7 +145,10 @@ class Folder(Protocol):
         """
 
     def remove(self) -> None:
-        """Removes the whole checkpoint, whatever it holds; a crash on the way never leaves one that looks whole."""
+        """Remove the checkpoint with all its content.
+
+        After a crash, the rest never looks like a complete checkpoint.
+        """
 
     def sweep(self, *, dry_run: bool = False) -> list[str]:
         """Removes what dead saves to this folder left beside it; returns the paths."""
@@ -163,32 +166,38 @@ class Staging(Protocol):
     """Whether `complete` has anything to do."""
 
     def create(self, names: Iterable[str], needed: int) -> None:
-        """One rank: sweeps, checks that `needed` bytes are free, and makes the folders for files of these names."""
+        """Sweep, check that `needed` bytes are free, and make the folders for files of these names.
+
+        One rank calls it.
+        """
 
     def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
-        """One rank, if positional: makes a file of that many bytes, which ranks write in blocks.
+        """Make a file of `size` bytes, which ranks write in blocks. One rank calls it, if the staging is positional.
 
         Args:
-            name: The file.
-            size: Its bytes.
-            head: Bytes before the first block; the rank that writes that writes them, too.
-            block: Bytes of a block, of which one rank writes all where the store joins files from parts.
+            name: Name of the file.
+            size: Size, in bytes.
+            head: Bytes before the first block, written by the rank that writes the first block. Default: 0.
+            block: Size of a block, in bytes. If the store joins files from parts, one rank writes each complete block.
         """
 
     def invite(self) -> Any:
-        """The rank that created, when all is allocated: what the others need to take part."""
+        """Return the data that other ranks need to take part.
+
+        The rank that created the staging calls it after `allocate`.
+        """
 
     def attach(self, invitation: Any) -> None:
-        """Every rank: takes part; raises CheckpointError if the staging is not visible here."""
+        """Take part, on every rank; raise CheckpointError if the staging is not visible here."""
 
     def complete(self, share: tuple[int, int]) -> None:
-        """Every rank, when all blocks are written: its share, number and count, of what makes whole files of them."""
+        """Complete files, after all blocks are written; every rank does its share, a number and the count of shares."""
 
     def write(self, name: str, data: bytes) -> None:
-        """One rank: writes a small file from beginning to end."""
+        """Write a small file from beginning to end. One rank calls it."""
 
     def writer(self, name: str) -> Writer:
-        """A file to write into."""
+        """Open a file to write."""
 
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Make this the checkpoint, on the rank that called `create`.
@@ -196,12 +205,12 @@ class Staging(Protocol):
         After any kill, the folder is all of the old or all of the new checkpoint.
 
         Args:
-            overwrite: Whether to replace a checkpoint that is there.
-            index: Where the files stay in a generation: name and bytes of the index by which transformers finds them.
+            overwrite: Whether to replace an existing checkpoint.
+            index: Name and bytes of the index by which transformers finds files in a generation. Default: no index.
         """
 
     def discard(self) -> None:
-        """One rank: removes the staging in whatever state it is, unless it is the checkpoint by now, and closes it."""
+        """Remove the staging in any state, unless it was published, and close it. One rank calls it."""
 
     def close(self) -> None:
         """Lets go of the staging without removing anything; again is harmless."""

@@ -30,15 +30,15 @@ _SIZE = 512  # bytes of the file, always: it is written over in place
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that holds a lease.
+    """Process that holds a lease.
 
     Args:
         host: Name of its machine, for people.
         boot: Random id of its kernel's boot, and its PID namespace.
         pid: Number of the process.
         began: When the process began, as its kernel counts; "" where that cannot be told.
-        beat: How often the lease was written.
-        time: The machine's clock when it was written, for people.
+        beat: Number of times that the lease was written.
+        time: Clock of the machine when the lease was written, for people.
     """
 
     host: str
@@ -116,7 +116,7 @@ class Lease:
 
 
 def is_held(path: Path, seconds: float) -> bool:
-    """Whether the holder of a lease lives, or may live.
+    """Return whether the holder of a lease is alive, or may be.
 
     Args:
         path: The lease's file; without a file, no process holds the lease.
@@ -176,7 +176,7 @@ def _said(path: Path) -> tuple[Holder | None, float]:
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock of a folder's file system; by this machine's where the folder cannot be written."""
+    """Return the time of a folder's file system; this machine's time if the folder is not writable."""
     probe = folder / f".par_checkpoint-{uuid.uuid4().hex}"
     try:
         file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -192,7 +192,7 @@ def _now(folder: Path) -> float:
 
 
 def _this() -> Holder:
-    """This process."""
+    """Return this process."""
     try:
         boot = (
             Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -215,7 +215,7 @@ def _began(pid: int) -> str:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether there is a process of that number."""
+    """Return whether a process with this number exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -62,7 +62,7 @@ class LocalFolder:
 
     @property
     def sharing(self) -> Sharing:
-        """How several clients may write one file."""
+        """Ways in which several clients may write one file."""
         return sharing_of(self.path.parent)
 
     @property

@@ -31,12 +31,12 @@ from .folder import Folder
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """All of a checkpoint but the data of its tensors.
+    """Content of a checkpoint, without the data of its tensors.
 
     Args:
-        manifest: Our manifest; None in a folder that others have written.
-        directories: For "model" and "optimizer", as far as they were asked for: which tensor lies where.
-        side: The tensors in scheduler, extra and param groups, by the names that the manifest refers to.
+        manifest: Our manifest; None in a folder that another program wrote.
+        directories: Location of each tensor of "model" and "optimizer", for the requested sections.
+        side: Tensors in scheduler, extra and param groups, by the names that the manifest refers to.
     """
 
     manifest: Manifest | None
@@ -48,7 +48,7 @@ class Outline:
         return self.directories[section].places if section in self.directories else {}
 
     def digest(self) -> bytes:
-        """32 bytes that stand for where every tensor lies, and in what blocks its file was written."""
+        """Return 32 bytes that identify the location of every tensor, and the block size of its file."""
         files = {} if self.manifest is None else self.manifest.files
         records = [(name, record.size, record.data_begin, record.block) for name, record in sorted(files.items())]
         return sha256(
@@ -66,7 +66,7 @@ class Outline:
         return {} if self.manifest is None else self.manifest.tied
 
     def part(self, name: str) -> Any:
-        """The decoded "model", "scheduler" or "extra"; None where there is none."""
+        """Return the decoded "model", "scheduler" or "extra"; None if it is missing."""
         encoded = None if self.manifest is None else getattr(self.manifest, name)
         return None if encoded is None else decode(encoded, self.side)
 
@@ -76,7 +76,10 @@ class Outline:
         return None if encoded is None else tuple(decode(one, self.side) for one in encoded)
 
     def objects(self) -> dict[str, Any]:
-        """What the model's state dict has beside tensors, such as extra state; nothing if the model is not wanted."""
+        """Return the entries of the model's state dict other than tensors, such as extra state.
+
+        Empty if the model is not loaded.
+        """
         return (self.part("model") or {}) if "model" in self.directories else {}
 
     def check_state(self) -> None:
@@ -100,7 +103,7 @@ class Outline:
         self.own()
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """Parameter names and options of each saved param group."""
+        """Return the parameter names and options of each saved param group."""
         optimizer = None if self.manifest is None else self.manifest.optimizer
         groups = [] if optimizer is None else optimizer["groups"]
         return [(group["params"], decode(group["options"], self.side)) for group in groups]  # type: ignore[misc]
@@ -114,7 +117,7 @@ class Outline:
         return own
 
     def slots(self) -> dict[str, object]:
-        """Slots of the optimizer that are no tensors, by "<parameter>.<slot>"."""
+        """Return the slots of the optimizer that are not tensors, by "<parameter>.<slot>"."""
         optimizer = None if self.manifest is None else self.manifest.optimizer
         return {} if optimizer is None else {key: decode(slot, self.side) for key, slot in optimizer["slots"].items()}
 
@@ -183,13 +186,13 @@ def read_outline(
 
 
 def _is_empty(manifest: Manifest) -> bool:
-    """Whether a model was saved that has no tensors."""
+    """Return whether the saved model has no tensors."""
     weights = (name for name in manifest.files if name.endswith(".safetensors") and name != SIDE_FILE)
     return manifest.model is not None and all("/" in name for name in weights)
 
 
 def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The tensors in a model's files that torch.load opens, mapped from disk where they can be.
+    """Return the tensors in a model's files that torch.load opens, mapped from disk if possible.
 
     Args:
         folder: A local folder.
@@ -202,7 +205,7 @@ def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor
 
 
 def side_tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a small safetensors file, all of whose bytes have been read.
+    """Return the tensors of a small safetensors file, from all of its bytes.
 
     Raises:
         CorruptError: It is none.
@@ -215,15 +218,15 @@ def side_tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
 
 
 def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:
-    """Checks that every file of the manifest is there, and as long as it was written.
+    """Raise unless every file of the manifest exists and has its recorded size.
 
     Args:
-        folder: The checkpoint's folder.
-        manifest: Its manifest.
-        sizes: The bytes of the files that are there.
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        sizes: Size of each existing file, in bytes.
 
     Raises:
-        CorruptError: One is missing, truncated or longer.
+        CorruptError: A file is missing, truncated or longer.
     """
     for name, record in manifest.files.items():
         text = wrong_size(folder, name, record, sizes)
@@ -232,7 +235,7 @@ def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) ->
 
 
 def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str, int]) -> str | None:
-    """How a file differs from its record without a look into it, in words; None if it does not."""
+    """Describe how a file differs from its record, without reading it; return None if it does not."""
     if name in folder.dangling:
         return f"{folder.url}/{name} is a link to a file that is missing: fetch it again"
     if name not in sizes:
@@ -246,7 +249,7 @@ def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str
 
 
 def _read_object(folder: Folder, manifest: Manifest, section: str, beside: Container[object]) -> Directory:
-    """Where the tensors of a section lie in the one file that it has in torch style, and what else it holds."""
+    """Return the location of a section's tensors in its one file in torch style, and its other content."""
     name = OBJECTS[section]
     if name not in manifest.files:
         raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
@@ -255,7 +258,7 @@ def _read_object(folder: Folder, manifest: Manifest, section: str, beside: Conta
 
 
 def _with_pickles(folder: Folder, directory: Directory) -> Directory:
-    """A directory to which the tensors in others' pickles are added.
+    """Return a directory with the tensors in other programs' pickles.
 
     On local disks torch.load maps these files, whatever they hold; elsewhere their tensors are read from their places.
     """
@@ -305,7 +308,7 @@ def _places_in_pickle(
 
 
 def _slots_in(saved: object, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state dict that has names in place of numbers."""
+    """Return the tensors of an optimizer's state dict that has names in place of numbers."""
     state = saved.get("state") if isinstance(saved, Mapping) else None
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} is no optimizer's state: it has no mapping 'state'; take another checkpoint")

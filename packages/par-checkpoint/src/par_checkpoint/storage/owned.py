@@ -96,7 +96,7 @@ def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) ->
 
 
 def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
-    """The files of an old checkpoint that its successor takes over: config, tokenizer and the like.
+    """Return the files of an old checkpoint that the new checkpoint keeps: config, tokenizer and similar files.
 
     Args:
         old: The names of all files of the old checkpoint.
@@ -106,7 +106,7 @@ def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a file of this name, in the folder of a model, belongs to its tokenizer or processor.
+    """Return whether a file name in a model's folder belongs to its tokenizer or processor.
 
     It does if tokenizers are known to have such a file, and if it is JSON of no other known kind.
     """
@@ -115,7 +115,7 @@ def is_of_tokenizer(name: str) -> bool:
 
 
 def is_standard(name: str) -> bool:
-    """Whether a file of this name is a weight, config or tokenizer file of transformers."""
+    """Return whether a file name is that of a weight, config or tokenizer file of transformers."""
     return _WEIGHTS.fullmatch(name) is not None or is_beside_weights(name)
 
 
@@ -132,7 +132,7 @@ def check_name(name: str) -> str:
 
 
 def parents(names: Iterable[str]) -> list[str]:
-    """The sub-folders in which files of these names lie."""
+    """Return the subfolders of some file names."""
     return sorted({str(PurePosixPath(check_name(name)).parent) for name in names} - {"."})
 
 
@@ -145,12 +145,12 @@ SHOWN = "par_checkpoint.index.json"
 
 @dataclass(frozen=True)
 class Remnant:
-    """A folder beside a checkpoint, hidden, that belongs to a save to it.
+    """Hidden folder next to a checkpoint that belongs to a save to it.
 
     Args:
-        target: The name of the checkpoint's folder.
-        kind: "tmp": never to be read. "old": the checkpoint as it was before the save. "lease": the saver's lease.
-        nonce: Which save; letters and digits.
+        target: Name of the checkpoint's folder.
+        kind: "tmp": not readable. "old": the checkpoint as it was before the save. "lease": the saver's lease.
+        nonce: Name of the save, letters and digits.
     """
 
     target: str
@@ -168,19 +168,19 @@ class Remnant:
 
 
 def remnant_of(name: str) -> Remnant | None:
-    """The remnant that a folder of this name is; None if the name is none of a save's."""
+    """Return the remnant with a folder's name; None if the name is not one of a save."""
     match = re.fullmatch(r"\.(.+)\.(tmp|old)-([0-9A-Za-z]+)", name)
     return None if match is None else Remnant(*match.groups())
 
 
 def is_data(name: str) -> bool:
-    """Whether a file of this name holds a checkpoint's tensors or state, or is an index of such files."""
+    """Return whether a file name is that of a checkpoint's tensors or state, or of an index of such files."""
     ours = (SIDE_FILE, *OBJECTS.values())
     return name in ours or name.startswith("optimizer/") or _WEIGHTS.fullmatch(name) is not None
 
 
 def _in_generation(name: str) -> str:
-    """The name of a file without its generation, in which it lies where a folder was copied from a store."""
+    """Return a file's name without its generation, a subfolder that exists after a copy from an object store."""
     first, _, rest = name.partition("/")
     return rest if rest and GENERATION.fullmatch(first) else name
 
@@ -196,7 +196,7 @@ def _named_in(manifest: bytes | None) -> set[str]:
 
 
 def is_beside_weights(name: str) -> bool:
-    """Whether a file of this name belongs to a model and holds no tensors: its config, tokenizer, code or licence."""
+    """Return whether a file name belongs to a model and holds no tensors: its config, tokenizer, code or licence."""
     return _matches(name, _BESIDE_WEIGHTS)
 
 

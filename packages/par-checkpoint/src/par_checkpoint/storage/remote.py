@@ -78,7 +78,10 @@ class RemoteFolder:
         self._manifest = b"", ""  # its bytes and its tag, as they were read the last time
 
     def block(self, size: int) -> int:
-        """Bytes of the blocks of a file with that much data; of one that ranks write together, those are its parts."""
+        """Return the block size of a file with `size` bytes of data.
+
+        Blocks of a file that several ranks write are its parts.
+        """
         return PART * -(-size // (PART * MOST_PARTS)) if self.positional and size else BLOCK
 
     def recover(self) -> None:
@@ -98,7 +101,7 @@ class RemoteFolder:
         self.recover()
 
     def version(self) -> str | None:
-        """A text that changes when the manifest is replaced; None where there is none."""
+        """Return a text that changes when the manifest is replaced; None without a manifest."""
         try:
             data, _ = self._manifest = self.store.get_tagged(f"{self.path}/{MANIFEST}")
         except FileNotFoundError:
@@ -106,18 +109,18 @@ class RemoteFolder:
         return f"{generation_in(data)} {len(data)} {data[:32]!r}"  # it begins with its checksum
 
     def exists(self) -> bool:
-        """Whether any file exists, apart from unfinished uploads."""
+        """Return whether any file exists, except unfinished uploads."""
         return bool(self.look().visible)
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file in the folder and in the folders that checkpoints have."""
+        """Return the size of every file in the folder and in the subfolders that checkpoints have, in bytes."""
         files = self.look().visible
         if not files:
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         return {name: size for name, size in files.items() if name[: name.rfind("/") + 1] in ("", OPTIMIZER, TEMPLATES)}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of a file, by default all."""
+        """Return bytes begin .. end - 1 of a file, by default all."""
         if name == MANIFEST:
             if not self.look().manifest:
                 raise missing(f"{self.url}/{name}")
@@ -128,21 +131,21 @@ class RemoteFolder:
         return bytes(data)
 
     def open(self, name: str) -> FileSource:
-        """A file to read from."""
+        """Open a file to read."""
         seen = self.look()
         where = f"{self.path}/{seen.generation}" if name in seen.inside else self.path
         return self.store.open(f"{where}/{check_name(name)}", seen.visible.get(name))
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
+        """Return the names of the folders in it."""
         return self.store.folders(self.path)
 
     def child(self, name: str) -> "RemoteFolder":
-        """A folder in it."""
+        """Return a folder in it."""
         return RemoteFolder(f"{self.url}/{check_name(name)}", at=self.at)
 
     def stage(self, nonce: str, *, by_owner: bool = True) -> "RemoteStaging":
-        """A handle on the new generation of a save; touches nothing."""
+        """Return a handle for the new generation of a save; changes nothing."""
         if "/" not in self.path:
             raise ValueError(f"{self.url!r} is no folder with a name of its own: save to a folder below it")
         return RemoteStaging(self, f"generation-{nonce}", by_owner=by_owner)
@@ -167,13 +170,13 @@ class RemoteFolder:
         self.sweep()
 
     def sweep(self, *, dry_run: bool = False, of: str = "") -> list[str]:
-        """Ends what savers that died have begun; returns the paths of the generations that it removes.
+        """Remove generations and uploads that dead savers left, and return the paths of the removed generations.
 
-        A saver that lives is not told from a dead one.
+        A running saver cannot be distinguished from a dead one.
 
         Args:
-            dry_run: Whether to end nothing.
-            of: The generation of the saver that sweeps, which may begin uploads meanwhile; "": there is none.
+            dry_run: Whether to remove nothing.
+            of: Generation of the saver that sweeps, which may begin uploads concurrently; "": no saver.
         """
         seen = self.look()
         if not seen.is_sound:  # it may name any of the generations
@@ -198,7 +201,7 @@ class RemoteFolder:
         return list(paths)
 
     def look(self) -> "_SeenManifest":
-        """What lies below the path, listed once: by the first call, and anew by the first after `recover`."""
+        """Return the content below the path, listed by the first call, and again by the first call after `recover`."""
         if self._seen is None:
             listed = self.store.objects(self.path)
             is_known = MANIFEST in listed and listed[MANIFEST].tag and listed[MANIFEST].tag == self._manifest[1]
@@ -245,15 +248,15 @@ class RemoteFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class _SeenManifest:
-    """Content of a folder.
+    """Content of a folder on a store.
 
     Args:
-        manifest: The manifest's bytes; empty where there is none. No request is needed if another rank has read it.
-        generation: The generation that it names; "" where it names none, as the files lie in the folder itself.
-        root: The bytes of each file that is in no generation.
-        generations: By generation: the bytes of each file in it.
+        manifest: Bytes of the manifest; empty without one. No request is needed if another rank has read it.
+        generation: Generation in the manifest; "" if files are in the folder itself.
+        root: Size of each file outside of generations, in bytes.
+        generations: Size of each file in bytes, by generation.
         is_sound: Whether the manifest, if there is one, can be read.
-        orphans: Files of `root` that a save has put there for a generation that no manifest names.
+        orphans: Files of `root` that a save has written for a generation that no manifest names.
     """
 
     manifest: bytes
@@ -345,7 +348,7 @@ class RemoteStaging:
         self._under_way.begin(partial(self._store.put, f"{self._path}/{check_name(name)}", data))
 
     def writer(self, name: str) -> Writer:
-        """A file to write into: in parts where it was allocated, else from beginning to end."""
+        """Open a file to write: in parts if it was allocated, else from beginning to end."""
         path = f"{self._path}/{check_name(name)}"
         if name in self._parts and isinstance(self._store, S3Store):
             return S3PartsWriter(self._store, path, self._uploads.get(name), self._parts[name])

@@ -42,10 +42,12 @@ _STRIPED = {
 
 
 def sharing_of(path: Path) -> Sharing:
-    """How files in a folder may be written; what is not known, as NFS, SMB and FUSE: by one client at a time.
+    """Return how several clients may write files in a folder.
+
+    Unknown file systems, NFS, SMB and FUSE: one client per file.
 
     Args:
-        path: The folder; where it is not there, the nearest one above it counts.
+        path: Folder; if it does not exist, its nearest existing parent counts.
     """
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -56,7 +58,7 @@ def sharing_of(path: Path) -> Sharing:
 
 
 def _magic(path: Path) -> int:
-    """The number by which Linux knows the kind of a file system; 0 on other systems."""
+    """Return the number by which Linux identifies the type of a file system; 0 on other systems."""
     if sys.platform != "linux":
         return 0
     fields = (ctypes.c_long * 32)()  # `struct statfs`, whose first field is the kind

@@ -14,7 +14,7 @@ from .owned import remnant_of
 
 
 def step_name(step: int) -> str:
-    """The name of a step's directory.
+    """Return the name of a step's directory.
 
     Raises:
         ValueError: A negative step.
@@ -25,16 +25,16 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose directory has this name; None for any other name."""
+    """Return the step of a directory's name; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,})", name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 class Pruned(list[str]):
-    """The paths that `prune` removed, or would.
+    """Paths that `prune` removed, or would remove.
 
     Attributes:
-        kept: By path of a step that stays although neither `keep_last` nor `keep_every` asks for it: why, in words.
+        kept: Reason for each step that stays although neither `keep_last` nor `keep_every` keeps it, by path.
     """
 
     def __init__(self) -> None:
@@ -45,22 +45,23 @@ class Pruned(list[str]):
 def prune(
     root: str | os.PathLike[str], *, keep_last: int = 3, keep_every: int | None = None, dry_run: bool = False
 ) -> Pruned:
-    """Removes old steps, and what dead saves left beside them. One rank calls it.
+    """Remove old steps, and files that dead saves left next to them. Call it on one rank.
 
-    Only directories go that are named like steps, have our manifest, and hold nothing but our files and standard
-    Hugging Face ones. Others stay, symbolic links too, and the result says why.
+    It removes only directories with the name of a step and our manifest that contain only our files and standard
+    Hugging
+    Face files. Other directories and symbolic links stay, and the result names the reason.
 
     Args:
-        root: The directory that holds the step directories, or its URL.
-        keep_last: How many of the highest whole steps to keep, at least 1.
-        keep_every: Multiples of this step are kept too; None: no others.
-        dry_run: Whether to remove nothing, and only say what would be removed.
+        root: Directory that contains the step directories, or its URL.
+        keep_last: Number of the newest complete steps to keep, at least 1. Default: 3.
+        keep_every: Multiples of this step are kept, too. Default: none.
+        dry_run: Whether to remove nothing, and only list what would be removed. Default: False.
 
     Returns:
-        The paths that were removed, or would be; its `kept` says why others stay.
+        The paths that were removed, or would be; its `kept` has the reason for other directories.
 
     Raises:
-        ValueError: A count below 1.
+        ValueError: A count is below 1.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
@@ -77,14 +78,14 @@ def remove_steps(
     dry_run: bool = False,
     upto: int | None = None,
 ) -> Pruned:
-    """What `prune` does, of the steps up to one of them.
+    """Prune the steps up to one of them, like `prune`.
 
     Args:
-        root: The directory that holds the step directories, or its URL.
-        keep_last: How many of the highest whole steps to keep; 0: none.
-        keep_every: Multiples of this step are kept too; None: no others.
-        dry_run: Whether to remove nothing, and only say what would be removed.
-        upto: Later steps stay, and do not count; None: all count.
+        root: Directory that contains the step directories, or its URL.
+        keep_last: Number of the newest complete steps to keep; 0: none.
+        keep_every: Multiples of this step are kept, too; None: no others.
+        dry_run: Whether to remove nothing, and only list what would be removed. Default: False.
+        upto: Last step to consider; later steps stay and do not count. Default: all steps count.
     """
     kept, removed = 0, Pruned()
     for step, folder, littered in _steps(open_folder(root)):
@@ -115,7 +116,7 @@ def remove_steps(
 
 
 def read_manifest(folder: Folder) -> Manifest | None:
-    """The manifest of a folder; None if it has no sound one, or files that are not as long as it says.
+    """Return the manifest of a folder; None if it is missing or corrupt, or if files do not have their recorded sizes.
 
     Raises:
         CheckpointError: A newer version wrote it.
@@ -127,14 +128,14 @@ def read_manifest(folder: Folder) -> Manifest | None:
 
 
 def _sound_manifest(folder: Folder) -> Manifest:
-    """The manifest of a folder, whose files are as long as it says; raises CorruptError if that is not so."""
+    """Return the manifest of a folder; raise CorruptError if files do not have their recorded sizes."""
     manifest = decode_manifest(folder.read(MANIFEST))
     check_sizes(folder, manifest, folder.sizes())
     return manifest
 
 
 def _broken(folder: Folder) -> str | None:
-    """Why a folder is no whole checkpoint of ours, in words; None if it is one."""
+    """Describe why a folder is not a complete checkpoint of ours; return None if it is one."""
     try:
         _sound_manifest(folder)
     except CorruptError as error:
@@ -154,7 +155,7 @@ def newest(root: str | os.PathLike[str]) -> str | None:
 
 
 def _steps(root: Folder) -> Iterator[tuple[int, Folder, bool]]:
-    """All steps, the highest first: number, folder, and whether a save may have left something there, or only that."""
+    """Yield all steps, the highest first: number, folder, and whether a save may have left files there."""
     names = root.folders()
     littered = {remnant.target for name in names if (remnant := remnant_of(name))}
     steps = {name: step for name in littered.union(names) if (step := step_of(name)) is not None}

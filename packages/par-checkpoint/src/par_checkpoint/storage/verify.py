@@ -36,17 +36,18 @@ def check_blocks(
     is_mine: Callable[[str, int], bool] = lambda *_: True,
     wrong: list[tuple[str, int]] | None = None,
 ) -> None:
-    """Reads all data, or this rank's share of it, and compares every block with its checksum, where there are some.
+    """Read all data, or this rank's part of it, and compare every block with its checksum, if it has one.
 
     Args:
-        folder: The checkpoint's folder.
-        outline: What it holds.
-        threads: How many blocks to read at a time.
-        is_mine: Whether this rank reads the block of a number in a file; -1 is the header.
-        wrong: Takes file and number of every block that differs; None: the first one is enough.
+        folder: Folder of the checkpoint.
+        outline: Content of the checkpoint.
+        threads: Number of blocks to read concurrently. Default: 2.
+        is_mine: Function of a file and a block number that returns whether this rank reads the block; -1 is the header.
+            Default: it reads all.
+        wrong: List that receives the file and number of every block that differs. Default: the first one raises.
 
     Raises:
-        CorruptError: The first block that differs, and the tensors in it.
+        CorruptError: A block differs; the message names the first such block and the tensors in it.
     """
     first = None
     for name, record in {} if outline.manifest is None else outline.manifest.files.items():
@@ -60,15 +61,15 @@ def check_blocks(
 
 
 def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]]) -> None:
-    """Checks that tensors which are tied in the model hold the same values in the files.
+    """Raise unless tensors that are tied in the model have the same values in the files.
 
     Args:
         folder: The checkpoint's folder.
-        outline: What it holds.
+        outline: Content of the checkpoint.
         pairs: Pairs of names that are one tensor in the model.
 
     Raises:
-        CheckpointError: They differ, so it is unknown which one is right.
+        CheckpointError: The values differ, so it is unknown which tensor is right.
     """
     pairs, places = sorted(pairs), outline.places("model")
     pickled = tensors_of(folder, outline.pickled["model"]) if pairs and "model" in outline.pickled else None
@@ -138,9 +139,9 @@ def wrong_beside(folder: Folder, manifest: Manifest, *, deep: bool) -> list[str]
 
     Args:
         folder: The checkpoint's folder.
-        manifest: Its manifest.
-        deep: Whether to compare checksums, but for the config, which people edit. False looks whether they are there,
-            and whether the config is JSON.
+        manifest: Manifest of the checkpoint.
+        deep: Whether to compare checksums, except for the config, which users edit. False only checks that the files
+            exist, and that the config is JSON.
     """
     sizes = folder.sizes()
     wrong = []
@@ -170,7 +171,7 @@ def wrong_blocks(
     threads: int = 2,
     is_mine: Callable[[str, int], bool] = lambda *_: True,
 ) -> Iterator[tuple[int, str]]:
-    """Every block of a file, its header first, that has another checksum than the manifest says: number, and words."""
+    """Yield number and description of every block of a file, header first, whose checksum is wrong."""
     ranges = [(number, *ends) for number, ends in enumerate(block_ranges(record.size, record.data_begin, record.block))]
     if record.data_begin:
         ranges.insert(0, (-1, 0, record.data_begin))

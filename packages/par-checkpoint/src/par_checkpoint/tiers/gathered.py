@@ -28,14 +28,14 @@ class HostShard:
     """A part of a checkpoint, or a copy of one, that a host keeps.
 
     Args:
-        path: Its folder.
-        number: Its number.
+        path: Folder of the part.
+        number: Number of the part.
         count: Number of parts of the checkpoint, one for each host that saved it.
-        host: Name of the host whose data it holds; "" where the part is too broken to tell.
-        keeper: Name of the host that keeps it: another one for a copy.
-        saved: When the checkpoint was committed: seconds since 1970, by the clock of the first rank.
-        bytes: Bytes of the blocks and small files in it.
-        fault: Its fault, as far as sizes, headers and manifest show; "" for none.
+        host: Name of the host whose data it holds; "" if the part is too corrupt to tell.
+        keeper: Name of the host that stores it; another host for a copy.
+        saved: Time of the commit in seconds since 1970, by the clock of the first rank.
+        bytes: Size of the blocks and small files in it, in bytes.
+        fault: Fault that sizes, headers and manifest show; "" for none.
     """
 
     path: str
@@ -49,7 +49,7 @@ class HostShard:
 
 
 def part_folders(path: AnyPath) -> list[Path]:
-    """The folders of parts that a path stands for: itself, or those in it; none if it holds no parts."""
+    """Return the folders of parts at a path: the path itself, or folders in it; empty if it contains no parts."""
     path = fspath(path)
     if not isinstance(path, str) or "://" in path:
         return []
@@ -58,7 +58,7 @@ def part_folders(path: AnyPath) -> list[Path]:
 
 
 def open_checkpoint(path: AnyPath | Sequence[AnyPath]) -> Folder:
-    """The folder of a checkpoint, or of its parts in folders of one or several hosts, to read.
+    """Open the folder of a checkpoint, or of its parts in folders of one or several hosts, to read.
 
     Raises:
         TypeError: A path of bytes.
@@ -77,15 +77,15 @@ def open_checkpoint(path: AnyPath | Sequence[AnyPath]) -> Folder:
 
 
 class GatheredFolder(KeptFolder):
-    """A checkpoint of which some folders hold all parts or some, see `Folder`; to read.
+    """Read-only checkpoint whose parts, all or some, are in several folders, see `Folder`.
 
     Args:
-        given: The folders: of parts, or with parts in them.
+        given: Folders of parts, or folders with parts in them.
 
     Attributes:
-        parts: All parts that are there: copies, broken ones, and those of other saves, too.
-        copies: By number of a part of the checkpoint: the folders that have it.
-        empty: Those of the given folders that hold no part.
+        parts: All parts in the folders, including copies, corrupt parts and parts of other saves.
+        copies: Folders that have each part of the checkpoint, by number.
+        empty: Given folders that hold no part.
     """
 
     def __init__(self, given: Sequence[AnyPath]) -> None:
@@ -138,7 +138,7 @@ class GatheredFolder(KeptFolder):
         ]
 
     def absent(self, name: str, number: int, part: int) -> CheckpointError:
-        """The error for a block of a part that is in no folder."""
+        """Return the error for a block of a part that is in no folder."""
         host = self.record.hosts[part]
         return CheckpointError(
             f"block {number} of {name} is in part {part}, with the data of host {host}, which is not in {self.names}; "
@@ -146,12 +146,12 @@ class GatheredFolder(KeptFolder):
         )
 
     def alone(self, part: int, path: Path) -> KeptFolder:
-        """The checkpoint with one part alone."""
+        """Return the checkpoint with only one part."""
         there = [(0,) if number == part else () for number in range(len(self.record.hosts))]
         return KeptFolder(LocalFolder(str(path), at=lambda _: None), self.record, {part: path}, there, self.small)
 
     def boxes(self, places: Mapping[str, StoredTensor]) -> dict[str, tuple[Box, ...]]:
-        """By name of a tensor: the rectangles of it whose elements are in the parts, none for one that is not there."""
+        """Return the rectangles of each tensor whose elements are in the parts, by name; empty for a missing tensor."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, homes in self.record.homes.items():
             file, of_file = self.files_of[name], ranges.setdefault(name, [])
@@ -163,7 +163,7 @@ class GatheredFolder(KeptFolder):
 
 
 def _boxes_of(place: StoredTensor, ranges: Sequence[tuple[int, int]]) -> Iterator[Box]:
-    """The rectangles of a tensor that lie in some ranges of bytes of its file, in order."""
+    """Yield the rectangles of a tensor in some ranges of bytes of its file, in order."""
     record, width = whole(place.shape, (0,)), place.dtype.itemsize
     for number in range(bisect_right(ranges, place.begin, key=lambda each: each[1]), len(ranges)):
         begin, end = ranges[number]
@@ -199,10 +199,10 @@ def _look_at(path: Path) -> tuple[HostShard, PartRecord | None]:
 
 
 def faults_of_parts(folder: GatheredFolder, *, deep: bool) -> VerifyReport:
-    """What is wrong with the parts of a checkpoint, each copy looked at, and what of it a load cannot do without.
+    """Return the faults in the parts of a checkpoint, with every copy checked, and the faults that prevent a load.
 
     Args:
-        folder: The parts.
+        folder: Folder with the parts.
         deep: Whether to read all data. False checks only sizes, headers, index and manifest.
     """
     faults = [part.fault for part in folder.parts if part.fault]
@@ -234,6 +234,6 @@ def faults_of_parts(folder: GatheredFolder, *, deep: bool) -> VerifyReport:
 
 
 def _is_of(homes: Sequence[int], part: int, name: str, number: int) -> bool:
-    """Whether the block of a number, of a file whose blocks are in the parts `homes`, is in one of them."""
+    """Return whether a block is in a part, for a file whose blocks are in the parts `homes`."""
     del name
     return 0 <= number < len(homes) and homes[number] == part

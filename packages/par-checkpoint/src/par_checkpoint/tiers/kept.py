@@ -19,19 +19,19 @@ SaveId = tuple[int, str]
 
 
 class KeptFolder(LocalFolder):
-    """A checkpoint whose parts lie on several hosts, see `Folder`; to read.
+    """Read-only checkpoint whose parts are on several hosts, see `Folder`.
 
-    Small files and headers are told to the first rank; blocks are read where they are.
+    The first rank receives the small files and headers; each host reads its own blocks.
 
     Args:
-        whole: The checkpoint's folder in the tier, on this host.
+        whole: Folder of the checkpoint in the tier, on this host.
         record: Record of one of the shards.
-        paths: By number of the parts that this host has: their folders.
-        ranks: By part: the ranks whose host has it.
-        small: By name: the bytes of small files, and the headers of those with tensors. On the first rank.
+        paths: Folders of the parts on this host, by number.
+        ranks: Ranks whose host has each part.
+        small: Bytes of small files, and headers of files with tensors, by name; on the first rank.
 
     Attributes:
-        notes: What is wrong with parts in whose place others are read, as far as sizes and headers tell, in words.
+        notes: Faults of parts that are replaced by copies, as far as sizes and headers show them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KeptFolder(LocalFolder):
             self.use(decode_manifest(small[MANIFEST]))
 
     def is_everywhere(self, size: int) -> bool:
-        """Whether each of that many ranks sees all parts."""
+        """Return whether each of `size` ranks can read all parts."""
         return all(len(ranks) == size for ranks in self.homes.ranks)
 
     def use(self, manifest: Manifest | None) -> None:
@@ -60,10 +60,10 @@ class KeptFolder(LocalFolder):
         self.files_of = {} if manifest is None else manifest.files
 
     def recover(self) -> None:
-        """Nothing is to be found again: the parts are known."""
+        """Do nothing: the parts are known."""
 
     def version(self) -> str:
-        """A text that stands for the save."""
+        """Return a text that identifies the save."""
         return f"{self.record.written}-{self.record.nonce}"
 
     def check_there(self) -> None:
@@ -79,16 +79,16 @@ class KeptFolder(LocalFolder):
                 )
 
     def exists(self) -> bool:
-        """Whether anything is there."""
+        """Return True: parts were found."""
         return True
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file."""
+        """Return the size of every file, in bytes."""
         small = {name: len(data) for name, data in self.small.items()}
         return small | {name: record.size for name, record in self.files_of.items()}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of a file, by default all."""
+        """Return bytes begin .. end - 1 of a file, by default all."""
         known = self.small.get(name, b"")
         size = self.files_of[name].size if name in self.files_of else len(known)
         end = size if end is None else end
@@ -100,20 +100,20 @@ class KeptFolder(LocalFolder):
         return bytes(data)
 
     def open(self, name: str) -> "KeptSource":  # type: ignore[override]
-        """A file of which this host's blocks can be read."""
+        """Open a file of which this host's blocks can be read."""
         return KeptSource(self, name)
 
     def avoid(
         self, wrong: Sequence[tuple[Sequence[int], Sequence[tuple[str, int]]]], ranks: Ranks
     ) -> tuple[list[str], list[str]]:
-        """Reads from now on the copies of blocks that are not what was written, on the hosts that have them.
+        """Replace corrupt blocks by their copies on other hosts, from now on.
 
         Args:
-            wrong: Ranks, and the blocks that they have read and found wrong: file and number.
-            ranks: The ranks that load.
+            wrong: Ranks, and the file and number of each block that they found corrupt.
+            ranks: Ranks that load.
 
         Returns:
-            In words, which blocks are read elsewhere, and which can be read nowhere any longer.
+            Descriptions of the blocks that are read elsewhere, and of the blocks that are lost.
         """
         machine, names = ranks.hosts(), [name for _, name in ranks.machines()]
         spoiled: dict[tuple[str, int], set[int]] = {}
@@ -141,14 +141,14 @@ class KeptFolder(LocalFolder):
         return moved, lost
 
     def absent(self, name: str, number: int, part: int) -> CheckpointError:
-        """The error for a block of a part that is not on this host."""
+        """Return the error for a block of a part that is not on this host."""
         return CheckpointError(
             f"block {number} of {self.url}/{name} is in part {part}, which is on another host than the rank that "
             "compares tensors that the model ties; load from another tier"
         )
 
     def reader(self, name: str, number: int) -> int:
-        """The rank that looks at a block for all."""
+        """Return the rank that checks a block for all ranks."""
         ranks = self.homes.ranks[self.homes.parts[name][number]]
         return ranks[number % len(ranks)]
 
@@ -176,7 +176,7 @@ class KeptSource:
             begin, view = begin + count, view[count:]
 
     def _source_of(self, number: int) -> LocalSource:
-        """The part of the file that a block lies in; any part for the header, and for a file that every part has."""
+        """Return the part of the file that contains a block; any part for the header, and for a file in every part."""
         parts = self._folder.record.homes.get(self._name)
         wanted = parts[number] if number >= 0 and parts is not None else min(self._sources, default=-1)
         if wanted not in self._sources:
@@ -196,10 +196,10 @@ class KeptSource:
 
 @dataclass(frozen=True)
 class SeenShards:
-    """The parts of one checkpoint that a host has.
+    """Parts of one checkpoint on a host.
 
     Args:
-        parts: By save: the count of its parts, and the numbers of those that are here whole.
+        parts: Count of the parts of each save, and the numbers of the complete parts on this host.
         broken: Texts about faulty shards.
     """
 
@@ -208,10 +208,10 @@ class SeenShards:
 
 
 def seen_in(whole: Path) -> tuple[SeenShards, dict[tuple[SaveId, int], Path]]:
-    """The parts in the folder of a checkpoint on this host.
+    """Return the parts in the folder of a checkpoint on this host.
 
     Returns:
-        What to tell other ranks, and by save and number of each whole part: its folder.
+        The parts, to be sent to other ranks, and the folder of each complete part by save and number.
     """
     paths: dict[tuple[SaveId, int], Path] = {}
     counts: dict[SaveId, int] = {}
@@ -232,10 +232,10 @@ def seen_in(whole: Path) -> tuple[SeenShards, dict[tuple[SaveId, int], Path]]:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundShards:
-    """The shards of a checkpoint that all ranks see together.
+    """Shards of a checkpoint that all ranks can read together.
 
     Args:
-        ranks: By save: for each of its parts, the ranks whose host has it.
+        ranks: Ranks whose host has each part, by save.
         broken: Texts about faulty shards.
     """
 
@@ -248,7 +248,7 @@ class FoundShards:
         return max((save for save, parts in self.ranks.items() if all(parts)), default=None)
 
     def missing(self) -> str:
-        """What is missing of the latest save that has any part here, in words."""
+        """Describe the missing parts of the latest save that has any part."""
         save = max(self.ranks)
         parts = self.ranks[save]
         lost = [str(part) for part, ranks in enumerate(parts) if not ranks]
@@ -257,10 +257,10 @@ class FoundShards:
 
 
 def united(seen: Sequence[tuple[Sequence[int], SeenShards]]) -> FoundShards:
-    """What ranks see together.
+    """Return the parts that all ranks can read together.
 
     Args:
-        seen: Ranks, and what they see; equal ones once.
+        seen: Ranks, and the parts that they can read; equal values once.
     """
     found: dict[SaveId, list[tuple[int, ...]]] = {}
     for ranks, own in seen:
@@ -272,7 +272,7 @@ def united(seen: Sequence[tuple[Sequence[int], SeenShards]]) -> FoundShards:
 
 
 def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str | None]:
-    """The checkpoint of a tier that is local to each host, if its hosts have all parts of one save. Collective.
+    """Find the checkpoint of a tier that is local to each host, if its hosts have all parts of one save. Collective.
 
     Args:
         whole: The checkpoint's folder in the tier.
@@ -302,10 +302,10 @@ def find_kept(whole: LocalFolder, ranks: Ranks) -> tuple[KeptFolder | None, str 
 
 
 def _sound_small(parts: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
-    """What every part has, of the first of this host's parts in which all of it is sound, and what is wrong in others.
+    """Return the small files from the first part of this host without a fault, and the faults of the others.
 
     Returns:
-        By name, the bytes, the same for every part of a save, and none if no part is sound; and faults, in words.
+        Bytes by name, equal in every part of a save, and empty if no part is intact; and descriptions of the faults.
     """
     faults: list[str] = []
     for part in parts:
@@ -318,10 +318,10 @@ def _sound_small(parts: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
 
 
 def small_in(part: Path) -> tuple[dict[str, bytes], list[str]]:
-    """What every part has: its record, the small files, and the headers of those with tensors.
+    """Return the files that every part has: its record, the small files, and the headers of files with tensors.
 
     Returns:
-        By name, their bytes, and in words, which of them are not what was written.
+        Bytes by name, and descriptions of the files that differ from what was written.
     """
     record, manifest = read_part(part)
     small, wrong = {RECORD: (part / RECORD).read_bytes()}, []

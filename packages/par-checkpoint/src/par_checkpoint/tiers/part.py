@@ -35,14 +35,14 @@ class PartRecord:
     """Record of a shard.
 
     Args:
-        part: Its number.
-        keeper: The number of the host that keeps it: its own number, but for a copy.
-        written: When the save was committed: nanoseconds of the first rank's clock, or, should that have been set back,
-            one more than those of the save before it under this name.
-        nonce: The save's.
-        hosts: The names of the hosts, by the number of the part that each of them wrote.
+        part: Number of the part.
+        keeper: Number of the host that stores it; it equals `part` except for a copy.
+        written: Time of the save's commit in nanoseconds, by the first rank's clock; if the clock was set back, one
+            more than the previous save under this name.
+        nonce: Nonce of the save.
+        hosts: Names of the hosts, by number of the part that each host wrote.
         manifest: crc32c of the manifest's bytes.
-        homes: By name of a file: for each of its blocks, the part that it is in.
+        homes: Part of each block, by name of the file.
     """
 
     part: int
@@ -55,23 +55,23 @@ class PartRecord:
 
     @property
     def save(self) -> tuple[int, str]:
-        """Which save the part is of; a later one is greater."""
+        """Save of the part; a later save is greater."""
         return self.written, self.nonce
 
 
 def part_name(part: int, count: int) -> str:
-    """The name of the folder of a part."""
+    """Return the name of the folder of a part."""
     return f"part-{part:05d}-of-{count:05d}"
 
 
 def part_of(name: str) -> tuple[int, int] | None:
-    """The number of the part whose folder has this name, and the count of parts; None for any other name."""
+    """Return the number of the part with a folder's name, and the count of parts; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def encode_part(record: PartRecord) -> bytes:
-    """The bytes of a part's record."""
+    """Return the bytes of a part's record."""
     fields = {
         "format": _FORMAT,
         "part": record.part,
@@ -87,14 +87,14 @@ def encode_part(record: PartRecord) -> bytes:
 
 
 def decode_part(data: bytes, where: str) -> PartRecord:
-    """Reads and checks a part's record.
+    """Read and check a part's record.
 
     Args:
-        data: Its bytes.
-        where: Its name, for messages.
+        data: Bytes of the record.
+        where: Name of the record, for messages.
 
     Raises:
-        CorruptError: It is not what was written.
+        CorruptError: The record differs from what was written.
         CheckpointError: A later version wrote it.
     """
     fields = parse_sealed(data, where)

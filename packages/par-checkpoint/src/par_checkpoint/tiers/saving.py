@@ -25,11 +25,11 @@ from .part import RECORD, SUFFIX, PartRecord, decode_part, encode_part, part_nam
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """The hosts of the ranks that save, each of which has a part.
+    """Hosts of the ranks that save; each host has one part.
 
     Args:
-        names: Their names, by number.
-        of_rank: For each rank, the number of its host.
+        names: Names of the hosts, by number.
+        of_rank: Number of each rank's host.
         rank: This rank.
     """
 

@@ -121,7 +121,7 @@ def _ls(given: argparse.Namespace) -> int:
 
 
 def _together(paths: Sequence[str]) -> list[str | list[str]]:
-    """The paths of checkpoints: each by itself, and those of hosts' parts in one."""
+    """Group the paths: each checkpoint separately, and all folders of hosts' parts in one group."""
     parts = [path for path in paths if part_folders(path)]
     if not parts:
         return list(paths)
@@ -141,7 +141,7 @@ def _list_tensors(contents: CheckpointInfo) -> None:
 
 
 def _there(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Which rectangles of a tensor are there, in words."""
+    """Describe the existing rectangles of a tensor."""
     if sum(box.numel for box in boxes) == math.prod(shape):
         return "all of it"
     each = [
@@ -153,7 +153,7 @@ def _there(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def _about(part: HostShard) -> str:
-    """What a part is, in words."""
+    """Describe a part."""
     text = f"{part.path}: part {part.number} of {part.count}"
     if part.fault:
         return f"{text}, not whole: {part.fault}"
@@ -163,7 +163,7 @@ def _about(part: HostShard) -> str:
 
 
 def _summary_of_parts(paths: Sequence[str]) -> str:
-    """What of a checkpoint there is in folders of hosts, in one line."""
+    """Summarize in one line which parts of a checkpoint folders of hosts contain."""
     try:
         folder = GatheredFolder(paths)
     except CheckpointError as error:
@@ -231,7 +231,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """How two tensors of one dtype and shape differ, in words; empty if they do not. A NaN equals a NaN."""
+    """Describe how two tensors of one dtype and shape differ; return "" if they do not. A NaN equals a NaN."""
     a, b = _comparable(a), _comparable(b)
     count = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
     if count == 0:

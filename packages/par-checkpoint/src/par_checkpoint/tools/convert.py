@@ -41,25 +41,25 @@ _DEPTH = 100  # mappings in mappings
 def convert_checkpoint(
     source: str, target: str, *, to: str, dtype: str | None = None, max_shard_size: str = "5GB"
 ) -> list[str]:
-    """Writes a model's tensors in another format, through memory, with the config and tokenizer beside them.
+    """Write a model's tensors in another format, through memory, with the config and tokenizer.
 
-    An optimizer's state is not converted, nor is what else a run needs to go on.
+    It does not convert an optimizer's state or any other state that a run needs to resume.
 
     Args:
-        source: A Hugging Face folder, one of ours in either style, one with all parts of hosts in it, a file that
+        source: A Hugging Face folder, one of our folders in either style, a folder with all parts of hosts, a file that
             torch.load opens, or a folder of torch.distributed.checkpoint.
-        target: A folder that does not exist.
+        target: Folder that does not exist.
         to: "huggingface", "torch" or "dcp".
-        dtype: The name of a floating-point dtype to cast to.
-        max_shard_size: Bytes of tensors in a Hugging Face file, such as "5GB".
+        dtype: Name of a floating-point dtype to cast to. Default: no cast.
+        max_shard_size: Maximum size of the tensors in a Hugging Face file. Default: "5GB".
 
     Returns:
-        What of the source is not in the target, in words.
+        Descriptions of everything in the source that is not in the target.
 
     Raises:
-        ValueError: An unknown format or dtype; or a dtype for float8 tensors that have scales.
+        ValueError: The format or dtype is unknown, or a dtype is set for float8 tensors with scales.
         CheckpointError: The source cannot be read, or is corrupt.
-        FileExistsError: The target is there.
+        FileExistsError: The target exists.
     """
     if to not in FORMATS:
         raise ValueError(f"format {to!r}; it can be {', '.join(map(repr, FORMATS))}")
@@ -89,13 +89,13 @@ def convert_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _SourceState:
-    """What a source holds.
+    """Content of a source.
 
     Args:
-        tensors: The model's tensors, whole.
-        left_out: What else it holds and is not converted, in words.
-        beside: The files beside the tensors, such as a config's and a tokenizer's.
-        step: The training step.
+        tensors: Full tensors of the model.
+        left_out: Descriptions of content that is not converted.
+        beside: Files other than tensors, such as a config and a tokenizer.
+        step: Training step.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -105,7 +105,7 @@ class _SourceState:
 
 
 def _read_model(source: str) -> _SourceState:
-    """All tensors of a model, whole, and what lies beside them."""
+    """Return all full tensors of a model, and its other files."""
     if Path(source).is_file():
         tensors, left_out = named_tensors(load_object(Path(source)))
         check_whole(tensors, source)
@@ -142,7 +142,7 @@ def _read_checkpoint(folder: Folder) -> _SourceState:
 
 
 def _written(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype | None) -> list[Path]:
-    """The files in a folder, for a save to copy; a config says what dtype the tensors are cast to."""
+    """Write files to a folder for a save to copy; a config gets the dtype to which tensors are cast."""
     for name, data in files.items():
         path = folder / check_name(name)
         path.parent.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def _written(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype | None
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """A config of transformers for tensors of another dtype, by which `from_pretrained` opens them."""
+    """Return a config of transformers for tensors of another dtype, so that `from_pretrained` opens them."""
     values = parse_object(config, CONFIG)
     name = str(dtype).removeprefix("torch.")
     for part in (values, *(each for each in values.values() if isinstance(each, dict))):
@@ -160,13 +160,13 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
 
 def named_tensors(value: object) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors of a model in nested mappings; what trainers call the model is not a part of the names.
+    """Return the tensors of a model in nested mappings; names that trainers use for the model are removed.
 
     Returns:
-        The tensors by name, and what else is there, in words.
+        The tensors by name, and descriptions of the other content.
 
     Raises:
-        CheckpointError: No tensors, several models, or tensors that one name would not tell apart.
+        CheckpointError: There are no tensors, several models, or several tensors with one name.
     """
     model, left_out = _model_in(value)
     pairs = _flat(model)
@@ -181,9 +181,9 @@ def named_tensors(value: object) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def _model_in(value: object, above: str = "") -> tuple[object, list[str]]:
-    """The mapping of the model's tensors, however deep a trainer keeps it, and what lies beside it, in words.
+    """Return the mapping of the model's tensors at any depth, and the paths of the content next to it.
 
-    torch's own example keeps an object that has the model and the optimizer, {"app": {"model": ..., "optim": ...}}.
+    torch's own example saves an object with the model and the optimizer, {"app": {"model": ..., "optim": ...}}.
     """
     if not isinstance(value, Mapping):
         return value, []
@@ -203,7 +203,7 @@ def _model_in(value: object, above: str = "") -> tuple[object, list[str]]:
 
 
 def _has_model(value: Mapping[Any, Any]) -> bool:
-    """Whether a mapping has one for the model's tensors, and one for what a trainer keeps beside them."""
+    """Return whether a mapping has an entry for the model's tensors, and one for other state of a trainer."""
     has_model = any(isinstance(value.get(key), Mapping) and _flat(value[key]) for key in _MODELS)
     return has_model and any(_OTHERS.fullmatch(str(key)) for key in value)
 

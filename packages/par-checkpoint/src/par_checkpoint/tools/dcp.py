@@ -95,12 +95,12 @@ def open_dcp(source: str) -> tuple[dict[str, Any], Callable[[torch.Tensor], torc
 
 
 class _DcpItem(NamedTuple):
-    """Where a chunk is stored.
+    """Location of a chunk.
 
     Args:
-        file: Its file.
-        begin: Its first byte.
-        size: Its bytes.
+        file: Name of the file.
+        begin: First byte.
+        size: Size, in bytes.
     """
 
     file: str
@@ -124,11 +124,11 @@ class _DcpFiles:
         self._sizes: dict[str, int] = {}
 
     def path(self, name: str) -> Path:
-        """The path of a file."""
+        """Return the path of a file."""
         return self._folder / name
 
     def size(self, name: str) -> int:
-        """The bytes of a file.
+        """Return the size of a file, in bytes.
 
         Raises:
             CorruptError: It is not there.
@@ -141,7 +141,7 @@ class _DcpFiles:
         return self._sizes[name]
 
     def read(self, item: _DcpItem) -> bytes:
-        """The bytes of an item."""
+        """Return the bytes of an item."""
         with self.path(item.file).open("rb") as file:
             file.seek(item.begin)
             data = file.read(item.size)
@@ -151,14 +151,14 @@ class _DcpFiles:
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, TensorStorageMetadata], dict[str, tuple[str, ...]], _Items]:
-    """What the folder's metadata says, of which every part has the type that torch writes.
+    """Read the folder's metadata, after a check that every part has the type that torch writes.
 
     Returns:
-        The tensors by name; by name, the keys of the mappings that it was in; and where chunks are stored.
+        The tensors by name, the keys of the mappings around each tensor by name, and the location of each chunk.
 
     Raises:
-        CheckpointError: It would run code, or names files outside the folder.
-        CorruptError: It is broken.
+        CheckpointError: The metadata would run code, or names files outside the folder.
+        CorruptError: The metadata is corrupt.
     """
     try:
         with path.open("rb") as file:
@@ -196,7 +196,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, TensorStorageMetadata], dict[s
 
 
 def _is_sound(name: object, tensor: TensorStorageMetadata) -> bool:
-    """Whether what the metadata says of a tensor makes sense: its dtype, its shape, and chunks inside of it."""
+    """Return whether a tensor's metadata is consistent: its dtype, its shape, and chunks inside the shape."""
     shape = tuple(tensor.size)
     dtype = tensor.properties.dtype
     if not isinstance(name, str) or not (dtype is torch.complex128 or is_dtype(dtype)):
@@ -234,7 +234,7 @@ def _check_ranges(items: _Items, files: _DcpFiles) -> None:
 
 
 def _chunks(tensor: TensorStorageMetadata) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """First index and size of each chunk that has elements."""
+    """Return the first index and the size of each chunk that has elements."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks if 0 not in tuple(chunk.sizes)]
 
 
@@ -256,10 +256,10 @@ def _check_chunks(name: str, tensor: TensorStorageMetadata, items: _Items) -> No
 
 
 def _read_tensor(name: str, tensor: TensorStorageMetadata, items: _Items, files: _DcpFiles) -> torch.Tensor:
-    """A whole tensor, of its chunks.
+    """Read a full tensor from its chunks.
 
     Raises:
-        CorruptError: Chunks that do not make it up, or that are not what the files hold.
+        CorruptError: The chunks do not cover the tensor, or differ from the files.
     """
     shape, dtype = tuple(tensor.size), tensor.properties.dtype
     whole = torch.empty(shape, dtype=dtype, device="cpu")
@@ -284,7 +284,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes nothing but what torch writes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function that a pickle names.
+        """Return the class or function that a pickle names, if it is allowed.
 
         Raises:
             CheckpointError: It is none that torch writes.
@@ -302,7 +302,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: str) -> Enum:
-    """The member of an enumeration, in the place of `getattr`, which could reach anything.
+    """Return the member of an enumeration; it replaces `getattr`, which could reach any object.
 
     Raises:
         CheckpointError: It is no member of an enumeration.

@@ -17,22 +17,21 @@ from ..tiers.gathered import GatheredFolder, HostShard, open_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Args:
-        path: The checkpoint's folder.
+        path: Folder of the checkpoint.
         style: "huggingface" or "torch"; "foreign" if it was not saved here.
-        step: What `save` was given as `step`.
-        tensors: By name, dtype, shape and file of the model's tensors.
-        optimizer: By "<parameter>.<slot>", dtype, shape and file of the optimizer's tensors.
+        step: Value of `step` in `save`.
+        tensors: dtype, shape and file of the model's tensors, by name.
+        optimizer: dtype, shape and file of the optimizer's tensors, by "<parameter>.<slot>".
         tied: Names of tensors that are not stored, and the name of the stored tensor that each of them shares.
-        files: The bytes of each file, by its name.
+        files: Size of each file in bytes, by name.
         groups: Parameter names and options of each of the optimizer's param groups.
-        scheduler: The scheduler's state, or a list of states.
-        extra: What `save` was given as `extra`.
-        parts: Where it is kept in parts of hosts (see `copies` of `save`): those that were looked at, copies and broken
-            ones, too.
-        boxes: Of such parts, by name of a tensor of the model or the optimizer: which rectangles of it are in them.
+        scheduler: State of the scheduler, or a list of states.
+        extra: Value of `extra` in `save`.
+        parts: Inspected parts of hosts (see `copies` of `save`), including copies and broken parts.
+        boxes: Rectangles of each tensor of the model or the optimizer in these parts, by name.
     """
 
     path: str

@@ -42,7 +42,7 @@ def read_tensor(
 
 
 def reader_of(folder: Folder, outline: Outline) -> Callable[[str], torch.Tensor]:
-    """A function that reads one whole tensor after the other by its name; files of torch.save are opened once."""
+    """Return a function that reads a full tensor by name; files of torch.save are opened once."""
     mapped = {name: tensor for files in outline.pickled.values() for name, tensor in tensors_of(folder, files).items()}
     return lambda name: mapped[name].clone() if name in mapped else _read(folder, outline, name, None)
 
@@ -72,7 +72,7 @@ def _read(folder: Folder, outline: Outline, name: str, box: Box | None) -> torch
 
 
 def runs(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The stretches of a row-major tensor that a rectangle of it is made of.
+    """Yield the row-major runs of a tensor that make up a rectangle of it.
 
     Args:
         shape: The tensor's shape.

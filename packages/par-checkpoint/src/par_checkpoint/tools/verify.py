@@ -9,20 +9,20 @@ from ..tiers.gathered import GatheredFolder, faults_of_parts, open_checkpoint
 
 
 def verify(path: str | PathLike[str] | Sequence[str | PathLike[str]], deep: bool = True) -> VerifyReport:
-    """Compares a checkpoint with the checksums in its manifest. No process group is needed.
+    """Compare a checkpoint with the checksums in its manifest. No process group is needed.
 
     Args:
-        path: The checkpoint's folder, or its URL; or the folders of hosts that hold its parts (see `copies` of `save`),
-            one or several. Of parts every copy is looked at.
-        deep: Whether to read all data. False looks at sizes, headers, index and manifest alone.
+        path: Folder of the checkpoint, or its URL; or one or several folders of hosts with its parts (see `copies` of
+            `save`), of which every copy is checked.
+        deep: Whether to read all data. False checks only sizes, headers, index and manifest. Default: True.
 
     Returns:
-        What is wrong, one sentence for each fault: empty for a checkpoint that is whole. Its `lost` has those for which
-        no copy of a part stands in: where that is empty, the checkpoint can be loaded.
+        One sentence for each fault; empty for a complete checkpoint. Its `lost` lists the faults for which no copy of a
+        part is available: if `lost` is empty, the checkpoint can be loaded.
 
     Raises:
-        ValueError: Several folders of which none holds parts.
-        ReplacedError: Other checkpoints took its place again and again while it was read.
+        ValueError: None of several folders contains parts.
+        ReplacedError: Saves replaced the checkpoint repeatedly while it was read.
     """
     folder = open_checkpoint(path)
     if isinstance(folder, GatheredFolder):

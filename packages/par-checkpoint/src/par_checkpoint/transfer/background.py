@@ -77,7 +77,7 @@ class BackgroundTask:
         returns.set()
 
     def done(self) -> bool:
-        """Whether the work has ended, well or not."""
+        """Return whether the work has ended, with or without an error."""
         return self._thread is not None and not self._thread.is_alive()
 
     def join(self) -> None:

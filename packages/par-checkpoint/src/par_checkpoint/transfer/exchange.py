@@ -19,13 +19,13 @@ def words_of(claims: Claims, rank: int) -> list[int]:
 
 
 def claims_of_all(ranks: Ranks, mine: Claims) -> list[tuple[Sequence[int], Claims]]:
-    """Ranks, and what each of them claims; equal claims once. Collective.
+    """Gather the claims of all ranks, with the ranks that have them; equal claims once. Collective.
 
-    Names, dtypes and shapes are told by one rank of each pipeline stage; the rest are some dozens of rows a rank.
+    One rank of each pipeline stage sends names, dtypes and shapes; all other data is a few dozen rows per rank.
 
     Args:
-        ranks: The ranks.
-        mine: What this rank claims.
+        ranks: Ranks.
+        mine: Claims of this rank.
     """
     tables = ranks.distinct_bytes(mine.table())
     table_of = {rank: number for number, (holders, _) in enumerate(tables) for rank in holders}
@@ -73,17 +73,18 @@ class PieceExchange:
         take: Callable[[Sequence[BlockPiece], torch.Tensor], None],
         place: Callable[[Sequence[BlockPiece]], torch.Tensor | None] = lambda _: None,
     ) -> None:
-        """Sends and receives the pieces of one wave of a round.
+        """Send and receive the pieces of one wave of a round.
 
         In step s, rank r sends to r + s and receives from r - s. So no two steps can wait for each other in a circle,
         and there is never more than one buffer each way.
 
         Args:
-            outgoing: What goes to whom.
-            incoming: What comes from whom.
-            fill: Packs pieces for a rank into an empty buffer, or gives one that is packed already.
-            take: Unpacks pieces.
-            place: Where pieces lie as they come, if they do, so that there is nothing to unpack.
+            outgoing: Pieces to send, by rank.
+            incoming: Pieces to receive, by rank.
+            fill: Function that packs pieces for a rank into an empty buffer, or returns a buffer that is already
+                packed.
+            take: Function that unpacks pieces.
+            place: Function that returns the memory of received pieces if they need no unpacking.
         """
         ranks = self._ranks
         steps = {(to - ranks.rank) % ranks.size for to in outgoing}
@@ -109,7 +110,7 @@ class PieceExchange:
                     sending.wait()
 
     def _parcels(self, pairs: Pairs, peer: int) -> Iterator[Sequence[BlockPiece]]:
-        """The pieces for or from a rank, as many at a time as go in one buffer, but one at least."""
+        """Yield the pieces for or from a rank, as many at a time as fit into one buffer, at least one."""
         pieces = pairs.get(peer, ())
         if pieces and self._limit is None:
             yield pieces
@@ -125,7 +126,7 @@ class PieceExchange:
 
 
 def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs, Pairs]]:
-    """Wave by wave: by other rank, the pieces of some tasks that go there, and those that come from there.
+    """Return the pieces of each wave by other rank: those sent to the rank, and those received from it.
 
     Both are in the order of turns, so that the two ends agree.
 

@@ -28,20 +28,20 @@ from .sessions import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """From where, with whom and how to fill.
+    """Sources, ranks and options for filling tensors.
 
     Args:
-        session: The ranks that read together, and the plans that they know.
-        near: Whether they share a machine, and what any of them has read of the files.
-        homes: Which ranks see which block; None: all see all.
-        folder: The checkpoint's folder.
-        outline: What it holds.
-        device: The device on which tensors of the meta device are made.
+        session: Ranks that read together, with their plans.
+        near: Whether the ranks share a machine, and so the page cache of what any of them has read.
+        homes: Ranks that can read each block; None: every rank can read all blocks.
+        folder: Folder of the checkpoint.
+        outline: Content of the checkpoint.
+        device: Device for tensors that are on the meta device.
         verify: Whether blocks are compared with their checksums.
-        budget: Bytes that may be held beside the state.
+        budget: Memory in addition to the state, in bytes.
         threads: Number of threads that read.
-        progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
-        wrong: Takes file and number of each block that this rank finds not to be what was written.
+        progress: Whether rank 0 shows a bar; None: only if stderr is a terminal.
+        wrong: List that receives the file and number of each corrupt block that this rank finds.
     """
 
     session: Session
@@ -137,11 +137,11 @@ def fill_(targets: Targets, filling: Filling) -> None:
 
 
 def _check_parts(of_ranks: Iterable[memoryview], reading: BlockReader) -> None:
-    """Raises CorruptError unless the parts of blocks that ranks have read make up what was written.
+    """Raise CorruptError unless the parts of blocks that ranks have read join to the recorded checksums.
 
     Args:
-        of_ranks: What `encode_crcs` made of the checksums of each rank's parts.
-        reading: What was read.
+        of_ranks: Encoded checksums of each rank's parts, from `encode_crcs`.
+        reading: Context of the reads.
     """
     parts = [(file, begin, size, crc) for data in of_ranks for file, begin, size, crc in decode_crcs(data).tolist()]
     wrong = wrong_join(parts, reading)
@@ -159,7 +159,7 @@ def _undefined(error: BaseException) -> BaseException:
 
 
 def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
-    """The files that hold the tensors."""
+    """Return the files that hold the tensors."""
     placed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
         section = section_of(tensor.key)

@@ -33,14 +33,14 @@ class BlockReader:
 
     Args:
         files: All files.
-        local: What this rank fills.
-        ranks: The ranks that read together.
-        folder: The checkpoint's folder.
-        crcs: By file name: the crc32c of each block; a file that is not there is not verified.
-        budget: Bytes that may be held beside the state.
+        local: State that this rank fills.
+        ranks: Ranks that read together.
+        folder: Folder of the checkpoint.
+        crcs: crc32c of each block, by file name; a missing file is not verified.
+        budget: Memory in addition to the state, in bytes.
         threads: Number of threads that read.
-        window: Bytes in a row that one request brings, where requests cost time; 0: blocks are read by themselves.
-        wrong: Takes file and number of each block that is not what was written.
+        window: Consecutive bytes that one request reads, if requests are slow; 0: blocks are read one by one.
+        wrong: List that receives the file and number of each corrupt block.
     """
 
     files: Sequence[File]
@@ -60,18 +60,18 @@ class BlockReader:
 
 
 def window_of(total: int, budget: int, block: int, ranks: int, in_flight: int) -> int:
-    """Bytes in a row that one request to a store brings, a multiple of a block.
+    """Return the number of consecutive bytes that one request to a store reads, a multiple of a block.
 
-    They are few enough that every rank has enough to ask for at a time. One rank receives straight into its tensors, or
-    through a block. Ranks that read for each other keep all that they read in a round until it is sent: so several
-    requests must fit together.
+    The window is small enough that every rank has enough requests to send concurrently. A single rank receives directly
+    into its tensors, or through a block. Ranks that read for each other keep everything that they read in a round until
+    it is sent, so several requests must fit into the budget.
 
     Args:
-        total: Bytes of all files.
-        budget: Bytes that a rank may hold beside its state.
-        block: Bytes of a block.
-        ranks: How many ranks read together.
-        in_flight: Requests of one rank that are under way at a time.
+        total: Size of all files, in bytes.
+        budget: Memory of a rank in addition to its state, in bytes.
+        block: Size of a block, in bytes.
+        ranks: Number of ranks that read together.
+        in_flight: Number of concurrent requests of one rank.
     """
     blocks = min(REACH // block, -(-(total // block) // (ranks * in_flight)))  # a header is no block to share out
     if ranks > 1:
@@ -80,24 +80,24 @@ def window_of(total: int, budget: int, block: int, ranks: int, in_flight: int) -
 
 
 def round_of(budget: int, block: int) -> int:
-    """How many blocks a rank reads in a round, for itself and others: a third of the budget, the rest being sent."""
+    """Return the number of blocks that a rank reads in a round: they take a third of the budget, and sends the rest."""
     return max(budget // (3 * block), 1)
 
 
 def read_blocks(
     plan: RankPlan, reading: BlockReader, progress: Callable[[int], None]
 ) -> tuple[list[Crc], BaseException | None]:
-    """Fills this rank's tensors, and gives others what it reads for them.
+    """Fill this rank's tensors, and send other ranks what this rank reads for them.
 
     After an error this rank still sends and receives until the end, so that no rank waits for it.
 
     Args:
-        plan: This rank's part.
+        plan: This rank's part of the load.
         reading: Context of the reads.
-        progress: Function that takes the bytes of each block that was read.
+        progress: Function that receives the number of bytes of each block that was read.
 
     Returns:
-        The checksums of parts of blocks that others read the rest of, and the first error if there was one.
+        Checksums of the parts of blocks that other ranks complete, and the first error if there was one.
 
     Raises:
         RuntimeError: Another rank is gone.
@@ -128,11 +128,11 @@ def read_blocks(
 
 
 def wrong_join(parts: Iterable[Crc], reading: BlockReader) -> CorruptError | None:
-    """The error for a block whose parts, as several ranks have read them, do not make up what was written; or None.
+    """Return the error for a block whose parts, as read by several ranks, do not join to its checksum; or None.
 
     Args:
-        parts: The checksums of all parts, of all ranks.
-        reading: What was read.
+        parts: Checksums of all parts, from all ranks.
+        reading: Context of the reads.
     """
     for (number, block), crc in join_parts(reading.files, parts).items():
         file = reading.files[number]
@@ -150,9 +150,9 @@ class _Round:
     """Blocks that are being read.
 
     Args:
-        shared: Those of which other ranks take pieces, each with the memory that it is read into.
-        others: Blocks that other ranks read meanwhile, of which this rank takes pieces.
-        jobs: The reads.
+        shared: Blocks from which other ranks take pieces, each with the memory that it is read into.
+        others: Blocks that other ranks read concurrently, from which this rank takes pieces.
+        jobs: Reads in flight.
     """
 
     shared: Sequence[tuple[Task, torch.Tensor]]
@@ -161,13 +161,13 @@ class _Round:
 
 
 class _Reader:
-    """The state of one rank's reading.
+    """State of one rank's reading.
 
     Args:
         reading: Context of the reads.
-        pool: The threads that read.
-        progress: Function that takes the bytes of each block that was read.
-        blocks: By file: the number of blocks that this rank reads.
+        pool: Threads that read.
+        progress: Function that receives the number of bytes of each block that was read.
+        blocks: Number of blocks that this rank reads, by file.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class _Reader:
             self._blocks.give_back(block)
 
     def gaps(self) -> RuntimeError | None:
-        """The error for a tensor of which not all of this rank's elements came."""
+        """Return the error for a tensor of this rank whose elements did not all arrive."""
         for number, parts in self._reading.local.parts.items():
             wanted = sum(math.prod(size) for _, size in {(part.box.start, part.box.size) for part in parts})
             if self._taken[number] < wanted:
@@ -229,9 +229,10 @@ class _Reader:
         return None
 
     def _swap(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
-        """Gives other ranks pieces of the blocks that this one has read, takes its pieces of theirs and passes them on.
+        """Send pieces of the blocks that this rank has read, receive pieces of other ranks' blocks, and pass them on.
 
-        What it passes on lies in its tensors by then: nothing is held in between, however many ranks read at a time.
+        Received pieces are in this rank's tensors before they are passed on, so no buffer grows with the number of
+        ranks.
         """
         local = self._reading.local
         block_of = {id(piece): block for task, block in shared for piece in task.pieces}
@@ -251,7 +252,7 @@ class _Reader:
             self._exchange.run(outgoing, incoming, fill=fill, take=take, place=local.place)
 
     def _read_run(self, run: Sequence[Task], memories: Sequence[torch.Tensor | None]) -> None:
-        """Reads blocks that lie in a row: each into the memory that is given for it, or to where this rank holds it."""
+        """Read consecutive blocks: each into the given memory, or into the tensors of this rank."""
         name = self._reading.files[run[0].block.file].name
         source = self.sources[name]
         ranged = source.ranged(run[0].block.begin, run[-1].block.end) if self._reading.window else source
@@ -310,7 +311,7 @@ class _Reader:
 
 
 def _runs(tasks: Sequence[Task], window: int) -> list[list[Task]]:
-    """The tasks in lists of blocks that follow each other in a file, of a window's bytes at most."""
+    """Group the tasks into lists of consecutive blocks in a file, of at most a window's bytes."""
     runs: list[list[Task]] = []
     for task in sorted(tasks, key=lambda task: (task.block.file, task.block.begin)):
         block = task.block
@@ -324,11 +325,11 @@ def _runs(tasks: Sequence[Task], window: int) -> list[list[Task]]:
 
 
 class _Sources:
-    """Files, each open from its first block that this rank reads to its last: a process may not have many open.
+    """Open files, each from its first block that this rank reads to its last: a process may only have few open files.
 
     Args:
-        folder: The folder of the files.
-        blocks: By name of a file: the number of blocks that this rank reads.
+        folder: Folder of the files.
+        blocks: Number of blocks that this rank reads, by name of the file.
     """
 
     def __init__(self, folder: Folder, blocks: Mapping[str, int]) -> None:
@@ -337,7 +338,7 @@ class _Sources:
         self._opening = threading.Lock()
 
     def __getitem__(self, name: str) -> FileSource:
-        """The open file of that name."""
+        """Return the open file with a name."""
         with self._opening:
             if name not in self._open:
                 self._open[name] = self._folder.open(name)

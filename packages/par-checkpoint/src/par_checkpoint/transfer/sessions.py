@@ -51,7 +51,9 @@ class Session:
 
     @contextmanager
     def calling(self, call: str, timeout: float) -> Iterator["Session"]:
-        """A call of all ranks, which waits for the calls of other threads. Its communicator is made the first time.
+        """Begin a call of all ranks inside the context, after the calls of other threads.
+
+        The first call makes the communicator.
 
         Args:
             call: The call in words, for errors of ranks that wait for others.
@@ -115,7 +117,7 @@ class Session:
             self._writes.append(write)
 
     def runs(self, task: BackgroundTask) -> bool:
-        """Whether a write was begun and is not settled yet. Ranks agree, even if it ends on some of them earlier."""
+        """Return whether a write was begun and is not settled. Ranks agree, even if it ends earlier on some of them."""
         with self._lock:
             return task in self._writes
 
@@ -159,7 +161,7 @@ class Session:
                 self.ranks.raise_first(error)
 
     def _is_mine(self, task: BackgroundTask) -> bool:
-        """Whether this call is to raise the error of a task; all ranks of a group decide identically."""
+        """Return whether this call raises the error of a task; all ranks of a group decide identically."""
         return self.size > 1 or task.reports_to(threading.current_thread())
 
     def _hear_of_copies(self) -> None:
@@ -187,7 +189,7 @@ class Session:
             self.ranks.raise_first(error)
 
     def take_memory(self) -> "Chunks | None":
-        """The memory that the last copy lay in, for one save alone, until `keep_memory` gives it back."""
+        """Return the memory of the last copy, for one save only, until `keep_memory` returns it."""
         with self._lock:
             memory, self._memory = self._memory, None
         return memory
@@ -208,7 +210,7 @@ class Session:
             memory.release()
 
     def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
+        """Return the plan with a key; make it if it is missing, and drop the least recently used plan."""
         with self._lock:
             found = self._plans.get(key)
         plan = make() if found is None else found
@@ -230,7 +232,7 @@ _alone: list[Session] = []  # at most one
 
 
 def session_of(group: dist.ProcessGroup | None) -> Session:
-    """The session of the ranks that take part, the same for all threads.
+    """Return the session of the ranks that take part, the same for all threads.
 
     It is kept by process group, weakly: with the group goes its session.
 
@@ -254,16 +256,17 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
 
 
 def release_memory(group: dist.ProcessGroup | None = None) -> None:
-    """Frees the memory that this rank keeps for the next save in the background, such as pinned memory.
+    """Free the memory that this rank keeps for the next background save, such as pinned memory.
 
-    It is as large as what the rank writes in a save. A save that is under way is waited for; what goes wrong in it is
-    still raised by its handle, or by the next save. Not collective. The next save with `async_` makes such memory anew.
+    It is as large as the data that the rank writes in a save. The call waits for a running save; the error of that save
+    is still raised by its handle, or by the next save. Not collective. The next save with `async_` allocates the memory
+    again.
 
     Args:
-        group: The ranks that save; None: the world, if torch.distributed runs, else this process alone.
+        group: Ranks that save. Default: all ranks, or only this process if torch.distributed is not initialized.
 
     Raises:
-        TypeError: Not a process group.
+        TypeError: `group` is not a process group.
         ValueError: This rank is not in the group.
     """
     group = _checked_group(group)
@@ -274,12 +277,12 @@ def release_memory(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _known(group: dist.ProcessGroup | None) -> Session | None:
-    """The session of a group that `_checked_group` has given, if it has one."""
+    """Return the session of a group from `_checked_group`, if it has one."""
     return next(iter(_alone), None) if group is None else _sessions.get(group)
 
 
 def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, the world in the place of None where torch.distributed runs; raises what `session_of` says."""
+    """Return the group, or the world in place of None if torch.distributed runs; raise the errors of `session_of`."""
     if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
     if group is None and dist.is_available() and dist.is_initialized():

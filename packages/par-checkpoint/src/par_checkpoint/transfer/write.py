@@ -236,7 +236,10 @@ class _BlockWriter:
                 self._free_bounces.put(bounce)
 
     def _write(self, block: FileBlock, runs: Iterable[torch.Tensor]) -> Crc:
-        """Checksum a block and write it, from one or several runs of memory. After an error nothing is written."""
+        """Compute a block's checksum and write it, from one or several runs of memory.
+
+        After an error nothing is written.
+        """
         begin, crc = block.begin, 0
         file = self._work.files[block.file]
         try:

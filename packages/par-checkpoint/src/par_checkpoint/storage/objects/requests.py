@@ -26,14 +26,14 @@ class Requests:
 def save_requests(
     files: Mapping[str, FileRecord], *, beside: int = 0, model: bool = True, before: int = 0, replaced: int = 0
 ) -> Requests:
-    """The requests of a save, by however many ranks.
+    """Return the requests of a save, by any number of ranks.
 
     Args:
-        files: The files of the checkpoint, as its manifest names them.
-        beside: The number of files that have no checksums: config, tokenizer and the like.
-        model: Whether there are files of a model, so that an index for transformers is put in the target.
-        before: The number of objects in the target when the save begins.
-        replaced: How many of them belong to the checkpoint that is replaced; 0: there is none.
+        files: Files of the checkpoint, as its manifest names them.
+        beside: Number of files without checksums: config, tokenizer and similar files.
+        model: Whether the checkpoint has files of a model, so that the target gets an index for transformers.
+        before: Number of objects in the target when the save begins.
+        replaced: Number of these objects that belong to the replaced checkpoint; 0: none is replaced.
     """
     parts = [part_count(record) for record in files.values()]
     several = [count for count in parts if count > 1]
@@ -56,7 +56,7 @@ def save_requests(
 
 
 def load_requests(files: Mapping[str, FileRecord], *, window: int = REACH, objects: int = 0) -> Requests:
-    """The requests of a load of everything, by ranks that all need all of it, or each some columns of all.
+    """Return the requests of a load of everything, by ranks that all need all of it, or that each need some columns.
 
     Args:
         files: The files of the checkpoint, as its manifest names them.
@@ -73,7 +73,7 @@ def load_requests(files: Mapping[str, FileRecord], *, window: int = REACH, objec
 
 
 def part_count(record: FileRecord) -> int:
-    """In how many parts a file is written; one part is put as an object in one request."""
+    """Return the number of parts of a file; a file of one part is written by one request."""
     return max(1, -(-(record.size - record.data_begin) // record.block)) if record.data_begin else 1
 
 

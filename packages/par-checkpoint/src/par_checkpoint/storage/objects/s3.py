@@ -35,12 +35,12 @@ _UNKNOWN = ("NotImplemented", "MethodNotAllowed")  # what S3 calls requests that
 
 @dataclass(frozen=True, kw_only=True)
 class UploadParts:
-    """How an object is cut into parts.
+    """Division of an object into parts.
 
     Args:
         size: Bytes of the object.
-        head: Bytes at its beginning that belong to the first part beside its share.
-        part: Bytes of a part; the last may be shorter.
+        head: Size of the file's header, which belongs to the first part in addition to its data, in bytes.
+        part: Size of a part, in bytes; the last part may be shorter.
     """
 
     size: int
@@ -53,7 +53,7 @@ class UploadParts:
         return max(1, -(-(self.size - self.head) // self.part))
 
     def place(self, begin: int) -> tuple[int, int, int]:
-        """The part that byte `begin` is in: its number from 0 on, its first byte, and one past its last."""
+        """Return the part that contains a byte: number from 0, first byte, and last byte plus one."""
         number = max(begin - self.head, 0) // self.part
         first = self.head + number * self.part if number else 0
         return number, first, min(self.head + (number + 1) * self.part, self.size)
@@ -77,7 +77,7 @@ class S3Store:
         self.fs, self._url = fs, url
 
     def objects(self, folder: str) -> dict[str, ObjectInfo]:
-        """Every object below a folder."""
+        """Return every object below a folder."""
         bucket, prefix = _split(f"{folder}/")
         pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix)
         return {
@@ -87,18 +87,18 @@ class S3Store:
         }
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders in a folder."""
+        """Return the names of the folders in a folder."""
         bucket, prefix = _split(f"{folder}/")
         pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
         found = (str(each["Prefix"]) for page in pages for each in page.get("CommonPrefixes", ()))
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def get(self, path: str) -> bytes:
-        """All bytes of an object."""
+        """Return all bytes of an object."""
         return self.get_tagged(path)[0]
 
     def get_tagged(self, path: str) -> tuple[bytes, str]:
-        """All bytes of an object, and its tag."""
+        """Return all bytes of an object, and its tag."""
 
         def fetch() -> tuple[bytes, str]:
             answer = self._ask(path)
@@ -138,7 +138,7 @@ class S3Store:
                 )
 
     def open(self, path: str, size: int | None) -> ObjectSource:
-        """An object to read from."""
+        """Open an object to read."""
         if size is None:
             bucket, key = _split(path)
             try:
@@ -148,7 +148,7 @@ class S3Store:
         return ObjectSource(path, size, lambda begin, end: S3Range(self.fs.loop, self._ask(path, begin, end)["Body"]))
 
     def stream(self, path: str) -> StreamWriter:
-        """An object to write from beginning to end, by one rank."""
+        """Open an object to write from beginning to end, by one rank."""
         with self.told():
             return StreamWriter(self.fs, path, partial(self.told, "begin"))
 
@@ -223,7 +223,7 @@ class S3Store:
             self.call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """One request, made anew while it fails in a way that passes.
+        """Send one request, and repeat it after temporary failures.
 
         Raises:
             StoreError: The store refuses.
@@ -234,7 +234,7 @@ class S3Store:
 
     @contextlib.contextmanager
     def told(self, doing: str = "") -> Iterator[None]:
-        """Says in words what the store refuses, and what to do.
+        """Translate errors of the store into errors that name the cause and the fix, inside the context.
 
         Args:
             doing: The request, as botocore calls it, or "begin" where an object is uploaded in parts.
@@ -276,7 +276,7 @@ class S3Store:
             ) from error
 
     def _unknown(self, doing: str, error: Exception) -> StoreError:
-        """The error for a kind of request that the store does not answer."""
+        """Return the error for a kind of request that the store does not support."""
         if doing in _OF_PARTS:
             return StoreError(
                 f"{self._url}: the store cannot put files together from parts ({_code(error)}: {error}); allow "
@@ -289,14 +289,14 @@ class S3Store:
         )
 
     def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> Mapping[str, Any]:
-        """Asks for an object or a range of it: the answer, whose body is yet to come."""
+        """Request an object or a range of it; return the answer, whose body is not read yet."""
         bucket, key = _split(path)
         asked = {} if begin is None or end is None else {"Range": f"bytes={begin}-{end - 1}"}
         with self.told():
             return cast("Mapping[str, Any]", self.fs.call_s3("get_object", Bucket=bucket, Key=key, **asked))
 
     def _pages(self, method: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
-        """All answers to a question that takes several."""
+        """Yield all pages of the answer to a list request."""
         marker: dict[str, str] = {}
         while True:
             page = self.call(method, **arguments, **marker)
@@ -307,11 +307,11 @@ class S3Store:
 
 
 class S3Range:
-    """A range of an object that is being received, see `ByteRange`.
+    """Range of an object that is being received, see `ByteRange`.
 
     Args:
-        loop: The event loop of s3fs.
-        body: What the store answers; what does not come of it shows in what was filled.
+        loop: Event loop of s3fs.
+        body: Body of the store's answer; the return value of `fill` shows whether it ended early.
     """
 
     def __init__(self, loop: Any, body: Any) -> None:
@@ -327,13 +327,13 @@ class S3Range:
 
 
 class S3PartsWriter:
-    """An object of which this rank sends some parts, see `Writer`. Threads may write at once, each a part of its own.
+    """Object of which this rank sends some parts, see `Writer`. Threads may write concurrently, each a part of its own.
 
     Args:
-        store: The bucket.
-        path: The object.
-        upload: The upload's name; None: it has one part, and is put as a whole.
-        parts: How it is cut.
+        store: Bucket.
+        path: Path of the object.
+        upload: Name of the upload; None: the object has one part, and is sent in one request.
+        parts: Division of the object into parts.
     """
 
     def __init__(self, store: S3Store, path: str, upload: str | None, parts: UploadParts) -> None:
@@ -369,12 +369,12 @@ class S3PartsWriter:
 
 
 def client_options(scheme: str) -> dict[str, Any]:
-    """What s3fs is told beside what the user's configuration of fsspec says: to keep as many connections as we use.
+    """Return the options of s3fs in addition to the user's fsspec configuration: as many connections as are used.
 
-    botocore keeps 10 by default, and lets further requests wait.
+    botocore keeps 10 connections by default, and further requests wait.
 
     Args:
-        scheme: The beginning of a URL.
+        scheme: Scheme of a URL.
     """
     if scheme not in ("s3", "s3a"):
         return {}
@@ -403,7 +403,7 @@ async def _fill(body: Any, view: memoryview) -> int:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Bucket and key."""
+    """Split a path into bucket and key."""
     bucket, _, key = path.partition("/")
     return bucket, key
 

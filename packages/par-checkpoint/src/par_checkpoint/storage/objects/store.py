@@ -38,11 +38,11 @@ _OF_BUCKETS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "r2",
 
 
 class ObjectInfo(NamedTuple):
-    """An object's entry in a list.
+    """Entry of an object in a list.
 
     Args:
-        size: Its bytes.
-        tag: A text that stands for its content; "" where the store gives none.
+        size: Size, in bytes.
+        tag: Text that identifies the content; "" if the store has none.
     """
 
     size: int
@@ -56,16 +56,19 @@ class Store(Protocol):
     """Whether ranks can write one object together, in parts."""
 
     def objects(self, folder: str) -> dict[str, ObjectInfo]:
-        """Every object below a folder, by its name relative to that."""
+        """Return every object below a folder, by its name relative to the folder."""
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders in a folder."""
+        """Return the names of the folders in a folder."""
 
     def get(self, path: str) -> bytes:
-        """All bytes of an object."""
+        """Return all bytes of an object."""
 
     def get_tagged(self, path: str) -> tuple[bytes, str]:
-        """All bytes of an object, and the tag that a list has while that is its content; "" where there is none."""
+        """Return all bytes of an object, and the tag that a list shows for this content.
+
+        "" if the store has no tags.
+        """
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object in one request."""
@@ -74,19 +77,19 @@ class Store(Protocol):
         """Replace an object; a reader gets all of the old or all of the new bytes, even after a kill.
 
         Args:
-            path: The object.
-            data: Its bytes.
-            beside: A folder that nobody else writes to, where it may lie until it is whole.
+            path: Path of the object.
+            data: New bytes.
+            beside: Folder that no other process writes to, for the incomplete object.
         """
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
         """Remove objects below a folder, in this order; missing objects are ignored."""
 
     def open(self, path: str, size: int | None) -> FileSource:
-        """An object to read from; its size, where it is known."""
+        """Open an object to read; `size` is its size, if it is known."""
 
     def stream(self, path: str) -> Writer:
-        """An object to write from beginning to end, by one rank."""
+        """Open an object to write from beginning to end, by one rank."""
 
 
 class FsspecStore:
@@ -102,7 +105,7 @@ class FsspecStore:
         self.fs, self._url = fs, url
 
     def objects(self, folder: str) -> dict[str, ObjectInfo]:
-        """Every object below a folder, without a tag."""
+        """Return every object below a folder, without a tag."""
         self.fs.invalidate_cache()
         with self.told():
             try:
@@ -114,7 +117,7 @@ class FsspecStore:
         }
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders in a folder."""
+        """Return the names of the folders in a folder."""
         self.fs.invalidate_cache()
         with self.told():
             try:
@@ -128,13 +131,13 @@ class FsspecStore:
         return sorted(name.rpartition("/")[2] for name in names)
 
     def get(self, path: str) -> bytes:
-        """All bytes of an object."""
+        """Return all bytes of an object."""
         self.fs.invalidate_cache()
         with self.told():
             return bytes(persist(lambda: self.fs.cat_file(path)))
 
     def get_tagged(self, path: str) -> tuple[bytes, str]:
-        """All bytes of an object, and no tag: each file system has one of another kind, if it has one."""
+        """Return all bytes of an object, and no tag: tags differ between file systems, and some have none."""
         return self.get(path), ""
 
     def put(self, path: str, data: bytes) -> None:
@@ -166,7 +169,7 @@ class FsspecStore:
                     self.fs.rmdir(path)
 
     def open(self, path: str, size: int | None) -> "ObjectSource":
-        """An object to read from."""
+        """Open an object to read."""
         if size is None:
             try:
                 with self.told():
@@ -176,7 +179,7 @@ class FsspecStore:
         return ObjectSource(path, size, lambda begin, end: FsspecRange(self, path, begin, end))
 
     def stream(self, path: str) -> "StreamWriter":
-        """An object to write from beginning to end."""
+        """Open an object to write from beginning to end."""
         told = partial(self.told, writes=True)
         with told():
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -184,7 +187,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def told(self, *, writes: bool = False) -> Iterator[None]:
-        """Says in words what the store refuses, and what to do; each file system has errors of its own.
+        """Translate errors of the file system into errors that name the cause and the fix, inside the context.
 
         Args:
             writes: Whether an object is written, so that what is not there can only be the bucket.
@@ -220,10 +223,11 @@ class FsspecStore:
             ) from error
 
     def _check_bucket(self, folder: str) -> None:
-        """Raises StoreError where not the folder is missing, but what it is in: a bucket, a container, a share.
+        """Raise StoreError if the bucket, container or share of a folder is missing, instead of the folder.
 
-        A folder that is not there yet is listed as empty, however deep one looks; what is in no bucket is not. Stores
-        of objects know no folders, so the first name of a path there is the bucket.
+        A folder that does not exist yet is listed as empty at any depth; a path in a missing bucket is not. Object
+        stores
+        have no folders, so the first name of a path there is the bucket.
         """
         try:
             self.fs.find(folder, maxdepth=1)
@@ -243,7 +247,10 @@ class ByteRange(Protocol):
     """A range of an object that is being received."""
 
     def fill(self, view: memoryview) -> int:
-        """Fills the view with what comes next; the bytes that have come, fewer if the rest never did."""
+        """Fill the view with the next bytes.
+
+        Return their number, which is smaller than the view if the range ended early.
+        """
 
     def close(self) -> None:
         """Drops what has not come yet; again is harmless."""
@@ -264,19 +271,19 @@ class FsspecRange:
         return len(data)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class ObjectSource:
-    """An object that is being read, see `FileSource`. Several threads may read it; each sends its own requests.
+    """Object that is being read, see `FileSource`. Several threads may read it; each sends its own requests.
 
     If a request fails or ends too early, it is sent again from the first byte of the view that is being filled. The
     caller therefore compares checksums only after the view is complete.
 
     Args:
-        path: The object.
-        size: Its bytes.
-        ask: Asks for a range: first byte, and one past the last.
+        path: Path of the object.
+        size: Size, in bytes.
+        ask: Function of first byte and last byte plus one that requests a range.
     """
 
     stride = 1 << 30  # a view is filled as a whole, or anew
@@ -294,7 +301,7 @@ class ObjectSource:
             source.read_into(begin, view)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class RangedSource:
@@ -314,7 +321,7 @@ class RangedSource:
         self.size = whole.size
 
     def ranged(self, begin: int, end: int) -> "RangedSource":
-        """A range of the same object."""
+        """Return a range of the same object."""
         return self._whole.ranged(begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
@@ -381,10 +388,10 @@ class StreamWriter:
 
 
 class UnderWay:
-    """Requests that are under way at once, and waited for together.
+    """Requests in flight, which are waited for together.
 
     Args:
-        most: How many at most; 0: each is done when it is begun.
+        most: Maximum number of requests in flight; 0: each request runs when it is begun.
     """
 
     def __init__(self, most: int) -> None:
@@ -393,7 +400,7 @@ class UnderWay:
         self._begun: list[Future[object]] = []
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Calls something that asks, in a thread, as soon as fewer are under way; what it sends is held until then."""
+        """Run a request in a thread as soon as fewer requests are in flight; its data is held until then."""
         if not self._most:
             act()
             return
@@ -418,11 +425,11 @@ class UnderWay:
 
 
 def persist(act: Callable[[], Value], again: Callable[[], None] = lambda: None) -> Value:
-    """Does something that may fail for a moment, a few times.
+    """Run a function that may fail temporarily, a few times.
 
     Args:
-        act: What to do.
-        again: Called before it is done once more.
+        act: Function to run.
+        again: Function that runs before each repetition. Default: nothing.
 
     Raises:
         StoreError: It failed every time.
@@ -445,7 +452,7 @@ def persist(act: Callable[[], Value], again: Callable[[], None] = lambda: None) 
 
 
 def passes(error: Exception) -> bool:
-    """Whether what failed may succeed a moment later: a broken connection, a server in trouble, or one that is busy."""
+    """Return whether a failure may be temporary: a broken connection, or a server that failed or is busy."""
     if isinstance(error, ConnectionError | TimeoutError | EOFError):
         return True
     if isinstance(error, OSError):
@@ -456,11 +463,11 @@ def passes(error: Exception) -> bool:
 
 
 def _protocols(fs: Any) -> set[str]:
-    """The schemes of a file system of fsspec."""
+    """Return the schemes of a file system of fsspec."""
     protocol = getattr(fs, "protocol", ())
     return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
 def missing(path: str) -> CorruptError:
-    """The error for an object that is not there."""
+    """Return the error for an object that does not exist."""
     return CorruptError(f"{path} is missing: restore it, or load another checkpoint")

@@ -152,7 +152,7 @@ class ParameterShards:
         return part_along(parameter.shape, 0, [rows], self.grid)
 
     def _bare_part(self, style: Style, parameter: Tensor, name: str) -> ParameterShard | None:
-        """Return this rank's part of a parameter with its own rule: experts' weights [E, N, K], or a number per head."""
+        """Return this rank's part of a parameter with its own rule: experts' weights [E, N, K], or one value a head."""
         dims = parameter.dim()
         if isinstance(style, ColumnParallel) and dims in (1, 3):
             dim = max(dims - 2, 0)
