@@ -154,7 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
                 critic_optimizer.step()
                 critic_optimizer.zero_grad()
                 values = torch.empty(ranks, share, device=device)
-                dist.all_gather(list(values), value.detach(), group=for_critic.groups["data"])
+                # One column of the critic's output is strided, and NCCL sends only contiguous tensors.
+                dist.all_gather(list(values), value.detach().contiguous(), group=for_critic.groups["data"])
                 baseline = values.view(-1, part)[replica]
 
                 logits = actor(text[:, :-1])[:, PROMPT - 1 :]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_layers import initialize
@@ -150,7 +151,10 @@ def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tm
     for kind in ("parameters", "optimizer"):
         assert abs(kinds[kind] - there[kind]) <= PADDING * (units + 1)
     counted = held[-1][0].total(fullest=True)
-    assert counted <= spent.state <= (1 if units < 3 else 1.1) * counted + 3 * PADDING * (units + 1)
+    # The plan for a CPU counts the buffers into which gloo receives; reductions of other backends need none of them.
+    received = 0 if dist.get_backend() == "gloo" else kinds["buffers"]
+    limit = (1 if units < 3 else 1.1) * counted + 3 * PADDING * (units + 1) + received
+    assert counted <= spent.state <= limit
     most, moments = held[-1][1] + held[0][1], kinds["optimizer"]  # inputs, and what a layer needs to run again
     away = 0.4 * (kinds["parameters"] - 400) if stage == 3 else 0
     most += 100  # there is one more count of steps for each tier, and bytes are whole

@@ -71,7 +71,11 @@ WITHIN = {
 def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, tmp_path):
     stage, dtypes, rooms, less = WITHIN[case]
     plain, most, _ = trained(stage, None, **dtypes)
-    budget = {"device": most["device"] - less, **rooms}
+    # A budget counts what gloo's reduce-scatters receive for the two chunks in flight; other backends need no such
+    # buffers, and stage 0 all-reduces in place.
+    itemsize = dtypes.get("param_dtype", torch.float32).itemsize
+    received = 0 if stage == 0 or dist.get_backend() == "gloo" else 2 * WIDTH * WIDTH * itemsize
+    budget = {"device": most["device"] + received - less, **rooms}
     auto = dict.fromkeys(ALL if stage == 3 else ALL[:1], "auto")
     offload = Offload(**auto, path=tmp_path, piece=2048, ahead=2, budget=budget)
     found, most, module = trained(stage, offload, **dtypes)
@@ -81,7 +85,7 @@ def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, tmp_path)
     assert all(most[tier] <= sizes.get(tier, most[tier]) for tier in most), (sizes, most, str(held))
     assert all(most[tier] for tier in rooms), (sizes, most, str(held))
     # Beyond the least there is one chunk at most: gradients that arrive, which are cast later, or one that is not cut.
-    assert sizes["device"] - most["device"] <= 2 * BLOCK, (sizes, most, str(held))
+    assert sizes["device"] - most["device"] <= received + 2 * BLOCK, (sizes, most, str(held))
 
 
 @pytest.mark.ranks(2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -135,6 +136,21 @@ def test_every_operation_is_counted_as_on_gloo():
             every_operation(group)
         counts.append(Counter((event.op, event.elements, event.dtype) for event in counted.events))
     assert counts[0] - counts[1] == counts[1] - counts[0] == Counter()
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_operations_on_fake_tensors_send_nothing():
+    """Rank 0 alone learns shapes in a fake run; a rank without fakes would wait for what it sends."""
+    if dist.get_rank() == 0:
+        group, other = dist.group.WORLD, 1
+        with FakeTensorMode():
+            x = torch.ones(4)
+            group.allreduce([x]).wait()
+            group.send([x], other, 0).wait()
+            messages = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+    dist.all_reduce(torch.ones(1))
 
 
 def test_no_way_of_communicating_is_left_to_another_backend():

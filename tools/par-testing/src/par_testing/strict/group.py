@@ -8,18 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, _register_work
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, _register_work
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from par_groups import attributes
 
 from ..counting.counting import report
+from .batch import BatchedMessage, MessageBatch
 from .buffers import Buffers
 from .compute import REDUCTIONS, exchanged, part_of, reduced
 from .operation import Operation, Part
 from .options import Strict
 from .payloads import Share, by_tensor, bytes_of, cut, messages_to, tensor_of
-from .player import Compute, Player, StrictError, StrictWork, _players
+from .player import Compute, Player, StrictError, _players
 from .sites import batch_around, sites
 from .step import check_first_use, check_objects, refuse_in_step
 
@@ -52,7 +54,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
                     f"rank {member} does what rank {process} does (Strict(alike={alike})), which is not in a group of "
                     f"{list(members)}; let both be in it, or give ranks another order"
                 )
-        self._batch: _Batch | None = None
+        self._batch: MessageBatch | None = None
         self._connected: set[tuple[int, ...]] = set()  # what was used: () for all members, or the pair of a message
         # What torch asks a backend for, such as the group's name, must come from one; this one refuses to communicate,
         # so what is not overridden here fails.
@@ -68,7 +70,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         """The name that torch knows the backend by."""
         return "strict"
 
-    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """Every tensor is replaced by the ranks' numbers combined."""
         tensors = _listed(tensors)
         reduction = self._reduction(named.get("op", opts), tensors)
@@ -78,11 +80,11 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("all_reduce", tensors, tensors, compute, reduction=reduction)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> StrictWork:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """As `allreduce`."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """Every tensor is replaced by that of the root."""
         tensors, root = _listed(tensors), self._root(named.get("root", opts))
         mine = root == self.rank()
@@ -95,11 +97,11 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             items=tensors,
         )
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> dist.Work:
         """All members' tensors, one after the other."""
         return self.all_gather_single_coalesced([output], [given])
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """All members' tensors, one after the other, for each of several."""
         inputs, outputs = _listed(inputs), _listed(outputs)
         for output, own in zip(outputs, inputs, strict=True):
@@ -110,7 +112,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("all_gather", inputs, outputs, compute)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """All members' tensors, each in a tensor of its own."""
         outputs, inputs = _lists(outputs), _listed(inputs)
         flat = [output for one in outputs for output in one]
@@ -123,15 +125,15 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("all_gather", inputs, flat, compute)
 
-    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> StrictWork:
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
         """As `allgather`, for several tensors; the lists go by member."""
         return self.allgather([list(each) for each in zip(*output_lists, strict=True)], input_list)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> dist.Work:
         """This member's part of the ranks' numbers combined."""
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """This member's part of the ranks' numbers combined, for each of several tensors."""
         inputs, outputs = _listed(inputs), _listed(outputs)
         reduction = self._reduction(opts, inputs)
@@ -144,7 +146,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("reduce_scatter", inputs, outputs, compute, reduction=reduction)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """As `reduce_scatter_single`, for parts that are tensors of their own."""
         outputs, inputs = _listed(outputs), _lists(inputs)
         flat = [part for one in inputs for part in one]
@@ -166,11 +168,11 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         *rest: Any,
-    ) -> StrictWork:
+    ) -> dist.Work:
         """Every member sends a part to each."""
         return self._exchange([given], [output], self._splits(given, input_splits), self._splits(output, output_splits))
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """As `all_to_all_single`, for parts that are tensors of their own."""
         outputs, inputs = _listed(outputs), _listed(inputs)
         sends, expects = tuple(each.numel() for each in inputs), tuple(each.numel() for each in outputs)
@@ -178,7 +180,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _exchange(
         self, inputs: list[Tensor], outputs: list[Tensor], sends: tuple[int, ...], expects: tuple[int, ...]
-    ) -> StrictWork:
+    ) -> dist.Work:
         """Sends a part to each member, whether the parts lie in one tensor or each in one of its own.
 
         Args:
@@ -196,7 +198,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("all_to_all", inputs, outputs, compute, sends=sends, expects=expects)
 
-    def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """The root's tensor is replaced by the ranks' numbers combined."""
         tensors, root = _listed(tensors), self._root(named.get("root", opts))
         reduction = self._reduction(named.get("op", rest[0] if rest else opts), tensors)
@@ -209,7 +211,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("reduce", tensors, tensors if mine else [], compute, reduction=reduction, root=root)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """The root gets all members' tensors."""
         inputs, root = _listed(inputs), self._root(named.get("root", opts))
         mine = [output for one in _lists(outputs) for output in one] if root == self.rank() else []
@@ -219,7 +221,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("gather", inputs, mine, compute, root=root)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """Every member gets its part of what the root has."""
         outputs, root = _listed(outputs), self._root(named.get("root", opts))
         own = [part for one in _lists(inputs) for part in one] if root == self.rank() else []
@@ -229,7 +231,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._issue("scatter", own, outputs, compute, root=root, items=outputs)
 
-    def barrier(self, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+    def barrier(self, opts: Any = None, *rest: Any, **named: Any) -> dist.Work:
         """Nothing but that all have come."""
         return self._issue("barrier", [], [], lambda _: [])
 
@@ -245,7 +247,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         """A message from another member."""
         return self._message("recv", _listed(tensors), src, tag)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> StrictWork:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Refused: NCCL does not know who sends first.
 
         Raises:
@@ -292,7 +294,9 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         root: int | None = None,
         items: list[Tensor] | None = None,
         **details: Any,
-    ) -> StrictWork:
+    ) -> dist.Work:
+        if any(isinstance(each, FakeTensor) for each in (*inputs, *outputs)):
+            return FakeWork()  # fakes have shapes but no numbers to send
         check_objects(self._player.strict.objects)
         self._connect(())
         described = inputs if items is None else items
@@ -317,6 +321,8 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
+        if isinstance(tensor, FakeTensor):
+            return FakeWork()
         other = self.members[peer]
         if other != self._like[peer]:
             raise StrictError(
@@ -343,17 +349,17 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._player.issue(f"{self._title}, messages of {list(pair)}", pair, operation, buffers, compute)
 
-    def _add_to_batch(self, frame: FrameType, part: Part, tensor: Tensor) -> "_PartOfBatch":
+    def _add_to_batch(self, frame: FrameType, part: Part, tensor: Tensor) -> BatchedMessage:
         """Collects the messages of a `batch_isend_irecv`, which are one operation; the last one issues it."""
         operations = frame.f_locals["p2p_op_list"]
         if self._batch is None:
-            self._batch = _Batch()
+            self._batch = MessageBatch()
         batch = self._batch
         batch.parts.append((part, tensor))
         if len(batch.parts) == len(operations):
             self._batch = None
             self._issue_batch(batch)
-        return _PartOfBatch(batch)
+        return BatchedMessage(batch)
 
     def _connect(self, pair: tuple[int, ...]) -> None:
         """Notes that the communicator of all members, or of a pair of them, is used, which may be for the first time.
@@ -366,7 +372,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
                 check_first_use(f"messages of {list(pair)} over {self._title}" if pair else self._title)
             self._connected.add(pair)
 
-    def _issue_batch(self, batch: "_Batch") -> None:
+    def _issue_batch(self, batch: MessageBatch) -> None:
         self._connect(())
         sent = [tensor for part, tensor in batch.parts if part.kind == "send"]
         received = [(part, tensor) for part, tensor in batch.parts if part.kind == "recv"]
@@ -420,32 +426,6 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in tensors if name == "all_to_all" else whole:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
         report(name, self.members, [(elements, dtype) for dtype, elements in sizes.items()] or [(0, torch.uint8)])
-
-
-class _Batch:
-    """Messages that are to be one operation."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Part, Tensor]] = []
-        self.work: StrictWork | None = None
-
-
-class _PartOfBatch(dist.Work):
-    """One message of a batch, which is complete with all of it."""
-
-    def __init__(self, batch: _Batch) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def wait(self, timeout: object = None) -> bool:
-        """Waits for the whole batch."""
-        if self._batch.work is None:
-            raise StrictError("a message of a batch was waited for before the batch was complete")
-        return self._batch.work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the batch is complete."""
-        return self._batch.work is not None and self._batch.work.is_completed()
 
 
 def register(folder: Path, rank: int, strict: Strict) -> Player:
