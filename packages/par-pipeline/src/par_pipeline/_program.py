@@ -140,12 +140,15 @@ def compile_program(
         for position, theirs in enumerate(_instructions(schedule, peer, forward_only)):
             if theirs.gives is not None and theirs.target == rank:
                 coming.append((theirs.gives, position))
+            # This rank's send buffer is free once the receiver's later message proves that it has run the action which
+            # takes the message.
             if theirs.takes is not None and theirs.source == rank:
                 consumed[theirs.takes] = position
         coming += [(message, position) for message in ends.sent(peer, rank)]
         taken = [mine.takes for mine in instructions if mine.takes is not None and mine.source == peer]
         due = _due([message for message, _ in coming], [*taken, *ends.sent(peer, rank)])
         of_step = (ExpectedMessage(*sent, after) for sent, after in zip(coming, due, strict=True))
+        # The status comes last, so that its arrival means that the peer has sent everything else.
         arrivals[peer] = (*of_step, ExpectedMessage(STATUS, -1))
     return Program(
         instructions=instructions,

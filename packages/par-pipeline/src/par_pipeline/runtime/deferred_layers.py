@@ -37,6 +37,8 @@ class Product(NamedTuple):
             x: The layer's input [..., k].
             gradient: The gradient of the layer's output [..., n].
         """
+        # All leading dims are rows of one matmul; the 2D case skips the reshape because it is the usual one, and views
+        # cost time in tiny layers.
         left = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
         right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if right.dtype != left.dtype:  # under autocast they differ
@@ -64,6 +66,7 @@ def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], 
         module: The layer.
         put_off: Called in backward with the product that gives the weight's gradient.
     """
+    # Somebody has replaced the forward of this instance, so it is not known what it computes.
     if "forward" in module.__dict__:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -85,12 +88,16 @@ def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return functional.linear(x, weight, bias)
     has_node = x.requires_grad or (bias is not None and bias.requires_grad)
+    # Without a node there is nothing to hook. With saved-tensor hooks, as under activation checkpointing or offloading,
+    # the input must be saved through autograd to pass these hooks.
     if not has_node or are_saved_tensors_hooked():
         return _Linear.apply(x, weight, bias, put_off)  # type: ignore[no-any-return, no-untyped-call]
+    # Autograd sees a constant weight, so it neither computes the weight gradient nor saves the input for it.
     y = functional.linear(x, weight.detach(), bias)
     x, node = x.detach(), y.grad_fn
     if node is None:
         raise RuntimeError("a linear layer's output has no gradient, though its input has; a bug of par-pipeline")
+    # The closure below keeps the input outside of autograd, which would have checked its version itself.
     version = version_of(x)
 
     def before(gradients: tuple[Tensor, ...]) -> None:
@@ -107,6 +114,7 @@ def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
 
 
 def _convolution(module: Any, put_off: PutOff, x: Tensor) -> Tensor:
+    # torch adds and removes the batch dim itself in this rare case; its gradient is computed in the first half.
     if x.dim() != module.weight.dim():  # one sample, without a batch
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     how = (module.stride, module.padding, module.dilation, False, (0,) * len(module.stride), module.groups)
@@ -150,12 +158,16 @@ class _Convolution(torch.autograd.Function):
         """Puts off the weight's gradient and computes the others."""
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, _, _ = ctx.needs_input_grad
+        # Under autocast the saved tensors may have another dtype than the gradient, and convolution_backward requires
+        # equal dtypes.
         cast_x, cast_weight, how = x.to(gradient.dtype), weight.to(gradient.dtype), ctx.how
 
         def gradients(*mask: bool) -> tuple[Tensor, Tensor, Tensor]:
             biases = [len(weight)]
             return torch.ops.aten.convolution_backward(gradient, cast_x, cast_weight, biases, *how, mask)  # type: ignore[no-any-return]
 
+        # One call of convolution_backward computes any subset of the gradients, so the deferred call asks for the
+        # weight's only.
         ctx.put_off(Product(ctx.weight, lambda: gradients(False, True, False)[1]))
         x_gradient, _, bias_gradient = gradients(needs_x, False, needs_bias)
         return x_gradient.to(x.dtype) if needs_x else None, None, bias_gradient if needs_bias else None, None, None

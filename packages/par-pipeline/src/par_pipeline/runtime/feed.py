@@ -47,6 +47,7 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
     Raises:
         ValueError: An argument cannot be split into that many microbatches, or splits into other numbers of rows.
     """
+    # Only some arguments may contain tensors with rows, but all must be split by the same number of rows.
     if how is split_rows:
         how = partial(split_rows, rows=first_rows((inputs, kwargs, target)))
     args: list[tuple[Any, ...]] = []
@@ -60,8 +61,10 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
     if kwargs and isinstance(how, partial):  # a caller's own function may give keywords whole
         check_keywords(kwargs, rows or target_rows)
     keywords = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
+    # A rank without inputs infers the rows of its microbatches from its keyword arguments.
     if not args:
         rows = [rows_of(part) for part in keywords] if kwargs else [None] * microbatches
+    # The caller has split `Microbatches` on purpose, perhaps into other rows, such as packed sequences.
     if args and not isinstance(target, Microbatches):
         for number, (of_inputs, of_target) in enumerate(zip(rows, target_rows, strict=bool(targets))):
             if of_inputs not in (None, of_target) and (of_target is not None or isinstance(target, Tensor)):
@@ -128,5 +131,7 @@ def shares(
     if group is not None:
         summed = total.to(device)
         dist.all_reduce(summed, group=group)
+        # Data-parallel ranks average their gradients. Dividing by the mean weight instead of the sum cancels that
+        # average.
         total = summed.cpu() / dist.get_world_size(group)
     return (torch.tensor(weights, dtype=torch.float64) / total).tolist()

@@ -51,6 +51,7 @@ class GradientSync:
         self._undo = ExitStack()
         self.active = is_synchronised(module)
         self.waits_for_all = is_ddp
+        # Only DDP looks for unused parameters, and it needs the outputs of the last backward for that.
         self.follows_graph = bool(is_ddp and module.find_unused_parameters)
 
     @contextmanager
@@ -58,6 +59,7 @@ class GradientSync:
         """Defer the reduction until `release`, inside the context."""
         module = self._module
         if isinstance(module, FullyShardedModule):
+            # FSDP2 has no `no_sync` context; these two flags have the same effect.
             _set_last(module, last=False)
             self._undo.callback(_set_last, module, last=True)
         elif self.active:

@@ -77,7 +77,9 @@ class LocalStage:
             gradients: Gradient of each output that requires one; None if the next stage does not use the output.
             ready: Function that is called with the inputs' gradients as soon as they are computed, during the pass.
         """
+        # Removing the entry first drops the microbatch's state even if the backward raises.
         inputs, edges, _ = self._saved.pop(microbatch)
+        # An output that the next stage does not use has no gradient, and autograd rejects None for an edge.
         used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         with nullcontext() if ready is None else _when_ready(inputs, ready):
             if used:

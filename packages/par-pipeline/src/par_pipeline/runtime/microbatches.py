@@ -74,6 +74,8 @@ def _split_leaf(leaf: Any, microbatches: int, rows: int | None) -> Sequence[Any]
                 "many there are; give the inputs or the target on this rank too, or Microbatches of it"
             )
         size, larger = divmod(rows, microbatches)  # as tensor_split has it
+        # The sizes equal those of `torch.tensor_split`, so that such a value and the tensors have the same rows in each
+        # microbatch.
         ends = [number * size + min(number, larger) for number in range(microbatches + 1)]
         return [leaf.rows(start, stop) for start, stop in pairwise(ends)]
     if _hides_tensors(leaf):  # such as transformers' BatchEncoding
@@ -110,6 +112,8 @@ def merge(parts: Sequence[Any]) -> Any:
     """
     flattened = [tree_flatten(part) for part in parts]
     structure = flattened[0][1]
+    # A model may return another structure for some microbatches; the caller then gets all parts instead of an error
+    # after the step.
     if any(other != structure for _, other in flattened):
         return list(parts)
     joined = []

@@ -39,6 +39,7 @@ class PinnedStore:
         if tensor.device not in self._streams:
             self._streams[tensor.device] = module.Stream(tensor.device), module.Stream(tensor.device)
         out, back = self._streams[tensor.device]
+        # The tensor is complete only when the computing stream has reached this point.
         out.wait_stream(module.current_stream(tensor.device))
         with module.stream(out):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.accelerator.is_available())
@@ -89,6 +90,7 @@ class PinnedTensor:
     def come_back(self) -> tuple[Tensor, Any]:
         """Begin the copy back, unless it has begun; return the tensor and the event at the copy's end."""
         if self.returning is None:
+            # The host memory is filled by the stream of copies out, which may still run.
             self.back.wait_event(self.is_out)
             with self.module.stream(self.back):
                 tensor = torch.empty_like(self.host, device=self.device)
@@ -99,6 +101,7 @@ class PinnedTensor:
     def take(self) -> Tensor:
         """Return the tensor on its device and drop the reference to it; the current stream waits for the copy."""
         tensor, is_back = self.come_back()
+        # The handle stays in autograd's graph until the backward ends, and must not keep the device memory with it.
         self.returning = None
         current = self.module.current_stream(self.device)
         current.wait_event(is_back)
@@ -178,6 +181,7 @@ class Activations:
             return nullcontext()
         limit, resident = self._offload.resident, self._resident
         tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
+        # Parameters and buffers stay on the device anyway, so a copy of them would free nothing.
         fixed = {_address(tensor) for tensor in tensors}
         mine = resident[key] = {}
         stored = self._stored[key] = []
@@ -187,6 +191,7 @@ class Activations:
             tensor = saved.detach()
             address = _address(tensor)
             size = tensor.untyped_storage().nbytes()
+            # Several saved tensors may view one storage, which counts once.
             if address in fixed or address in mine:
                 return tensor
             if sum(sum(sizes.values()) for sizes in resident.values()) + size <= limit:
@@ -208,6 +213,7 @@ class Activations:
         if fetch is None or not self._order:
             return
         place = self._order.index(key)
+        # Popping makes each fetch happen once, however often a window covers it.
         for near in self._order[place : place + AHEAD + 1]:
             for value in self._stored.pop(near, ()):
                 fetch(value)
@@ -221,6 +227,8 @@ class Activations:
         needed = {_address(tensor) for tensor in tensors_of(output)}.union(*self._resident.values())
         for tensor in received:
             if _address(tensor) not in needed:
+                # Backward reads the copy that `saving` has stored. A caller may still reference the received tensor, so
+                # its storage is freed instead of the tensor.
                 tensor.untyped_storage().resize_(0)
 
     def done(self, key: Key) -> None:

@@ -133,11 +133,15 @@ class Pipeline:
             )
         except Exception as error:  # of any type: the others wait for this rank
             problem = error
+        # Every rank takes part in this exchange, also one that has just failed: otherwise the other ranks would wait in
+        # it until their timeout.
         have_loss = agree_on(terms, problem, group)
         last = schedule.stages - 1
         self._has_loss = have_loss[schedule.rank_of(last)]
         self._equipment = Equipment(
             stages={
+                # A stage drops its outputs after the send to free their memory. DDP with find_unused_parameters is the
+                # exception: it walks the graph from these outputs before the last backward.
                 number: LocalStage(module, keeps_outputs=syncs[number].follows_graph)
                 for number, module in self.stages.items()
             },
@@ -163,6 +167,7 @@ class Pipeline:
         self._recorded: list[Recorded] = []
         self._failed = self._closed = False
         self._is_spent = False  # whether the connections have told of the end of the data, and are to be made anew
+        # The program with most messages is compiled now, because connecting needs to know all peers.
         self._equipment.wire.connect(self._program(training=self._has_loss).arrivals)
         _connect(group if broadcast_loss else None, weight.group if weight and self.is_last else None)
 
@@ -274,6 +279,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return all ranks' actions in the last step with their times, in seconds from the first action's start."""
         meetings = []
+        # One barrier is noisy by its own latency. The median of five differences is closer to the true offset of two
+        # clocks.
         for _ in range(5):  # moments that are the same on all ranks, on clocks of their own
             dist.barrier(group=self.group)
             meetings.append(perf_counter())
@@ -285,6 +292,8 @@ class Pipeline:
         first_meetings, _ = by_rank[0]
         events = []
         for theirs, recorded in by_rank:
+            # All ranks leave a barrier at almost the same time, so the difference of their clocks there is the offset
+            # between the clocks.
             ahead = median(one - other for one, other in zip(theirs, first_meetings, strict=True))
             events += [event._replace(start=event.start - ahead, end=event.end - ahead) for event in recorded]
         first = min((event.start for event in events), default=0.0)
@@ -302,6 +311,7 @@ class Pipeline:
             PipelineError: Other ranks do not call `reset` within the timeout, or the pipeline is closed.
         """
         self._check_open()
+        # If the meeting below fails, the pipeline has no connections, so only another reset() may use it.
         self._failed = True
         try:
             self._equipment.wire.reset(timedelta(seconds=timeout))
@@ -336,6 +346,8 @@ class Pipeline:
         self._check_open()
         if self._failed:
             raise PipelineError("the step before failed; call reset() on all ranks first")
+        # All ranks have seen the end of the data and none has failed, so they all make new connections here without a
+        # call of reset() by the user.
         if self._is_spent:
             self.reset(timeout=self._equipment.wire.timeout.total_seconds())
         program = self._program(training=training)
@@ -362,14 +374,20 @@ class Pipeline:
     def _execute(self, run: StepExecution, fetch: Callable[[], Batch]) -> Result:
         """Run a step to its end; `_fail` reports any error here to the other ranks."""
         microbatches = self.schedule.microbatches
+        # The batch is fetched after `wire.begin`, so that an iterator that ends or raises on this rank is reported to
+        # the other ranks like any error in the step.
         inputs, kwargs, target = fetch()
         if run.training:
+            # Gradients may be left over from earlier steps. The sum after this step must count them once, so only one
+            # holder keeps them.
             for shared in self._shared:
                 shared.begin_step()
         run.feed = make_feed(inputs, kwargs, target, microbatches, self._split)
         if self.is_last and self._equipment.loss_fn is not None:
             if self._weight is not None and run.training and not run.feed.targets:
                 raise ValueError("weight counts what a target holds, but this step has none; give it target=")
+            # Only the first output shows how many rows a microbatch has if neither inputs nor target are on this rank.
+            # The run compares the outputs then, because equal weights were assumed.
             run.has_blind_shares = run.training and self._weight is None and not any(run.feed.rows)
             count, group = (None, None) if self._weight is None else (self._weight.of, self._weight.group)
             device = torch.device("cpu") if group is None else _device_of(group)
@@ -389,6 +407,9 @@ class Pipeline:
             run.doing = "sharing the loss"
             loss = self._broadcast(loss)
         run.doing = "waiting for the other ranks"
+        # In training, the gradients make a lower rank wait for the higher ranks, so it is enough to wait for the status
+        # of lower ranks. An evaluation has no such dependency. A broadcast loss has already confirmed the success of
+        # all ranks.
         wait_for: WaitFor = "none" if self._broadcasts_loss else "lower" if run.training else "all"
         self._equipment.wire.end(run.program, wait_for)
         return Result(loss, outputs)
@@ -398,11 +419,13 @@ class Pipeline:
         self._failed = True
         if isinstance(error, (PeerFailed, ConnectionError)):
             clear_frames(error.__traceback__)  # which would keep the connections
+        # The failure is described before `run.forget()`, because the description names what the run was doing.
         failure = Failure.of(error, self.rank, run.doing)
         run.forget()
         self._forget()  # what waits for a backward: what the others still send may need its memory
         self._equipment.wire.fail(run.program, failure)
         self._compare_ends(failure, has_ended=isinstance(error, DataEnded))
+        # The traceback of a failure on another rank would only show this rank's wait, so it is not chained.
         if isinstance(error, PeerFailed):
             raise failure.error() from None
         if isinstance(error, Exception):
@@ -425,6 +448,7 @@ class Pipeline:
         asks = failure.kind == DataEnded.__name__
         ended = self._equipment.wire.who_says_so(has_ended, waits=asks)
         if asks and ended == list(ranks):
+            # The connections carry a failure message for the end of the data, so they cannot serve another step.
             self._failed, self._is_spent = False, len(ranks) > 1
             raise StopIteration from None
         if asks:
@@ -439,8 +463,10 @@ class Pipeline:
     ) -> list[tuple[Cuts | None, Sequence[Tensor]]]:
         """Exchange the gradients of shared parameters with their other holders."""
         wire, message = self._equipment.wire, sum_message(number)
+        # The cuts travel with the gradients only in the first step; afterwards all holders have compared them.
         tensors, signature = flatten(tuple(mine) if cuts is None else (cuts, *mine))
         others = [holder for holder in self._holders[number] if holder != self.rank]
+        # All sends are begun before the first wait, so that two holders do not wait for each other.
         for holder in others:
             wire.give(message, holder, (signature, tensors))
         given: dict[int, tuple[Cuts | None, Sequence[Tensor]]] = {self.rank: (cuts, mine)}
@@ -458,8 +484,12 @@ class Pipeline:
         """
         wire, root = self._equipment.wire, self.schedule.rank_of(self.schedule.stages - 1)
         others = [rank for rank in range(dist.get_world_size(self.group)) if rank != root]
+        # The host must not wait for the loss on a GPU, but the dtype is known on the host, and the receivers need it to
+        # allocate the broadcast's buffer.
         word: Any = loss.dtype if wire.are_apart and loss is not None else loss
         if self.rank == root:
+            # The loss is sent only after every rank has reported success. A rank that receives it therefore knows that
+            # the step succeeded everywhere.
             for rank in others:
                 wire.take(WELL, rank)
             tensors, signature = flatten(word)
@@ -489,6 +519,7 @@ def _connect(*groups: dist.ProcessGroup | None) -> None:
     """Use each device communicator of a step once, because NCCL connects a communicator on first use."""
     for group in groups:
         device = torch.device("cpu") if group is None else _device_of(group)
+        # gloo connects when the group is made, so only device communicators need a first use.
         if group is not None and backend_of(group, device.type) != "gloo":
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

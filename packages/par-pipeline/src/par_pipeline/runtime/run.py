@@ -118,6 +118,8 @@ class StepExecution:
                     # The only backward of a step may reduce as ever: to hold it back costs memory and overlap.
                     is_alone = self.program.forwards == 1 and not is_split and not sync.waits_for_all
                     if not is_alone:
+                        # Reducing in each microbatch's backward would repeat the traffic, so all backwards but the last
+                        # accumulate locally.
                         during.enter_context(sync.held_back())
                 during.enter_context(equipment.split.active())
                 backwards = (
@@ -136,6 +138,7 @@ class StepExecution:
 
     def _do(self, position: int, instruction: Instruction) -> None:
         self.doing = action = instruction.action
+        # The wait for a message is not part of the action: a timeline then shows it as idle time.
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
         start = self.equipment.clock.now()
         final = position in self._finals
@@ -143,6 +146,8 @@ class StepExecution:
             if action.op == FORWARD:
                 self._forward(instruction, taken)
             else:
+                # torch runs a backward in the dtypes of its forward; an enabled autocast would cast the operations of
+                # custom backwards again.
                 with self._without_autocast:
                     self._backward(instruction, taken, final)
         self.recorded.append(Recorded(action, start, self.equipment.clock.now()))
@@ -159,6 +164,8 @@ class StepExecution:
         leaves: list[Tensor] = []  # tensors that another stage made
         if taken is not None:
             value, leaves = across_border(*taken, copied=stage.writes)
+            # A stage that returns a tuple passes several arguments to the next stage, like modules in an nn.Sequential
+            # that unpack them.
             args = as_arguments(value)
         elif self.feed.inputs:
             args = self.feed.inputs[microbatch]
@@ -174,6 +181,8 @@ class StepExecution:
             self._give(instruction, (stage.output, outputs))
         if self.training:
             stage.keep(microbatch, leaves, outputs)
+            # The received tensors are saved by autograd in the form that the offloading chose, so their own memory is
+            # no longer needed.
             activations.free_(leaves, output)
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
@@ -186,6 +195,7 @@ class StepExecution:
             return []
         if self.has_blind_shares:
             self._check_rows(microbatch, output)
+        # The loss must still have a graph, because the earlier stages wait for gradients.
         if self.shares[microbatch] == 0:  # a mean over nothing is NaN, and so is its gradient
             floats = (tensor for tensor in tensors_of(output) if tensor.is_floating_point())
             loss = sum((tensor.sum() * 0 for tensor in floats), torch.zeros(()))
@@ -236,6 +246,7 @@ class StepExecution:
         stage, split, sync = self.equipment.stages[number], self.equipment.split, self.equipment.syncs[number]
         if op != WEIGHT_GRAD:
             self.equipment.activations.approach((number, microbatch))
+        # The weight-gradient half of a split backward still reads saved activations.
         if op != INPUT_GRAD or number not in split.stages:
             self.equipment.activations.done((number, microbatch))
         if number not in split.stages:
@@ -248,6 +259,7 @@ class StepExecution:
             split.keep(number, microbatch)
         if op != INPUT_GRAD:
             if final:
+                # The reduction may start only in the very last half, because gradients are incomplete before.
                 sync.release(split.ends(number) if sync.follows_graph else [])
             split.finish(number, microbatch, last=final, every=final and sync.waits_for_all)
 
@@ -266,6 +278,8 @@ class StepExecution:
             is_given = True
             self._give_back(instruction, of_inputs)
 
+        # The stage before waits for the inputs' gradients. They are sent from a hook inside the backward, because the
+        # backward returns only after the reduction.
         of_inputs = stage.backward(microbatch, gradients, ready)
         if not is_given:  # an input that is not used has no gradient
             self._give_back(instruction, of_inputs)
@@ -296,6 +310,8 @@ class StepExecution:
     def _give(self, instruction: Instruction, contents: Contents) -> None:
         message, target = instruction.gives, instruction.target
         if message is not None and target == self.equipment.rank:
+            # Detached, because the graph of one stage must end at its border even if the next stage is on the same
+            # rank.
             self._local[message] = contents[0], [tensor.detach() for tensor in contents[1]]
         elif message is not None:
             self.equipment.wire.give(message, target, contents)

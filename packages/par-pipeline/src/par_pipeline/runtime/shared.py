@@ -54,6 +54,8 @@ class Shared:
         self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
         mine = []
         for parameter in self._parameters.values():
+            # A parameter that only some holders train would drift from its copies, so the text makes this a part of the
+            # comparison.
             kind = f"{parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
             mine.append((kind, _record(parameter, replicas)))
         by_rank = self._gathered(mine)
@@ -62,6 +64,8 @@ class Shared:
         self._are_cuts_checked = False
         for number, parameter in enumerate(self._parameters.values()):
             set_sharding(parameter, _joined([by_rank[rank][number][1] for rank in self._holders]))
+            # The copies are initialized independently, with different random numbers, until the first holder's values
+            # replace them.
             self._start_alike_(parameter)
 
     def begin_step(self) -> None:
@@ -96,6 +100,7 @@ class Shared:
             exchange: Function that sends this holder's values to the other holders, and returns the values of all.
         """
         absent = self._fill_() if self._optimizer is None else set()
+        # The views are taken after `_fill_`, which may have replaced gradients.
         views_of_all = self._views()
         kept: list[tuple[nn.Parameter, list[Tensor]]] = []
         mine = []
@@ -104,6 +109,8 @@ class Shared:
                 continue
             parts = [view.reshape(-1) for _, view in views]
             if self._optimizer is None:
+                # The flag travels with the gradients instead of in a message of its own: a parameter that no holder
+                # used must keep `grad = None`, so that an optimizer skips it.
                 parts.append(parts[0].new_full((1,), float(id(parameter) not in absent)))  # whether anybody used it
             mine.append(torch.cat(parts))
             kept.append((parameter, [view for _, view in views]))
@@ -112,9 +119,13 @@ class Shared:
         self._check_cuts(cuts, [theirs for theirs, _ in given])
         summands = zip(*(tensors for _, tensors in given), strict=True)
         for (parameter, own), theirs in zip(kept, summands, strict=True):
+            # Every holder adds in the order of the holders, so that all get bitwise the same sum and the copies never
+            # drift apart.
             total = torch.stack(theirs).sum(0)
             sums = total.split([view.numel() for view in own] + [1] * (self._optimizer is None))
             for view, part in zip(own, sums, strict=False):
+                # The gradients are written in place, because an optimizer such as par-zero's holds them in its own
+                # buffers.
                 view.copy_(part.view(view.shape))
             if id(parameter) in absent and total[-1] == 0:  # nobody used it, so the optimizer is to leave it alone
                 parameter.grad = None
@@ -157,6 +168,7 @@ class Shared:
         if self._optimizer is None:
             yield from self._parameters.items()
             return
+        # An optimizer lists parameters in its own order, and a sharded one lists tensors that only know their names.
         own = {id(parameter): name for name, parameter in self._parameters.items()}
         for group in self._optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])
@@ -172,6 +184,7 @@ class Shared:
                     f"the gradients of shared parameters are cut otherwise on rank {rank} of the pipeline than on rank "
                     f"{self._holders[0]}; make Shared(...) before the optimizer is sharded, and give it `optimizer`"
                 )
+        # The sharding cannot change later, so further steps send the gradients only.
         self._are_cuts_checked = True
 
     def _start_alike_(self, parameter: nn.Parameter) -> None:
@@ -179,6 +192,7 @@ class Shared:
         if len(self._holders) > 1:
             with torch.no_grad():
                 parameter.copy_(self._exchanged(parameter.detach().contiguous())[0])
+            # Master weights and similar copies must follow the new values.
             written_([parameter])
 
     def _exchanged(self, mine: Tensor) -> list[Tensor]:
@@ -194,6 +208,8 @@ class Shared:
         for holder, theirs in zip(self._holders, tensors, strict=True):
             if holder == rank:
                 continue
+            # Both ranks of a pair issue their two operations in the same order, because NCCL runs the operations of a
+            # pair one after the other.
             acts = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
             for act, tensor, peer in acts if rank < holder else reversed(acts):
                 works.append(act(tensor, group=self._group, **{peer: holder}))

@@ -174,6 +174,7 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
             if any(parameter is each for each in part.parameters()):
                 path, _, last = first.rpartition(".")
                 holder = part.get_submodule(path)
+                # The output embedding's stage may also contain the embedding itself.
                 if last not in parameters_of(holder):
                     holder.register_parameter(last, parameter)
     parts = dict(zip(schedule.stage_of(rank), made, strict=True))
@@ -211,6 +212,7 @@ class _FullLength:
 
 def _merged(parts: Sequence[nn.Module]) -> nn.Module:
     """Return a module with the children of several stages of one model, each of which lacks other layers."""
+    # A part without any tensor has nothing to contribute to names, and its class may differ.
     holding = [part for part in parts if any(True for _ in part.parameters()) or any(True for _ in part.buffers())]
     holding = holding or list(parts[:1])
     if all(part is holding[0] for part in holding):
@@ -232,6 +234,7 @@ def _used_several_times(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named:
         names.setdefault(parameter, []).append(name)
+    # The order is that of the full model, which is equal on all ranks, so that the sets match by position.
     return [(parameter, used) for parameter, used in names.items() if len(used) > 1]
 
 

@@ -66,14 +66,19 @@ class SplitBackward:
             for parameter in module.parameters():
                 if isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter not in stand_ins:
                     stand_in = stand_ins[parameter] = like_leaf(parameter)
+                    # Layers and optimizers find attributes such as sharding metadata on the parameter, and the layer
+                    # sees the stand-in during the step.
                     stand_in.__dict__.update(parameter.__dict__)
         self._is_heard = any(map(is_synchronised, self._modules.values())) or any(map(is_heard, stand_ins))
+        # Without hooks the stand-in accumulates straight into the parameter's gradient tensor. With hooks the parameter
+        # must receive its gradient from autograd, so the stand-in accumulates in a tensor of its own.
         if not self._is_heard:
             for parameter, stand_in in stand_ins.items():
                 stand_in.grad = parameter.grad
         for stage, module in self._modules.items():
             self._pairs[stage] = [(stand_ins[own], own) for own in module.parameters() if own in stand_ins]
             self._apart[stage] = [pair for pair in self._pairs[stage] if has_tensor_hooks(pair[1])]
+        # A set, because stages of one rank may share a layer, whose parameters must be replaced only once.
         for layer in {layer for module in self._modules.values() for layer in module.modules()}:
             self._replace_in(layer, stand_ins, undo)
 
@@ -88,15 +93,19 @@ class SplitBackward:
         if replaced and hasattr(layer, "weight_grad_hook"):  # which also has weights of other names
             undo.append(partial(_restore, layer, "weight_grad_hook", _own(layer, "weight_grad_hook")))
             layer.__dict__["weight_grad_hook"] = self._put_off
+            # A layer with this hook calls it for each of its weights, so its forward stays.
             return
         if "weight" not in replaced or replaced["weight"].is_complex():  # whose products need conjugates
             return
+        # All other layers keep their forward: autograd computes their small gradients in the first half.
         forward = deferring_forward(layer, self._put_off)
         if forward is not None:
             undo.append(partial(_restore, layer, "forward", {}))
             layer.__dict__["forward"] = forward
 
     def _put_off(self, product: Product | WeightGradient) -> None:
+        # A backward of the stage runs with gradients disabled and between `begin` and `keep`. In any other backward
+        # nobody would compute the deferred product.
         if self._products is None or torch.is_grad_enabled():
             raise RuntimeError(
                 "a stage takes gradients itself, such as with torch.autograd.grad, through a layer whose weight's "
@@ -112,6 +121,8 @@ class SplitBackward:
         """End the first half of a backward, and store its deferred weight gradients for `finish`."""
         self._later[stage, microbatch] = self._products or []
         self._products = None
+        # Tensor hooks must see each microbatch's gradient separately, so these gradients are taken out before the next
+        # microbatch adds to them.
         kept = [(stand_in, stand_in.grad) for stand_in, _ in self._apart[stage] if stand_in.grad is not None]
         for stand_in, _ in kept:
             stand_in.grad = None
@@ -120,6 +131,8 @@ class SplitBackward:
     def ends(self, stage: int) -> list[Tensor]:
         """Return tensors whose graph contains every parameter of a stage."""
         with torch.enable_grad():
+            # DDP walks a graph to find unused parameters. The stage's own graph ends at the stand-ins, so this graph
+            # leads to the parameters instead.
             return [parameter.flatten()[:1] for _, parameter in self._pairs[stage]]
 
     def finish(self, stage: int, microbatch: int, *, last: bool = False, every: bool = False) -> None:
@@ -135,9 +148,13 @@ class SplitBackward:
         with torch.no_grad():
             for stand_in, gradient in self._kept.pop((stage, microbatch)):
                 stand_in.grad = gradient
+            # The deferred products hold the activations of the microbatch; removing them from the table frees these at
+            # the end of the loop.
             for product in self._later.pop((stage, microbatch)):
                 _add(product)
             if self._is_heard:
+                # Post-accumulate hooks and reducers must fire once per step. Tensor hooks may change a gradient, so
+                # they run for each microbatch.
                 self._deliver(self._pairs[stage] if last else self._apart[stage], every and last)
             elif last:
                 self._hand_over(stage)
@@ -145,6 +162,7 @@ class SplitBackward:
     def _hand_over(self, stage: int) -> None:
         """Set the parameters' gradients to the stand-ins' gradients, if no hooks wait for them."""
         for stand_in, parameter in self._pairs[stage]:
+            # After zero_grad the parameter takes over the stand-in's gradient tensor, without a copy.
             if parameter.grad is None:
                 parameter.grad = stand_in.grad
             elif stand_in.grad is not None and stand_in.grad is not parameter.grad:  # used by an unsplit stage, too
@@ -154,11 +172,14 @@ class SplitBackward:
         """Pass the stand-ins' gradients to the parameters in one backward, in which hooks fire."""
         for stand_in, _ in pairs if every else ():
             if stand_in.grad is None:
+                # DDP's reducer waits for every parameter, also for one that this step has not used.
                 stand_in.grad = torch.zeros_like(stand_in)
         pairs = [pair for pair in pairs if pair[0].grad is not None]
         if pairs:
             stand_ins, parameters = zip(*pairs, strict=True)
             with torch.enable_grad():
+                # The gradients are not copied: the function returns them from its backward, and autograd stores them as
+                # the parameters' gradients.
                 end = _Delivery.apply(stand_ins, *parameters)  # type: ignore[no-untyped-call]
             torch.autograd.backward(end)
 
@@ -190,6 +211,7 @@ class _Delivery(torch.autograd.Function):
         """Return the gradients and drop all other references to them, so that autograd need not copy them."""
         gradients: list[Tensor | None] = [None]
         for leaf in ctx.leaves:
+            # Autograd takes over a gradient without a copy only if no other reference to it exists.
             gradients.append(leaf.grad)
             leaf.grad = None
         return tuple(gradients)
@@ -200,6 +222,7 @@ def _add(product: Product | WeightGradient) -> None:
     weight = product.weight
     if weight.grad is None:
         weight.grad = product.compute().to(gradient_dtype_of(weight))
+    # A matmul that accumulates into the gradient needs no temporary tensor of the weight's size.
     elif product.operands is not None and product.operands[0].dtype == weight.grad.dtype:
         add_product(weight.grad, *product.operands)
     else:
@@ -208,6 +231,7 @@ def _add(product: Product | WeightGradient) -> None:
 
 def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Parameter) -> None:
     """Restore a parameter, unless the module has replaced it in the meantime."""
+    # A user's hook may have assigned a new parameter during the step, which must not be overwritten.
     if own.get(name) is stand_in:
         own[name] = parameter
 

@@ -43,10 +43,16 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
     """Yield one rank's operations and stages, in the phases of the paper's figure: fill, steady state, drain."""
     down, up = v_shaped(ranks)[rank]
     below = ranks - 1 - rank
+    # The first microbatch takes 2 `below` hops down the V and back up to this rank, which runs as many forwards in the
+    # meantime.
     yield from [("F", down)] * (2 * below)
     yield from [("F", down), ("F", up)] * (rank + 1)
+    # The ranks before still wait for their first gradients. A split backward sends them the input gradient before it
+    # computes the weight gradient.
     yield from [("I", up), ("W", up), ("F", up)] * below
     for _ in range(microbatches - ranks - below):
+        # Neighbours in this list belong to different stages and microbatches, so the communication of one overlaps the
+        # computation of the other.
         yield from [("F", down), ("B", up), ("F", up), ("B", down)]
     yield from [("B", up), ("F", up), ("B", down)] * below
     yield from _cool_down(down, up, rank, below)
@@ -55,6 +61,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
 def _cool_down(down: int, up: int, rank: int, below: int) -> Iterator[tuple[str, int]]:
     """Yield the last backwards of one rank, alternating its stages: complete ones, split ones, weight gradients."""
     turns = [up, down] * (rank + 1)
+    # Towards the end there are no more forwards to overlap with, so weight gradients are kept back to fill the waits.
     later = deque(turns[rank + 1 :])
     yield from (("B", stage) for stage in turns[: rank + 1])
     yield from (("I", stage) for stage in later)

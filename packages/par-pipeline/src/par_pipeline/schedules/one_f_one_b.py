@@ -29,6 +29,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     ahead = min(microbatches, ranks - rank)
+    # A microbatch needs `ranks` - `rank` stages to reach the loss from here, so this many forwards run before the first
+    # backward can.
     for k in range(ahead):
         yield Action("F", rank, k)
     for k in range(microbatches):
@@ -58,11 +60,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
     groups = max(1, microbatches // ranks)
     largest = -(-microbatches // groups)
+    # The first backward arrives after two hops for each rank behind this one, and after a full group has passed the
+    # rank's first `chunks` - 1 stages.
     ahead = min(microbatches * chunks, 2 * (ranks - 1 - rank) + (chunks - 1) * largest)
     stages = range(rank, ranks * chunks, ranks)
     forwards = _in_groups("F", stages, microbatches, groups)
     yield from islice(forwards, ahead)
     for backward in _in_groups("B", stages[::-1], microbatches, groups):
+        # `islice` ends silently when there are no forwards left, which is the cool-down.
         yield from islice(forwards, 1)
         yield backward
 

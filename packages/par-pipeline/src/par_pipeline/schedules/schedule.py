@@ -36,7 +36,10 @@ class Schedule:
         microbatches: int | None = None,
     ) -> None:
         self.ranks: tuple[Actions, ...] = tuple(
-            tuple(actions) if isinstance(actions, Iterator) else actions for actions in ranks
+            # An iterator could be read only once, and a schedule is read by the validator, the simulator and the
+            # runtime.
+            tuple(actions) if isinstance(actions, Iterator) else actions
+            for actions in ranks
         )
         if not self.ranks:
             raise ValueError("a schedule needs the actions of at least one rank")
@@ -121,6 +124,7 @@ class Schedule:
                 check_action(action, rank, position)
                 stages.add(action.stage)
                 last = max(last, action.microbatch)
+            # The first rank that names a stage gets it, so that the error message points to the other rank.
             placement.append(stages - taken)
             taken |= stages
         return placement, last + 1

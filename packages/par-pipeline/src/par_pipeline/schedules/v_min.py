@@ -32,6 +32,7 @@ def _v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Repeats the building block of one microbatch every six units, and runs what is due at each unit of time."""
     block = {start % INTERVAL: (start, op, stage) for start, op, stage in _block(rank, ranks)}
     last = max(start for start, _, _ in block.values()) + INTERVAL * (microbatches - 1)
+    # Rank r cannot start before the first microbatch has passed the r stages before its own.
     for time in range(rank, last + 1):
         start, op, stage = block[time % INTERVAL]
         microbatch = (time - start) // INTERVAL
@@ -49,7 +50,9 @@ def _block(rank: int, ranks: int) -> list[tuple[int, str, int]]:
     back = 2 * ranks + (2 if ranks % 3 == 0 else 0)
     passes = [(down, "F", down), (up, "F", up), (back + down, "I", up), (back + up, "I", down)]
     after_up, after_down = back + down + 1, back + up + 1
+    # Four of the six units are taken by the passes; the two weight gradients share what is left.
     free = set(range(INTERVAL)) - {start % INTERVAL for start, _, _ in passes}
+    # The second stage's input gradient comes first, so its weight gradient takes the unit that follows soonest.
     first = min(free, key=lambda unit: (unit - after_up) % INTERVAL)
     (second,) = free - {first}
     return [

@@ -35,10 +35,13 @@ def validate(ranks: Sequence[Iterable[Action]], placement: StagePlacement, micro
     missing = [
         _check_rank(rank, actions, placement.by_rank[rank], range(microbatches)) for rank, actions in enumerate(ranks)
     ]
+    # Every rank was checked before this raises, because a wrong action on one rank is a better message than a missing
+    # one on another.
     for line in filter(None, missing):
         raise ValueError(line)
     stages = placement.stages
     ones, zeros = [1.0] * stages, [0.0] * stages
+    # The times do not matter here: the walk raises if the ranks deadlock, whatever the actions take.
     walk(ranks, placement, microbatches, StageCosts(ones, ones, ones, zeros))
 
 
@@ -62,6 +65,7 @@ def _check_rank(rank: int, actions: Iterable[Action], stages: tuple[int, ...], m
     A wrong action explains a missing one, so all ranks are looked through before anything is reported as missing.
     """
     begins = {stage: index * len(microbatches) for index, stage in enumerate(stages)}
+    # One byte for each stage and microbatch, because schedules of millions of actions are checked.
     progress = bytearray(len(stages) * len(microbatches))
     for position, action in enumerate(actions):
         check_action(action, rank, position)

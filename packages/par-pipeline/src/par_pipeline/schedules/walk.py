@@ -89,8 +89,12 @@ def walk(
     walkers = [_walk_rank(rank, actions, links, messages, record) for rank, actions in enumerate(ranks)]
     tracks: dict[int, Track] = {}
     while messages.ready:
+        # The order in which ranks run does not change any time: a rank only moves its own clock, and stops at a message
+        # that has not been sent.
         rank = messages.ready.pop()
         try:
+            # A rank waits for at most one message, and a message for at most one rank, so one table describes all
+            # waits.
             messages.waiting[next(walkers[rank])] = rank
         except StopIteration as stop:
             tracks[rank] = stop.value
@@ -127,6 +131,7 @@ def _links(placement: StagePlacement, microbatches: int, costs: StageCosts) -> d
         0.0 if here == there else delay
         for here, there, delay in zip(ranks, ranks[1:], costs.communication, strict=False)
     ]
+    # Numbers instead of tuples: the walk runs millions of actions, and hashing an int is the cheapest lookup.
     ahead = [(stage + 1) * microbatches for stage in range(len(delays))]  # from each stage to the next
     back = [~(stage * microbatches) for stage in range(len(delays))]  # from the next stage to each
 
@@ -174,6 +179,7 @@ def _walk_rank(
             message = needs + sign * microbatch
             while message not in arrival:
                 yield message
+            # Removing the message keeps the table as small as the number of messages in flight.
             clock = max(clock, arrival.pop(message))
         start = clock
         begin = start if begin is None else begin
@@ -197,6 +203,7 @@ def _describe_deadlock(
     """Return the error text: who waits for whom, from the lowest waiting rank on until the circle closes."""
     message_of = {rank: message for message, rank in waiting.items()}
     rank, lines, seen = min(message_of), [], set[int]()
+    # Following who waits for whom ends either in a circle or at a rank that has finished without sending.
     while rank in message_of and rank not in seen:
         seen.add(rank)
         message = message_of[rank]

@@ -35,8 +35,11 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
     """Yield one rank's operations and stages: warm-up until all ranks run the second stage, steady state, cool-down."""
     down, up = v_shaped(ranks)[rank]
     ahead = 2 * ranks - rank - 1
+    # The first microbatch needs 2 (ranks - rank) - 1 hops to come back up the V to this rank, which runs as many
+    # forwards in the meantime.
     yield from [("F", down)] * (ahead - rank)
     yield from [("F", up), ("F", down)] * rank
+    # Until the first gradient has come down the V, only the second stage has backwards to run.
     yield from [("F", up), ("I", up), ("W", up)] * (ranks - rank)
     for k in range(microbatches - ranks):
         if k + ahead < microbatches:
@@ -44,5 +47,6 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
         yield from [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)]
     yield from [("I", down), ("I", up)] * rank
     yield from [("I", down), ("W", down)] * (ranks - rank)
+    # The last weight gradients were kept back so that input gradients, which other ranks wait for, ran first.
     yield from [("W", up)] * rank
     yield from [("W", down)] * rank

@@ -48,6 +48,8 @@ def _zero_bubble(rank: int, microbatches: int, ahead: int, lag: int) -> Iterator
     for k in range(min(ahead, microbatches)):
         yield Action("F", rank, k)
     for k in range(microbatches):
+        # The input gradient comes first in every round, because the rank before waits for it and nobody waits for a
+        # weight gradient.
         yield Action("I", rank, k)
         if k >= lag:
             yield Action("W", rank, k - lag)

@@ -89,6 +89,8 @@ class Inbox:
         """Plan the buffers for a step. The peer's `Outbox` computes the same sizes at the same point."""
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
+        # Buffers that are posted but not filled yet, such as those of a step that did not happen, serve the next
+        # messages in order, whatever step these belong to.
         without_buffer = coming[have_buffers:]
         are_apart = self._apart is not None
         self._planned.extend(self._expected.room_for(message, are_apart=are_apart) for message in without_buffer)
@@ -96,6 +98,8 @@ class Inbox:
     def begin(self, arrivals: tuple[ExpectedMessage, ...]) -> None:
         """Begin a step, in which the peer sends these messages in this order."""
         self.plan(arrivals)
+        # A lower rank may finish its step before a higher rank's status arrives, so that status is read in the next
+        # step.
         self._late = len(self._coming)  # a higher rank's status of the last step, which comes before all else
         self._coming.extend(arrivals)
         self._arrived: dict[Message, Contents] = {}
@@ -120,6 +124,8 @@ class Inbox:
         Raises:
             PeerFailed: The peer reports that the last step failed.
         """
+        # The first byte is polled instead of waited for: a status that has not arrived yet is read later, with the
+        # first message.
         while self._late and self._posted and self._posted[0].first.item() != MessageKind.UNWRITTEN:
             self._receive()
             self._late -= 1
@@ -133,6 +139,8 @@ class Inbox:
             PeerFailed: The peer reports that the step failed.
             ConnectionError: The peer is gone, or does not answer.
         """
+        # A receive must always be posted before the peer sends, so the next one is posted before this message is
+        # processed.
         self._post_ahead()  # it would wait anyway
         while message not in self._arrived:
             arrival, header = self._receive()
@@ -141,6 +149,8 @@ class Inbox:
                 continue
             contents = self._arrived[arrival.message] = self._contents(arrival.message, header)
             self._expected.note(arrival.message, contents[0])
+            # A message proves that the peer has reached the action that sent it, and so has taken all messages which
+            # that action needed. Their send buffers are free.
             self._settle(arrival.position)
         if self._apart is not None:
             self._apart.taken()
@@ -154,6 +164,7 @@ class Inbox:
             messages. It then stops and raises the original error.
         """
         try:
+            # The peer stops sending after it has learned of the failure, so only what it sent before is received here.
             while self._coming and self._posted and not self._knows_failure:
                 arrival, header = self._receive()
                 if self._late:
@@ -180,6 +191,8 @@ class Inbox:
     def _post(self) -> None:
         """Post the next receive."""
         size = self._planned[0]
+        # The buffer is new for each message, because the received tensors share its memory and live as long as their
+        # activations.
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         first = buffer[0].fill_(MessageKind.UNWRITTEN)
         self._posted.append(Posted(buffer, first, self._lane.receive(buffer, FIRST)))
@@ -194,6 +207,7 @@ class Inbox:
         """
         buffer, first, work = self._posted.popleft()
         until = time.perf_counter() + _AWAKE
+        # The first byte may arrive before the rest of the message, so the wait below is still needed.
         while first.item() == MessageKind.UNWRITTEN and time.perf_counter() < until:
             _let_others_run()
         self._lane.wait(work, FIRST)
@@ -209,11 +223,14 @@ class Inbox:
         """Return the contents of a message after all its parts have arrived."""
         expected = self._expected.signatures.get(message)
         tensors: Tensor | None = None
+        # The transfer of separate tensors may begin without the header if both ends know its size from the last step.
         if self._apart is not None and (ahead := self._expected.bytes_ahead(message)) != 0:
             size = header.body if header.follows or expected is None else expected.size
             tensors = self._apart.receive(size if ahead is None else ahead)
         if not header.follows:
             return header.decode(expected, apart=tensors)
+        # The receive that was posted ahead is too small if the tensors have grown since the last step. The sender then
+        # puts them into the second part.
         if tensors is None or header.body > len(tensors):  # so they are behind the description
             return header.decode(expected, self._rest(header.description + header.body))
         return header.decode(expected, self._rest(header.description), tensors)

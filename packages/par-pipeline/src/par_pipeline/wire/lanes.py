@@ -43,6 +43,7 @@ class Lane:
 
     def __init__(self, peer: int, first: Any, second: Any, timeout: timedelta) -> None:
         self._peer, self._timeout = peer, timeout
+        # The first two parts share a communicator, whose tags distinguish them.
         self._communicators: tuple[Any, ...] = (first, first, second)
 
     def send(self, part: Tensor, number: int) -> Any:
@@ -59,6 +60,8 @@ class Lane:
             ConnectionError: The peer is gone.
         """
         try:
+            # gloo writes into the profiler's memory when an operation ends that was begun under it, which may be after
+            # the profiler has gone.
             if is_profiled():
                 with unheard():
                     return self._communicators[number].send([part], self._peer, number)
@@ -124,11 +127,13 @@ class Lanes(NamedTuple):
         """Return the two lanes between this rank and a peer: the lane to send on, and the lane to receive on."""
         up = Lane(peer, self.up, self.up_second, self.timeout)
         down = Lane(peer, self.down, self.down_second, self.timeout)
+        # Two communicators for two directions: a send would otherwise queue behind the receive of the same pair.
         return (up, down) if peer > self.rank else (down, up)
 
     def abort(self) -> None:
         """Stop NCCL transfers in flight. Gloo's communicators end with their last reference."""
         for first, second in ((self.up, self.up_second), (self.down, self.down_second)):
+            # On a CPU both names are the same gloo communicator, which ends with its last reference.
             if second is not first:
                 second.abort()
 
@@ -141,6 +146,8 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
         device: Device of the sent tensors: a GPU for which the group has NCCL, or the CPU.
         timeout: Timeout for a message.
     """
+    # The name is new for every call, so that connections after a failure do not read the keys of the old ones in the
+    # store.
     nonce = [uuid.uuid4().hex]
     dist.broadcast_object_list(nonce, group=group, group_src=0)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -86,6 +86,8 @@ class Expectations:
             message: Message.
             are_apart: Whether tensors are always sent separately.
         """
+        # The buffer has the size of the last message of this kind, because most steps repeat the shapes of the step
+        # before.
         signature = self.signatures.get(message)
         return HEADER + (0 if signature is None or are_apart or is_sum(message) else signature.size)
 
@@ -113,12 +115,15 @@ def encode(signature: Signature, tensors: Sequence[Tensor], expected: Signature 
         room: Size of the receiver's buffer, in bytes.
     """
     parts = _parts(signature, tensors, _CPU)
+    # Comparing by identity first is worth it: the signature object of the last step is reused as long as nothing
+    # changes.
     as_expected = signature is expected or signature == expected
     if as_expected and HEADER + signature.size <= room:
         return [(FIRST, torch.cat([_nothing_new(), *parts]))]
     description = b"" if as_expected else pickle.dumps(signature)
     if description:
         parts.insert(0, _padded(description))
+    # The receive with this buffer is already posted, so what does not fit goes into a second message.
     if HEADER + aligned(len(description)) + signature.size > room:
         return [(FIRST, _header(MessageKind.FOLLOWED, len(description), signature.size)), (REST, torch.cat(parts))]
     return [(FIRST, torch.cat([_header(MessageKind.WHOLE, len(description), signature.size), *parts]))]
@@ -144,7 +149,10 @@ def encode_apart(
     size = signature.size if ahead is None else ahead
     fits = signature.size <= size
     body = _parts(signature, tensors, device if fits else _CPU)
+    # The posted receive has a fixed size. Tensors that outgrew it travel on the CPU behind the description, and the
+    # posted receive is filled with zeros.
     behind = [] if fits else body  # the description
+    # NCCL transfers exactly the number of bytes that the receiver has posted.
     unused = torch.zeros(size - signature.size if fits else size, dtype=torch.uint8, device=device)
     apart = [(APART, torch.cat([*(body if fits else []), unused]))] if size else []
     if as_expected:
@@ -227,6 +235,7 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
         if spec.sent is not spec.dtype or spec.device != device.type:
             part = part.to(device, spec.sent)
         parts.append(part.reshape(-1).view(torch.uint8))
+        # An unaligned tensor could not be viewed in its dtype on the other side.
         gap = -spec.bytes % ALIGNMENT
         if gap:
             parts.append(torch.zeros(gap, dtype=torch.uint8, device=device))

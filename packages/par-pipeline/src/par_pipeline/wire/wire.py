@@ -84,10 +84,13 @@ class Wire:
         if self._lanes is None or not self.are_apart:
             return
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        # Sorted pairs are the same order on every rank. A rank may wait in its pair, but a chain of waits always ends
+        # at the smallest pair, so there is no deadlock.
         for low, high in sorted((min(self._rank, peer), max(self._rank, peer)) for peer in self._peers):
             to_peer, from_peer = self._lanes.to(high if low == self._rank else low)
             for sends in (low == self._rank, high == self._rank):
                 lane = to_peer if sends else from_peer
+                # The host waits for each exchange, so that a rank never has two connections in the making.
                 lane.wait(lane.send(byte, APART) if sends else lane.receive(byte, APART), APART)
 
     def close(self, why: str, *, is_idle: bool) -> None:
@@ -97,10 +100,13 @@ class Wire:
             why: Reason that the peers receive, unless they received a failure before.
             is_idle: Whether all steps have succeeded; the GPU's queued work for them then ends, too.
         """
+        # The host may have finished its steps while the GPU still runs them; aborting its transfers would corrupt a
+        # successful step.
         if is_idle and self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
         self._abort()  # before the buffers go into which receives are posted
         failure = Failure(self._rank, f"rank {self._rank}, between two steps", "PipelineError", why)
+        # All peers are told before the first wait, so that the wait below is the longest of them instead of their sum.
         for outbox in self._outboxes.values():
             outbox.give_failure(failure)
         until = time.monotonic() + _TO_LEAVE
@@ -131,9 +137,13 @@ class Wire:
         """
         if self._lanes is None:
             raise ConnectionError("the connections of the pipeline are closed")
+        # The event marks all work of earlier steps: `_abort` waits for it, so that an error in this step does not break
+        # tensors of a step that succeeded.
         if self._device.type != "cpu":
             self._last_step = torch.cuda.current_stream(self._device).record_event()
         for peer, arrivals in program.arrivals.items():
+            # An evaluation may have peers that training does not have, so connections are made for the peers of each
+            # program.
             if peer not in self._inboxes:
                 to_peer, from_peer = self._lanes.to(peer)
                 outbox = self._outboxes[peer] = Outbox(to_peer, self._device, are_apart=self.are_apart)
@@ -148,7 +158,9 @@ class Wire:
                 )
             self._outboxes[peer].begin(program.departures[peer], program.consumed)
             self._inboxes[peer].begin(arrivals)
-        for peer in program.arrivals:  # now that all have begun: word of a failure goes to every one
+        # Expecting posts the first receives. It must not fail on one peer while another peer has no outbox yet, because
+        # `fail` reports through the outboxes.
+        for peer in program.arrivals:
             self._inboxes[peer].expect()
         for peer in program.arrivals:
             self._inboxes[peer].hear()
@@ -180,6 +192,7 @@ class Wire:
         """
         lower = [peer for peer in program.arrivals if peer < self._rank]
         higher = [peer for peer in program.arrivals if peer > self._rank]
+        # A lower rank reads this status in its next step, so this rank only sends it and waits for nothing.
         if wait_for != "all":
             for peer in lower:
                 self._outboxes[peer].give_status(awaited=False)
@@ -187,6 +200,8 @@ class Wire:
             for peer in higher:
                 self._outboxes[peer].give_status(awaited=False)
         else:
+            # Statuses travel from low to high ranks: each rank waits for the lower ranks before it confirms to the
+            # higher ones, so there is no circle.
             for peer in lower:
                 self._inboxes[peer].take(STATUS)
             for peer in higher:
@@ -197,6 +212,8 @@ class Wire:
             for peer in lower:
                 self._outboxes[peer].give_status(awaited=True)
         for peer, arrivals in program.arrivals.items():
+            # Both ends of a connection compute the buffers of the next step at the same point, from the same history of
+            # sizes.
             self._outboxes[peer].plan(program.departures[peer])
             self._inboxes[peer].prepare(arrivals)
 
@@ -209,6 +226,8 @@ class Wire:
         for peer in program.departures:
             self._outboxes[peer].give_failure(failure)
         for peer in program.arrivals:
+            # Draining keeps receiving until the peer knows of the failure. The peer may be blocked in a send to this
+            # rank, and would not read the failure before that send has ended.
             if not self._inboxes[peer].drain():
                 self._outboxes[peer].let_failure_leave(time.monotonic() + _TO_LEAVE)
         if program.arrivals:
