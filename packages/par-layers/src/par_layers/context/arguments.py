@@ -44,6 +44,7 @@ def row_size(batch: Any, along: dict[Any, int]) -> tuple[int, int]:
     lengths = {name: batch[name].shape[dim] for name, dim in along.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"tensors of the batch have different lengths: {lengths}; name the dim of tokens in dims=")
+    # A tensor whose token dim is 0, such as [length], has no dim of rows.
     rows = [batch[name].shape[0] for name, dim in along.items() if dim > 0]
     return next(iter(lengths.values())), rows[0] if rows else 1
 
@@ -57,8 +58,11 @@ def next_tokens(whole: Tensor, following: Tensor, dim: int) -> Tensor:
         dim: The dim of the tokens.
     """
     last = whole.movedim(dim, -1)  # [B, ..., length]
+    # Documents may be equal for all rows, so the index broadcasts over the batch and over all dims between rows and
+    # tokens.
     places = following.view(following.shape[0], *[1] * (last.dim() - 2), -1) if last.dim() > 1 else following[0]
     places = places.expand(*last.shape[:-1], -1)
+    # A gather cannot index -1, so the last token of a document reads any value first and is overwritten.
     found = last.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
     return found.movedim(-1, dim)
 
@@ -73,6 +77,7 @@ def own_tokens(full: Tensor, index: Tensor, dim: int, tokens: Tokens, fill: int)
         tokens: Split of the rows.
         fill: Value of padding tokens; floating-point tensors are padded with zero.
     """
+    # Padding has positions behind the last token. It reads the last token first and is overwritten below.
     own = full.index_select(dim, index.clamp_max(tokens.length - 1))
     if tokens.padded > tokens.length:
         empty = (index >= tokens.length).view(-1, *[1] * (full.dim() - 1 - dim))
@@ -103,9 +108,13 @@ def agree_on_batch(
             raise problem
         return
     text = "" if problem is not None else said
+    # Halving keeps the hash positive in int64, so that its negative is exact as well.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+    # One MAX all-reduce gives both the largest value and, by the negated copies, the smallest. All ranks agree exactly
+    # if the two are equal.
     numbers = torch.tensor([digest, -digest, int(problem is not None), 0, 0], device=device)
     for x in content:
+        # Integers sum exactly in any order. Sums of floats could differ in the last bit between equal batches.
         if not x.is_floating_point():
             numbers[3] += x.sum().to(device)
     summed = numbers[3].clone()
@@ -115,6 +124,7 @@ def agree_on_batch(
     if highest != -negated_lowest or failed or most != -negated_least:
         if highest == -negated_lowest:
             said += f", of integers that add up to {int(summed)}"
+        # Texts are exchanged only on a failure, because gathering objects is slow.
         check_alike(agree(problem, said, group), "tokens", remedy="cut the same batch on all ranks of a sequence")
 
 
@@ -162,6 +172,7 @@ def axes_of(
     if mode != "2d":
         return axis, None, mode
     known = () if groups is None else groups.topology.leaves(axis)
+    # Only a topology can place the ranks of ulysses next to each other, so mode 2d cannot be chosen without one.
     if known != ("ring", "ulysses"):
         raise ValueError(
             f"mode '2d' needs the axes 'ring' and 'ulysses', but {axis!r} is {' x '.join(known) or 'one device'}; "

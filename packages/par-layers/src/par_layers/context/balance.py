@@ -46,9 +46,11 @@ def balance_chunks(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[t
         raise ValueError(f"{len(work)} chunks do not make {each} for each of {ranks} ranks")
     loads = [(0, rank) for rank in range(ranks)]
     places: list[list[int]] = [[] for _ in range(ranks)]
+    # Largest chunks first, each to the rank with the least work so far: the small ones then even out the rest.
     for chunk in np.argsort(-np.asarray(work), kind="stable").tolist():
         load, rank = heapq.heappop(loads)
         places[rank].append(chunk)
+        # A full rank leaves the heap, because all ranks must hold equally many tokens.
         if len(places[rank]) < each:
             heapq.heappush(loads, (load + int(work[chunk]), rank))
     return tuple(tuple(sorted(place)) for place in places)
@@ -121,6 +123,7 @@ def _cut(  # noqa: PLR0917
     chunks: int | None,
 ) -> Tokens:
     outer = ranks // inner
+    # A chunk is split over the inner ranks again, so each of their parts must be divisible as well.
     multiple *= inner
     candidates = {"contiguous": (1,), "zigzag": (2,), "balanced": CHUNKS if chunks is None else (chunks,)}
     kinds = ("contiguous", "zigzag", "balanced") if how == "auto" else (how,)
@@ -140,6 +143,7 @@ def _cut(  # noqa: PLR0917
     intervals = [mask.intervals(whole) for mask in masks]
     work: Ints = np.zeros(length, np.int64)
     for first, last in intervals:
+        # A query's work is the number of keys that it sees, summed over the layers.
         work += (last - first).sum(0)
     options = [_laid_out(kind, each, whole, work, outer, multiple) for kind, each in fitting]
     best = options[0] if len(options) == 1 else _fastest(options, work, intervals)
@@ -158,6 +162,8 @@ def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multi
     if kind == "contiguous":
         places: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in range(ranks))
     elif kind == "zigzag":
+        # Under a causal mask the work of a chunk grows along the sequence. The r-th chunk from the start and the r-th
+        # from the end add up to the same work for every r.
         places = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     else:
         filled = np.concatenate([work, np.zeros(padded - length, np.int64)])
@@ -176,6 +182,8 @@ def _fastest(options: list[Tokens], work: Ints, intervals: list[tuple[Ints, Ints
         of_rank = np.repeat(np.arange(tokens.ranks), [len(runs) for runs in tokens.runs])
         pairs = np.zeros(tokens.ranks, np.int64)
         np.add.at(pairs, of_rank, before[edges[:, 1]] - before[edges[:, 0]])
+        # Computation only is already slower than the best split with communication, so the costlier count of transfers
+        # is skipped.
         if pairs.max() >= least:
             continue
         rows = np.zeros(tokens.ranks, np.int64)

@@ -30,6 +30,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     storage, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
     for x in parts:
         strides = zip(x.shape, x.stride(), (width, batch * width, x.shape[3], 1), strict=True)
+        # The stride of a dim of size 1 is arbitrary.
         lies_so = all(size == 1 or stride == wanted for size, stride, wanted in strides)
         if not lies_so or x.untyped_storage().data_ptr() != storage or x.storage_offset() != place:
             return None
@@ -44,6 +45,8 @@ def empty_like(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         parts: The given tensors.
         dtype: Dtype of the new tensors.
     """
+    # If queries, keys and values arrived as one message, their gradients are written as one message too, and need no
+    # copy before they are sent back.
     whole = joined(parts)
     if whole is None:
         return [torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts]

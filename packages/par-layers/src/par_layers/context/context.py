@@ -84,6 +84,7 @@ class Context:
             raise ValueError(f"block is {block!r}; it must be a number of tokens, 1 at least")
         named, options = ("gather", {}) if groups is None else groups.topology.modes.get(axis, ("gather", {}))
         self.mode = named if mode is None else mode
+        # The topology's options belong to the mode that it names.
         options = options if self.mode == named else {}
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}")
@@ -150,6 +151,7 @@ class Context:
                 f"length {length} does not divide by {self.ranks} ranks x {self.multiple} tensor ranks, which cut a "
                 f"rank's tokens further; use {-(-length // step) * step}, or pad=True and give tokens to the layers"
             )
+        # Padding every chunk to a multiple makes a rank's total divisible, too.
         return cut(multiple=self.multiple)
 
     def static(self, local: int) -> Tokens:
@@ -221,6 +223,8 @@ class Context:
             said = f"{rows} rows, {tokens}, masks {tuple(masks)}"
         except (ValueError, TypeError) as error:  # raised when all ranks know of it
             problem = error
+        # All ranks compare before any raises. Otherwise the ranks without an error would wait in the first collective
+        # of attention.
         if compare:
             group = None if self._groups is None or self.ranks == 1 else self._groups[self.axis]
             agree_on_batch(problem, said, [given[name] for name in along], group, self.device)
@@ -242,6 +246,8 @@ class Context:
             cut = local_batch(cut, self.positions(tokens))
             if "shift_labels" in cut:
                 targets = given["shift_labels"]
+                # The number of targets must be that of the full sequence, so the shift is computed once more for all
+                # tokens, without a split.
                 if "shift_labels" in shift:
                     alone = Tokens(tokens.length, tokens.length, tokens.documents, (((0, tokens.length),),))
                     targets = next_tokens(targets, torch.from_numpy(alone.following(0)).to(targets.device), 1)
@@ -289,6 +295,7 @@ class Context:
             ValueError: The tensors do not match each other, the tokens or the mode. Every rank raises before anything
                 is sent.
         """
+        # Dynamo cannot trace the planning, which is numpy code with caches.
         attention = self._apart if torch.compiler.is_compiling() else self._attention
         return attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)
 
@@ -398,6 +405,7 @@ class Context:
         check_heads(q, k, v, sinks)
         if scale is not None and not scale > 0:
             raise ValueError(f"scale is {scale!r}; it must be a positive number")
+        # The static split depends on the length only, so layers without `tokens` agree without communication.
         tokens = self.static(q.shape[1]) if tokens is None else tokens
         self._check(q, tokens, mask)
         return self._attend(q, k, v, sinks, tokens=tokens, mask=mask, scale=scale)

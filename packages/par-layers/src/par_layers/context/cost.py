@@ -159,11 +159,13 @@ def received(
     key_width = _key_width(shape, inside)
     tokens, rows = shape.over(outside, inside), shape.rows
     others = Fraction(tokens.local * rows * (inside - 1), inside)  # tokens of which a rank is sent its heads
+    # Both passes exchange the same sizes: the gradients of what forward has sent.
     forward = backward = 2 * others * (Fraction(shape.width, inside) + key_width)  # q, k and v there, the output back
     table = _transfers(shape, outside, inside)
     if outer_mode == "gather":
         seen = Fraction(int(table.received().sum()), outside) * (rows // len(tokens.documents))
         forward += 2 * seen * key_width
+        # Backward returns the gradients of keys and values. It also fetches both again, unless they were kept.
         backward += (2 if keep else 4) * seen * key_width
     else:
         plan = hops(table)
@@ -173,6 +175,7 @@ def received(
         one = Fraction(2 * tokens.local * rows, outside) * key_width
         forward += there * one
         backward += (there + home) * one
+    # Activation checkpointing repeats the whole forward, with its communication.
     return forward * (2 if recompute else 1) + backward
 
 
@@ -223,6 +226,7 @@ def attention_memory(
     else:
         arriving, kept = 2 * tokens.local * rows * key_width, exchanged
         forward = 2 * arriving
+        # With more than two hops, a gradient is received while another one is sent and a third is computed.
         backward = 5 * arriving if hops(_transfers(shape, outside, inside)).steps > 2 else 4 * arriving
     return AttentionMemory(exchanged + max(forward, home), 2 * exchanged + backward, kept, arriving)
 
@@ -263,7 +267,9 @@ def num_gather_parts(elements: float, key_heads: int, most: int | None = None) -
         most: Maximum number of parts; None uses the default.
     """
     if most is None:
+        # More parts overlap better, but a small message costs its latency.
         most = min(PARTS, max(1, int(elements // PART)))
+    # A part consists of full key heads, so only divisors of their number are possible.
     return next(number for number in range(min(most, key_heads), 0, -1) if key_heads % number == 0)
 
 
@@ -295,6 +301,7 @@ def _key_width(shape: AttentionShape, inside: int) -> Fraction:
             "with fewer ranks of ulysses"
         )
     each, shared = shape.heads // inside, shape.heads // shape.key_heads
+    # With fewer key heads than ranks, neighbours share a key head, and each of them receives it.
     number = sum(((rank + 1) * each - 1) // shared - rank * each // shared + 1 for rank in range(inside))
     return Fraction(number * shape.key_width, inside * shape.key_heads)
 

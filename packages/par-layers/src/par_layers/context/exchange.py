@@ -79,6 +79,7 @@ class _AllTokens(torch.autograd.Function):
         (home,) = ctx.saved_tensors
         rows = gradient.movedim(ctx.dim, 0)
         everything = rows.new_zeros((ctx.padded, *rows.shape[1:]))
+        # Padding has no gradient: its rows stay zero.
         everything[home] = rows
         reduce, ranks = functional_collectives.reduce_scatter_tensor.default, group_of_name(ctx.group).size()
         mine = finish(reduce(everything, "sum", ranks, ctx.group))

@@ -47,6 +47,8 @@ class KeyTransfers:
         """
         result = np.ones(self.tokens.ranks, bool)
         if several:
+            # The message is ordered by owner first. With several rows from several owners, the buffers' order by row
+            # differs from it.
             result[self.needs().sum(1) > 1] = False
         back = (np.diff(self.asker) == 0) & (np.diff(self.owner) < 0)
         result[self.asker[1:][back]] = False
@@ -78,6 +80,8 @@ def transfers(first: Ints, last: Ints, tokens: Tokens) -> KeyTransfers:
             begins, ends = _parts(runs, gaps[row])
             begin, end = union(first[row, begins], last[row, ends - 1])
             # Ranges are cut where another rank's tokens begin.
+            # All ranges are cut in one numpy operation, because a sequence of a million tokens may have many thousands
+            # of them.
             lowest = np.searchsorted(stops, begin, side="right")
             number = np.searchsorted(starts, end, side="left") - lowest
             of_range = np.repeat(np.arange(len(begin)), number)
@@ -98,8 +102,10 @@ def _gaps(first: Ints, last: Ints) -> Ints | None:
     Returns:
         Indices of the tokens; None if the intervals do not ascend, so that each interval needs a separate look.
     """
+    # The shortcut holds only if intervals move forward from token to token, as in all usual masks.
     if np.any(first[1:] < first[:-1]) or np.any(last[1:] < last[:-1]):
         return None
+    # Between two gaps the intervals of neighbouring tokens touch, so the union of their intervals is one range.
     return np.flatnonzero(first[1:] > last[:-1]) + 1
 
 
@@ -120,6 +126,7 @@ def union(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     if np.any(first[1:] < first[:-1]):
         order = np.argsort(first, kind="stable")
         first, last = first[order], last[order]
+    # An interval may end behind the ones that start after it, so a range continues until the largest end so far.
     reached = np.maximum.accumulate(last)
     new = np.ones(len(first), bool)
     new[1:] = first[1:] > reached[:-1]
@@ -184,6 +191,7 @@ class Fetch:
         for asker in range(tokens.ranks):
             mine = (table.owner == self.rank) & (table.asker == asker)
             for row in range(batch):
+                # Rows of the batch with the same documents share one row of the table.
                 some = mine & (table.row == (row if self._rows > 1 else 0))
                 parts.append(place[_expanded(table.start[some], table.stop[some])] + row * tokens.local)
         return np.concatenate(parts)
@@ -202,6 +210,7 @@ class Fetch:
             places.append(_expanded(table.start[some], table.stop[some]))
             rows.append(np.full(len(places[-1]), row))
         arrival = np.lexsort((np.concatenate(places), np.concatenate(rows), np.concatenate(owners)))
+        # A message that arrives in order is used in place; this saves a copy of all fetched keys.
         if np.array_equal(arrival, np.arange(len(arrival))):
             return None
         order = np.empty_like(arrival)

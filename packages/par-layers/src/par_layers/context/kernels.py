@@ -168,6 +168,7 @@ class CudaFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         _check(q, k)
+        # The packed form of the kernel takes documents one after the other, without a batch dim.
         documents = visible.documents
         if documents is None:
             out, lse, *_ = flash_attention(
@@ -234,6 +235,7 @@ class CudaFlash:
             return dq, dk, dv
         gradients = flash_attention_backward(
             *(x.flatten(0, 1) for x in (gradient, q, k, v, out)),
+            # The packed kernel has the heads first, and reads the log-sum-exp without looking at strides.
             lse.transpose(0, 1).flatten(1).contiguous(),
             *documents,
             0.0,
@@ -300,6 +302,7 @@ class CudaEfficient:
             _expanded(v, q).transpose(1, 2),
             _for_heads(visible.bias, q),
             out.transpose(1, 2),
+            # The backward kernel reads the log-sum-exp in blocks of 32 queries, as its forward has allocated it.
             torch.nn.functional.pad(lse, (0, -queries % 32)),
             number,
             number,
@@ -309,6 +312,7 @@ class CudaEfficient:
             scale=scale,
         )
         shared = (k.shape[2], -1)
+        # Query heads that share a key head each computed a gradient for their copy of it.
         dk, dv = (each.transpose(1, 2).unflatten(2, shared).sum(3) for each in (dk, dv))
         return dq.transpose(1, 2), dk, dv
 
@@ -334,12 +338,15 @@ class Math:
         values = v.to(wide)
         for rows, blocks in self._blocks(q.shape[1], k.shape[1], visible.kind):
             shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], rows.stop - rows.start)  # [B, Hk, H / Hk, q]
+            # The smallest finite number instead of -inf: the difference of two infinities would be NaN for a block
+            # without visible keys.
             largest = q.new_full((*shape, 1), torch.finfo(wide).min, dtype=wide)
             total, mixed = torch.zeros_like(largest), q.new_zeros((*shape, v.shape[3]), dtype=wide)
             for columns in blocks:
                 scores = _scores(q, k, rows, columns, visible=visible, scale=scale)
                 new = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 weights, kept = torch.exp(scores - new), torch.exp(largest - new)
+                # Earlier blocks were scaled by an older maximum, and are rescaled to the new one.
                 total = total * kept + weights.sum(-1, keepdim=True)
                 mixed = mixed * kept + products("bhgqk,bkhd->bhgqd", weights, values[:, columns])
                 largest = new
@@ -367,6 +374,8 @@ class Math:
             queries = q[:, rows].to(wide).unflatten(2, shared)
             upstream = gradient[:, rows].to(wide).unflatten(2, shared)  # [B, q, Hk, H / Hk, D]
             sums = lse[:, :, rows].unflatten(1, shared).unsqueeze(-1)
+            # The gradient of a softmax subtracts, for each query, the mean of the gradients weighted by the
+            # probabilities. That equals this product of output and its gradient.
             delta = (upstream * out[:, rows].to(wide).unflatten(2, shared)).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
             for columns in blocks:
                 weights = torch.exp(_scores(q, k, rows, columns, visible=visible, scale=scale) - sums)
@@ -379,6 +388,7 @@ class Math:
 
     def _blocks(self, queries: int, keys: int, kind: Kind) -> list[tuple[slice, list[slice]]]:
         """Blocks of queries, each with the blocks of keys of which it sees any."""
+        # Wider blocks of keys mean fewer calls; the number of queries bounds the memory of a block.
         wide = 4 * self.block
         result = []
         for start in range(0, queries, self.block):
@@ -436,6 +446,7 @@ def choose_kernels(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512)
     """
     device, dtype, head = q.device, q.dtype, q.shape[3]
     math = Math(block)
+    # torch's flash kernels require values of the queries' head size.
     if kernel == "math" or head != v.shape[3]:
         return Kernels(math, math)
     if device.type == "cpu" and dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}:
@@ -445,6 +456,7 @@ def choose_kernels(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512)
         masked: Kernel = (
             CudaEfficient() if (halves or dtype == torch.float32) and head * dtype.itemsize % 16 == 0 else math
         )
+        # These are the limits of FlashAttention; torch would raise in its kernel.
         if halves and head % 8 == 0 and head <= 256:
             return Kernels(CudaFlash(), masked)
         return Kernels(masked, masked)
@@ -490,5 +502,6 @@ def _for_heads(bias: Tensor | None, q: Tensor) -> Tensor | None:
     if bias is None:
         return None
     columns = bias.shape[1]
+    # Only the stride of the rows must be aligned, so the mask is a view of a wider tensor.
     aligned = torch.nn.functional.pad(bias, (0, -columns % 16))[:, :columns]
     return aligned.expand(q.shape[0], q.shape[2], -1, -1)

@@ -99,6 +99,7 @@ class Mask:
                 f"0 <= first <= last <= {len(begin)} must hold"
             )
         mask = cls()
+        # Bytes instead of arrays, because a mask must be hashable: plans are cached by mask and tokens.
         object.__setattr__(mask, "_given", (begin.tobytes(), end.tobytes()))
         return mask
 
@@ -126,12 +127,14 @@ class Mask:
                 )
             first = np.maximum(np.concatenate([first, place[tokens.length :]]), start)
             last = np.minimum(np.concatenate([last, place[tokens.length :]]), stop)
+            # An interval of another document becomes empty instead of negative.
             return first, np.maximum(first, last)
         first, last = start, np.minimum(stop, place + 1) if self.causal else stop
         if self.window is not None:
             first = np.maximum(first, place - self.window + 1)
             last = last if self.causal else np.minimum(last, place + self.window)
         if self.chunk is not None:
+            # Chunks are counted from the beginning of the document, not of the row.
             chunk = place - (place - start) % self.chunk
             first, last = np.maximum(first, chunk), np.minimum(last, chunk + self.chunk)
         if self.prefix:

@@ -34,6 +34,7 @@ def spans_in_order(pieces: Sequence[AttentionPiece], queries: int) -> tuple[list
     result = []
     for piece in pieces:
         result.append(tuple((piece.q0 + a, piece.q0 + b, not old) for a, b, old in runs(begun[piece.q0 : piece.q1])))
+        # The first piece of a query overwrites the memory, so the running sum needs no initialization.
         begun[piece.q0 : piece.q1] = True
     return result, tuple((a, b) for a, b, seen in runs(begun) if not seen)
 
@@ -79,6 +80,8 @@ class RunningSoftmax:
                 continue
             old, new = self.lse[:, :, begin:end], lse[:, :, a:b]
             weight = torch.sigmoid(new - old).transpose(1, 2).unsqueeze(-1)
+            # The sigmoid is the weight of the new piece in the sum of both; it cannot overflow, unlike the two
+            # exponentials themselves.
             self.out[:, begin:end].lerp_(out[:, a:b].to(self.out.dtype), weight)
             old.copy_(torch.logaddexp(old, new))
 
@@ -105,6 +108,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of the sinks, [H], from the final output, its gradient, and the final log-sum-exp."""
+    # A sink only scales a head's output down, so its gradient depends on the output and the output's gradient.
     along = products("bshd,bshd->bhs", gradient.to(lse.dtype), out.to(lse.dtype))
     weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -(weights * along).sum((0, 2)).to(sinks.dtype)

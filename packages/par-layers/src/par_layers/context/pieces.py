@@ -121,6 +121,8 @@ def pieces(
     found = _stretches(low, high)
     result = _documents(found, low, high, windows="window" in joins) if "documents" in joins else []
     for start, stop, slope in _worth_a_piece(found, result):
+        # Slopes are the changes of both ends of the interval from query to query. Each combination has a shape that
+        # kernels compute without a mask, except for the general case at the end.
         if slope == (0, 0):
             result.append(AttentionPiece(start, stop, int(low[start]), int(high[start]), "full"))
         elif slope == (0, 1):
@@ -131,18 +133,22 @@ def pieces(
         elif slope == (1, 0) and "window" in joins:
             result.append(AttentionPiece(start, stop, int(low[start]), int(high[start]), "anti"))
         elif slope == (1, 1) and "narrow" in joins and high[start] - low[start] <= NARROW:
+            # A block of about the window's width keeps the hidden share of the masked rectangle near a half.
             step = min(max(block // 2, 1), max(int(high[start] - low[start]), 64))
             for q in range(start, stop, step):
                 end = min(q + step, stop)
                 result.append(AttentionPiece(q, end, int(low[q]), int(high[end - 1]), "band"))
         elif slope is not None:
             width = int(high[start] - low[start])
+            # Larger steps need fewer pieces, but the queries of a piece must share keys, which limits a piece to the
+            # window's width.
             step = min(block, max(width, 64)) if slope == (1, 1) else block
             for q in range(start, stop, step):
                 result.extend(_moving(q, min(q + step, stop), low, high))
         else:
             for q0, q1 in _blocks(low[start:stop], high[start:stop], block):
                 result.extend(_irregular(start + q0, start + q1, low, high))
+    # Joined documents were found first; sorting restores the order of the queries.
     return sorted(result) if "documents" in joins else result
 
 
@@ -165,6 +171,7 @@ def _stretches(low: Ints, high: Ints) -> Stretches:
     visible = high > low
     if not visible.any():
         return Stretches(*(np.zeros(0, np.int64),) * 3)
+    # The intervals move by 0 or 1 in nearly all masks, and runs of equal steps are the regular shapes.
     by_low, by_high = np.diff(low), np.diff(high)
     regular = visible[1:] & visible[:-1] & (by_low >= 0) & (by_low <= 1) & (by_high >= 0) & (by_high <= 1)
     step = np.where(regular, 2 * by_low + by_high, -1)  # from each query to the next
@@ -178,6 +185,7 @@ def _stretches(low: Ints, high: Ints) -> Stretches:
     starts, stops, kinds = first_step[chosen], last_step[chosen] + 1, kind[chosen]
     if len(starts):
         starts[1:] = np.maximum(starts[1:], stops[:-1])
+    # One query sees one range, whatever its neighbours do.
     kinds = np.where(stops - starts == 1, 0, kinds)
     covered = np.zeros(len(low) + 1, np.int64)
     np.add.at(covered, starts, 1)
@@ -203,6 +211,7 @@ def _worth_a_piece(found: Stretches, joined: list[AttentionPiece]) -> Iterator[t
         starts, stops, kinds = starts[left], stops[left], kinds[left]
     if not len(starts):
         return
+    # Many short documents, as in packed sequences, would otherwise cost a kernel call each.
     short = stops - starts < SHORT
     # Short ranges that touch are one.
     begins = np.ones(len(starts), bool)
@@ -279,6 +288,8 @@ class _PieceGroup:
         full = {self._full, None if one.q1 - one.q0 == 1 else one.kind == "full"} - {None}
         if self._documents and (one.q0, one.k0) != (self._documents[-1].q1, self._documents[-1].k1):
             return False
+        # One kernel call has one kind and one window, so only documents that fit both can be joined. A document shorter
+        # than the window fits any.
         if len(lefts) > 1 or len(full) > 1 or (lefts and (longest > min(lefts) + 1 or full == {True})):
             return False
         self._documents.append(one)
@@ -304,6 +315,7 @@ def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iter
         yield AttentionPiece(start, stop, low, high - 1 + queries, "causal")
         return
     if high - 1 > low:
+        # The key at `high - 1` belongs to the square, whose diagonal it begins.
         yield AttentionPiece(start, stop, low, high - 1, "full")
     yield AttentionPiece(start, stop, high - 1, high - 1 + queries, "causal")
 
@@ -312,9 +324,11 @@ def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[AttentionP
     """Yield pieces for a first visible key that moves, with a last visible key that moves or stays."""
     queries, begin, end = stop - start, int(low[start]), int(high[start])
     last = int(high[stop - 1])
+    # The square at the moving first key needs as many keys as queries.
     if queries > end - begin or queries < SHORT:
         yield from _irregular(start, stop, low, high)
         return
+    # Query i stops seeing the first i keys: an upper triangle.
     yield AttentionPiece(start, stop, begin, begin + queries, "anti")
     if last == end:
         if begin + queries < end:
@@ -334,6 +348,7 @@ def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Attenti
     begin, inner, outer, end = int(lows.min()), int(lows.max()), int(highs.min()), int(highs.max())
     left = inner + 1 if inner > begin else inner  # one key that all see, so that each query sees something
     right = outer - 1 if outer < end else outer
+    # Splitting off the unmasked middle saves less than the call that it costs.
     if (stop - start) * (right - left) < CALL and (begin < inner or outer < end):
         yield AttentionPiece(start, stop, begin, end, "band")
         return
@@ -362,8 +377,12 @@ def _blocks(low: Ints, high: Ints, block: int) -> list[tuple[int, int]]:
         end = np.concatenate([end, end[len(end) - padding :]]).reshape(blocks, 2).max(1)
         apart = np.concatenate([cost, np.zeros(padding, np.int64)]).reshape(blocks, 2).sum(1)
         rows = np.minimum(np.arange(1, blocks + 1) * size, number) - np.arange(blocks) * size
+        # A merged block computes the hull of its queries' intervals; separate blocks compute less, but cost a call
+        # each.
         together = rows * (end - begin) + CALL
         taken.append(together <= apart)
+        # Sizes double, so the best choice for each block of this size is known from the blocks of the size before
+        # (dynamic programming).
         cost = np.minimum(together, apart)
     result: list[tuple[int, int]] = []
     stack = [(len(taken) - 1, index) for index in range(len(taken[-1]))][::-1]

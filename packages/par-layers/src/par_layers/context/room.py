@@ -28,6 +28,8 @@ class MessageBuffer:
             elements: Number of elements.
             like: Tensor with the dtype and the device.
         """
+        # Accelerators have a caching allocator. On a CPU a large allocation maps fresh pages, whose first touch is
+        # slow.
         if like.device.type != "cpu" or not may_overwrite():
             yield like.new_empty(elements)
             return
@@ -40,6 +42,7 @@ class MessageBuffer:
             with torch.inference_mode(mode=False):  # a training step may write to it after an evaluation
                 memory = torch.empty(size, dtype=torch.uint8)
         yield memory[:size].view(like.dtype)
+        # Not reached if the block raises: a message may then still be in flight into this memory.
         self._free[:] = [memory]
 
     def __reduce__(self) -> tuple[type["MessageBuffer"], tuple[()]]:

@@ -70,12 +70,14 @@ def make_work(
     remaining = iter(spans)
     result = []
     for keys, of_buffer in zip(buffers, found, strict=True):
+        # Only masked pieces need bounds, and most masks have none.
         low, high = seen(first, last, queries, keys) if any(p.kind == "band" for p in of_buffer) else (None, None)
         steps = []
         for piece in of_buffer:
             bounds = None
             if piece.kind == "band" and low is not None and high is not None:
                 rows = slice(piece.q0, piece.q1)
+                # A piece may cover a part of the keys, so bounds are clipped to it and counted from its first key.
                 bounds = np.stack([low[rows], high[rows]]).clip(piece.k0, piece.k1) - piece.k0
             steps.append(PieceStep(piece, next(remaining), bounds))
         result.append(tuple(steps))
@@ -113,6 +115,7 @@ class Masks:
         bounds = step.bounds
         if bounds is None:
             bounds = np.stack([np.arange(queries), np.full(queries, keys)])
+        # Equal shapes of masks occur again in every layer and in many pieces, so masks are cached by their content.
         key = (like.device, like.dtype, queries, keys, bounds.tobytes())
 
         def make() -> Tensor:
@@ -211,6 +214,7 @@ class Gradient:
         for begin, end, old in runs(self._begun[start:stop]):
             into, given = self._total[:, start + begin : start + end], part[:, begin:end]
             if old:
+                # The order of pieces is fixed by the plan, so the sum is the same in every run.
                 into += given
             else:
                 into.copy_(given)
@@ -303,6 +307,7 @@ class SavedAttention(NamedTuple):
             beside: Whether the gradients share one tensor if q, k and v do, because ulysses sends them as one message.
         """
         wide, inputs = wide_dtype(self.q.dtype), (self.q, self.k, self.v)
+        # Gradients that are laid out like the received message can be returned without a copy.
         if beside:
             dq, dk, dv = empty_like(inputs, wide)
         else:
@@ -353,6 +358,7 @@ def halves(steps: Sequence[PieceStep]) -> tuple[tuple[PieceStep, ...], tuple[Pie
     """Split steps into two parts of about the same work, one to overlap with each of two transfers."""
     half, done = sum(step.piece.pairs for step in steps) / 2, 0
     for number, step in enumerate(steps):
+        # The piece in the middle goes to the part that it fits better.
         if done + step.piece.pairs / 2 >= half:
             return tuple(steps[:number]), tuple(steps[number:])
         done += step.piece.pairs

@@ -46,6 +46,7 @@ class Tokens:
             check_documents(row, self.length)
         if not self.documents:
             raise ValueError("documents=() has no row; give the lengths of one row's documents at least")
+        # A gap or an overlap would silently drop tokens or count them twice.
         held = sorted(run for runs in self.runs for run in runs)
         covered = held and held[0][0] == 0 and held[-1][1] == self.padded >= self.length
         if not covered or any(a[1] != b[0] for a, b in pairwise(held)) or any(start >= stop for start, stop in held):
@@ -98,6 +99,7 @@ class Tokens:
     def home(self) -> Ints:
         """Return the index of each token of the full row in the concatenation of all ranks' tokens, int64 [length]."""
         places = np.empty(self.padded, np.int64)
+        # This inverts the order in which ranks hold the tokens.
         places[np.concatenate([self.index(rank) for rank in range(self.ranks)])] = np.arange(self.padded)
         return places[: self.length]
 
@@ -111,6 +113,7 @@ class Tokens:
         for row in self.documents:
             lengths = np.array(row, np.int64)
             ends = np.cumsum(lengths)
+            # Padding tokens get documents of length zero, so they see nothing and no token sees them.
             starts.append(np.concatenate([np.repeat(ends - lengths, lengths), padding]))
             stops.append(np.concatenate([np.repeat(ends, lengths), padding]))
         return np.stack(starts), np.stack(stops)
@@ -141,6 +144,8 @@ class Tokens:
         groups = [
             [run for runs in self.runs[rank : rank + ranks] for run in runs] for rank in range(0, self.ranks, ranks)
         ]
+        # After the exchange of tokens for heads, a rank concatenates its neighbours' tokens, which kernels need in
+        # order.
         if any(groups_runs != sorted(groups_runs) for groups_runs in groups):
             raise ValueError(
                 f"groups of {ranks} ranks do not hold their tokens in ascending order; cut with inner={ranks}"

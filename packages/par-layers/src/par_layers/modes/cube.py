@@ -63,6 +63,7 @@ class _CubeMatmul(torch.autograd.Function):
         ctx.cube, ctx.hook = cube, hook
         save_operands(ctx, x, weight)
         gathering_x = start_all_gather(x, cube.gather)  # [B/d, ..., K/d]
+        # Both gathers are in flight together, over different communicators.
         gathering_weight = start_all_gather(weight, cube.weight)  # [N/d, K/d]
         whole_weight = finish_all_gather_on(gathering_weight, cube.weight, cube.weight_dim)
         partial = finish(gathering_x) @ whole_weight.t()  # a sum over `scatter` is still to come
@@ -75,6 +76,8 @@ class _CubeMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         cube: Cube = ctx.cube
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # All gathers are started before the first wait. They use different communicators, and each is needed as late as
+        # possible.
         gathering_gradient = start_all_gather(gradient, cube.scatter)  # [B/d, ..., N/d]
         gathering_weight = start_all_gather(weight, cube.weight) if needs_x else None
         gathering_x = start_all_gather(x, cube.gather) if needs_weight and ctx.hook is None else None
@@ -82,10 +85,13 @@ class _CubeMatmul(torch.autograd.Function):
         scattering = of_weight = None
         if gathering_weight is not None:
             whole_weight = finish_all_gather_on(gathering_weight, cube.weight, cube.weight_dim)
+            # The input gradient comes first, because its reduce-scatter can overlap with the weight gradient.
             scattering = start_reduce_scatter(upstream @ whole_weight, cube.gather)
         if gathering_x is not None:
             of_weight = _weight_gradient(gathering_x, upstream, cube)
         elif needs_weight:
+            # The gather of x is part of the deferred computation: all ranks defer in the same order, so it stays
+            # matched.
             ctx.hook(WeightGradient(weight, lambda: _weight_gradient(start_all_gather(x, cube.gather), upstream, cube)))
         return None if scattering is None else finish(scattering), of_weight, None, None
 

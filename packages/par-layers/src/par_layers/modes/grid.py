@@ -63,6 +63,7 @@ class Grid:
 
     def rank_on(self, axis: str) -> int:
         """Return this rank's coordinate on one axis."""
+        # One device is a grid with one rank on every axis, so that layers need no special case.
         return 0 if self.groups is None else self.groups.rank(axis)
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
@@ -74,6 +75,7 @@ class Grid:
         if self.groups is None:
             raise RuntimeError(f"one device has no group over {axes}; a bug of par-layers")
         axes = self.known(axes)
+        # A group over one axis is declared by the axis's name, a joint group by the tuple of names.
         return self.groups[axes if len(axes) > 1 else axes[0]]
 
     def larger(self, axes: Sequence[str]) -> Axes:
@@ -102,6 +104,7 @@ class Grid:
         if self.topology is None:
             return []
         home = self.topology.views.get(self.view or "", self.topology)
+        # Pipeline stages hold different layers, so their ranks never hold the same parameter.
         differ = {*self.known(cut_by), "pipeline"}
         return [axis for axis in home.axes if axis not in differ]
 

@@ -77,5 +77,6 @@ def part(length: int, axes: Axes, grid: Grid, what: str) -> slice:
     if length % parts:
         raise ValueError(f"{what} is {length}, which does not divide by {parts} ranks ({' x '.join(axes)}); pad it")
     share = length // parts
+    # The index is row-major over the axes, so a dim that several axes split is split by the slowest one first.
     start = grid.index(axes) * share
     return slice(start, start + share)

@@ -65,6 +65,7 @@ def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> ModeRules
         signature.bind(grid, **options)
     except TypeError as error:
         raise ValueError(f"mode {mode!r} does not take the options {options}: {error}; it takes {signature}") from None
+    # The options were checked above even for one rank, so that a wrong option fails on a laptop, too.
     return function(grid, **options) if grid.size(grid.tensor_axes) > 1 else ModeRules()
 
 
@@ -110,6 +111,7 @@ def _square(grid: Grid, depth: Axes) -> ModeRules:
     product = Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
     cut = WeightSharding(rows=("col",), columns=("row",), sum_over=depth)
     q = grid.size(("col",))
+    # A classifier multiplies by the transposed table, so the ranks (row, col) and (col, row) exchange their blocks.
     transposed = (grid.index(depth) * q + grid.rank_on("col")) * q + grid.rank_on("row")  # of the tensor group
     return ModeRules(
         residual=layout,
@@ -138,6 +140,8 @@ def _three_d(grid: Grid) -> ModeRules:
         row=WeightSharding(rows=("output",), columns=("input", "weight")),
         column_product=Cube(gather=incoming, scatter=outgoing, weight=weight),
         row_product=Cube(gather=outgoing, scatter=incoming, weight=weight),
+        # The inner layout has "input" and "output" swapped; a rank's activations therefore move to the rank with
+        # swapped coordinates.
         to_residual=lambda y: exchange(y, cube, (i * d + o) * d + w),
         vocabulary=("input",),
         vocabulary_gathered=("weight",),

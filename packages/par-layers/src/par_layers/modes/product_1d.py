@@ -68,6 +68,8 @@ class Column1D:
     ) -> Tensor:
         """Multiply [..., K] or [B, S/p, K] by [N/p, K]; return [..., N/p] or [B, S, N/p]."""
         if linear is not None:
+            # The user's function needs plain tensors, so the communication is wrapped around it instead of fused into
+            # one autograd function.
             whole = all_gather_to(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
             return linear(whole, weight, bias)
         function = _SequenceColumn if self.sequence else _ColumnMatmul
@@ -105,6 +107,8 @@ class Row1D:
             summed = reduce_from(partial, self.group)
         if bias is None:
             return summed
+        # Each rank would add the bias to its partial sum, and it would count once per rank; so it is added after the
+        # sum.
         return summed.add_(bias) if may_overwrite() else summed + bias
 
 
@@ -125,6 +129,7 @@ class _ColumnMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])
+        # The input gradient is computed first, so that its all-reduce runs during the matmul of the weight gradient.
         summed = start_all_reduce_(rows.mm(weight), ctx.group) if needs_x else None
         of_weight = weight_gradient(rows, x, weight, ctx.hook) if needs_weight else None
         of_bias = rows.sum(0) if needs_bias else None
@@ -148,6 +153,7 @@ class _SequenceColumn(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Saving the gathered input would cost p times the memory, and this gather hides behind the input gradient.
         gathering = start_all_gather(x, ctx.group) if needs_weight else None
         scattering = start_reduce_scatter_on(gradient @ weight, ctx.group, SEQUENCE) if needs_x else None
         of_weight = None
@@ -186,6 +192,8 @@ def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
         weight: The weight.
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
+    # A frozen weight, as under LoRA, needs no input for its gradient; not saving it is most of the memory of such
+    # layers.
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x or ctx.hook is not None else None)
 
 

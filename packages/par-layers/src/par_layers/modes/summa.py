@@ -60,6 +60,7 @@ class Summa:
         started = self._start(0, x, weight)
         for k in range(self.q):
             blocks, works = started
+            # The next blocks are broadcast while this one is multiplied; two blocks are in memory at a time.
             if k + 1 < self.q:
                 started = self._start(k + 1, x, weight)
             for work in works:
@@ -78,6 +79,7 @@ class _SummaMatmul(torch.autograd.Function):
         ctx.square, ctx.hook = square, hook
         save_operands(ctx, x, weight)
         tokens = x.flatten(0, -2)
+        # The blocks of K add up in place, in the same order on all ranks.
         product = x.new_zeros(tokens.shape[0], weight.shape[0])
         for _, x_block, w_block in square.blocks(tokens, weight):
             product.addmm_(x_block, w_block.t())
@@ -91,6 +93,8 @@ class _SummaMatmul(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         upstream, square = gradient.flatten(0, -2), ctx.square
         of_x = of_weight = None
+        # Each gradient needs the other operand's blocks. Together they share one loop, whose broadcasts overlap with
+        # both matmuls.
         if needs_x and needs_weight and ctx.hook is None:
             of_x, of_weight = _both_gradients(x.flatten(0, -2), weight, upstream, square)
         elif needs_x:

@@ -58,6 +58,8 @@ class SequenceAttention:
         self._gather = GatherOptions(outer, options.get("parts"), options.get("keep", False))
         self._ring = RingOptions(outer, outer)
         if groups is not None and self._is_ring and groups.size(self._outer) > 1:
+            # Keys and gradients travel in opposite phases of backward. On one communicator, one of them would wait
+            # behind the other.
             keys, gradients = channels_of(groups, self._outer)
             self._ring = RingOptions(keys.group_name, gradients.group_name)
         self.plan = lru_cache(PLANS)(self._make_plan)
@@ -88,6 +90,7 @@ class SequenceAttention:
         Returns:
             Output [B, s, H, D].
         """
+        # The plan depends on the kernel: some kernels compute masks in one call for which others need several pieces.
         kernels = choose_kernels(q, v, self._kernel, self._block)
         plan = self.plan(tokens, mask, kernels.joins)
         how = AttentionOptions(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)

@@ -109,8 +109,10 @@ class KeyExchange:
         head = k.shape[3]
         message = k.new_empty((sum(self.sent), k.shape[2], head + v.shape[3]))
         for place, index in zip(self._places, self.index, strict=True):
+            # Keys and values travel as one message, because each message costs a latency.
             message[place, :, :head] = flat_k[index]
             message[place, :, head:] = flat_v[index]
+        # The message is returned as well, because its memory must stay until the exchange has ended.
         return [message, functional_collectives.all_to_all_single.default(message, self.received, self.sent, group)]
 
     def finish(self, started: list[Tensor]) -> Tensor:
@@ -127,6 +129,7 @@ class KeyExchange:
         if self.order is None:
             return gradients
         message = torch.empty_like(gradients)
+        # This is the inverse of the order in `finish`: gradients go back in the order in which the keys arrived.
         message[self.order] = gradients
         return message
 
@@ -143,6 +146,8 @@ class KeyExchange:
                 flat_k[index] += arrived[place, :, :head]
                 flat_v[index] += arrived[place, :, head:]
             else:
+                # The indices of one rank are distinct. Ranks are added one after the other, so the sum does not depend
+                # on their timing.
                 flat_k.index_add_(0, index, arrived[place, :, :head].to(dk.dtype))
                 flat_v.index_add_(0, index, arrived[place, :, head:].to(dv.dtype))
 
@@ -205,6 +210,7 @@ class GatherOptions:
 
         The parts are identical on all ranks. If no rank fetches keys, one part holds all heads.
         """
+        # Without an exchange there is nothing to overlap, and one kernel call for all heads is fastest.
         if plan.most == 0:
             return [(slice(None), slice(None))]
         fetched = plan.most / len(plan.works) * k.shape[2] * (k.shape[3] + v.shape[3])
@@ -239,6 +245,7 @@ class _GatherAttention(torch.autograd.Function):
             _, heads = parts[number]
             return exchange.start(k[:, :, heads], v[:, :, heads], options.group)
 
+        # The first exchange runs while attention to the local keys is computed, which needs no communication.
         started = start(0)
         for number, (heads, key_heads) in enumerate(parts):
             totals = [RunningSoftmax(out[row, :, heads], lse[row, heads], work.unseeing) for row, work in rows]
@@ -246,6 +253,7 @@ class _GatherAttention(torch.autograd.Function):
                 how.forward(work.buffers[0], q[row, :, heads], k[row, :, key_heads], v[row, :, key_heads], total)
             if exchange is None or started is None:
                 continue
+            # The next part is requested before this one is computed, so that communication and computation overlap.
             fetched, started = exchange.finish(started), start(number + 1)
             for (row, work), total, both in zip(rows, totals, exchange.rows(fetched, plan.works), strict=True):
                 how.forward(work.buffers[1], q[row, :, heads], both[..., :head], both[..., head:], total)
@@ -253,6 +261,8 @@ class _GatherAttention(torch.autograd.Function):
                 kept.append(fetched)
         if sinks is not None:
             add_sinks_(out, lse, sinks)
+        # Only the sum over pieces needs the wide dtype; saving it would double the memory of attention for 16-bit
+        # models.
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *kept)
         ctx.plan, ctx.how, ctx.options = plan, how, options
@@ -264,12 +274,15 @@ class _GatherAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         plan, how, options = ctx.plan, ctx.how, ctx.options
         head, saved = k.shape[3], SavedAttention(plain(gradient), q, k, v, out, lse)
+        # The gradients of fetched keys are added to the local ones by index, which needs separate tensors.
         dq, dk, dv = saved.empty_gradients(beside=plan.most == 0)
         rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, v, plan)
         exchange = None if plan.most == 0 else plan.exchange(q.shape[0], q.device)
         queries = [[saved.queries(dq, row, heads) for row, _ in rows] for heads, _ in parts]
         keys = [[saved.keys(dk, dv, row, heads) for row, _ in rows] for _, heads in parts]
 
+        # The local keys are computed in halves, to have work for each of the two transfers of a part: its keys here,
+        # and their gradients back.
         def local(number: int, half: int) -> None:
             """Compute one half of the local keys, for the heads of a part."""
             for (_, work), of_row, buffer in zip(rows, queries[number], keys[number], strict=True):
@@ -303,12 +316,17 @@ class _GatherAttention(torch.autograd.Function):
         started = start(0)
         for number in range(len(parts)):
             local(number, 0)  # while this part's keys are under way
+            # The gradients of the part before have had a part's computation to arrive.
             come_home(number - 1)
             if exchange is not None:
                 fetched = [kept[number] if started is None else exchange.finish(started)]
                 started = start(number + 1)
+                # `pop` drops the last reference to the fetched keys, so that they are free when the message of
+                # gradients is made.
                 gradients = exchange.by_rank(foreign(number, exchange, fetched.pop()))
                 homes[number] = exchange.start_home(gradients, options.group)
+                # The exchange holds the message until it has ended; this name would hold it for the rest of the
+                # iteration.
                 del gradients
             local(number, 1)  # while their gradients are
             for buffer in keys[number]:

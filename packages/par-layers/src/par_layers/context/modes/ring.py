@@ -100,6 +100,8 @@ def channels_of(groups: ProcessGroups, axes: Axes) -> tuple[dist.ProcessGroup, d
     try:
         first, second = groups.channels(axes, 2)
     except ValueError:
+        # The topology did not declare the channels, so all ranks of the world come here together, when they make their
+        # context.
         groups.add(Channels(axes, 2))
         first, second = groups.channels(axes, 2)
     return first, second
@@ -147,6 +149,7 @@ class _Ring(torch.autograd.Function):
         totals = [RunningSoftmax(out[row], lse[row], work.unseeing) for row, work in rows]
         travelling = TravellingKeys(plan, k, v, options.keys)
         for hop in range(plan.hops.steps + 1):
+            # The next keys are in flight while the current ones are used.
             here = travelling.start(hop + 1)
             for (row, work), total in zip(rows, totals, strict=True):
                 if hop == 0:
@@ -180,6 +183,7 @@ class _Ring(torch.autograd.Function):
                 for (_, work), of_row, keys in zip(rows, queries, local, strict=True):
                     how.backward(work.buffers[0], of_row, keys)
                     keys.finish()
+            # Some ranks only forward keys that they do not see.
             elif here is not None and any(work.buffers[hop] for _, work in rows):
                 own = torch.empty((*k.shape[:3], head + v.shape[3]), dtype=dq.dtype, device=k.device)
                 for (row, work), of_row in zip(rows, queries, strict=True):
@@ -189,10 +193,12 @@ class _Ring(torch.autograd.Function):
                 del keys
             del here  # so that its memory is free when the next keys and gradients arrive
             travelling.finish()
+            # Gradients follow the keys one hop later, because a rank adds its own gradient first.
             if hop > 0:
                 home.pass_on(hop, own, k, v)
         for of_row in queries:
             of_row.finish()
+        # The gradients of the local keys arrive last, after the local ones are complete.
         arrived = home.arrived()
         if arrived is not None:
             arrived = arrived.to(dk.device)
@@ -231,8 +237,10 @@ class TravellingKeys:
         if plan.receives(hop):
             device = sendable(torch.empty(0, device=self._device), group).device
             self._next = torch.empty(self._shape, dtype=self._dtype, device=device)
+            # Receives are posted before sends, so that an arriving message always finds its buffer.
             batch.append(_receive(self._next, (plan.rank - 1) % plan.ranks, group))
         if plan.sends(hop):
+            # Only the first hop sends the rank's own keys; later hops forward what has arrived.
             message = here if own is None else torch.cat(own, -1)
             if message is None:
                 raise RuntimeError(f"rank {plan.rank} holds no keys to send in hop {hop}; a bug of par-layers")
@@ -275,6 +283,8 @@ class HomewardGradients:
             v: Local values.
         """
         plan, total = self._plan, own
+        # The gradients that arrived with the keys of this hop are needed now, and the previous send must have left its
+        # memory.
         self._wait()
         if self._incoming is not None:
             received = self._incoming.to(k.device)
@@ -284,6 +294,7 @@ class HomewardGradients:
         group, batch = group_of_name(self._group), []
         owner, following = plan.owner(hop), (plan.rank - 1 - hop) % plan.ranks
         like = sendable(k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3])), group)
+        # The next keys to arrive already have a gradient if a rank between their owner and this one has seen them.
         if plan.has_gradient(following, hop) and hop < plan.hops.far[following]:
             self._incoming = torch.empty_like(like)
             batch.append(_receive(self._incoming, (plan.rank - 1) % plan.ranks, group))
@@ -292,6 +303,8 @@ class HomewardGradients:
             batch.append(_receive(self._home, (plan.rank + hop) % plan.ranks, group))
         if plan.has_gradient(owner, hop) and total is not None:
             self._sent = sendable(total.to(k.dtype), group)
+            # The last rank that sees the keys sends the sum directly to their owner, instead of around the rest of the
+            # ring.
             peer = (plan.rank + 1) % plan.ranks if hop < plan.hops.far[owner] else owner
             batch.append(_send(self._sent, peer, group))
         self._works = dist.batch_isend_irecv(batch) if batch else []

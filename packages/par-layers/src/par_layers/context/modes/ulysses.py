@@ -51,6 +51,8 @@ class HeadShares:
     def keys_of(self, rank: int) -> range:
         """Return the key heads that a rank's query heads use."""
         shared, first = self.heads // self.key_heads, rank * self.mine
+        # Query heads of one rank may begin in the middle of a group that shares a key head, so neighbours may use the
+        # same key head.
         return range(first // shared, (first + self.mine - 1) // shared + 1)
 
     @cached_property
@@ -64,6 +66,8 @@ class HeadShares:
         users = [
             [h // shared for h in range(self.rank * self.mine, (self.rank + 1) * self.mine)].count(key) for key in keys
         ]
+        # Kernels support grouped heads if every key head has equally many query heads. Otherwise key heads are repeated
+        # to make the groups equal.
         if len(set(users)) == 1:
             return None
         size = next(size for size in range(min(users), 0, -1) if all(number % size == 0 for number in users))
@@ -111,6 +115,7 @@ class _ToHeads(torch.autograd.Function):
         widths = [_widths(shares, rank, q, k, v) for rank in range(shares.ranks)]
         ctx.widths = widths
         sent, sizes = [batch * s * sum(width) for width in widths], widths[shares.rank]
+        # The message is only alive during the exchange, and every layer needs one of this size.
         with shares.room.of(sum(sent), q) as message:
             for rank, part in enumerate(message.split(sent)):
                 keys = shares.keys_of(rank)
@@ -129,6 +134,7 @@ class _ToHeads(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         shares, (of_q, of_k, of_v) = ctx.shares, ctx.shapes
         batch, s = of_q[:2]
+        # The attention kernel has written the gradients into one tensor if it could, which is then the message.
         message = joined((dq, dk, dv))  # the tokens of rank 0 first
         if message is None:
             message = _pack(dq.new_empty(dq.numel() + dk.numel() + dv.numel()), dq, dk, dv)
@@ -147,6 +153,8 @@ class _ToHeads(torch.autograd.Function):
                 for total, arriving in ((keys, arriving_keys), (values, arriving_values)):
                     total[:, :, places.start : written] += arriving[:, :, :shared]
                     total[:, :, written : places.stop] = arriving[:, :, shared:]
+                # Ranks hold ascending key heads, so a key head that two ranks share is always the last of one and the
+                # first of the next.
                 written = places.stop
         return queries, keys, values, None
 
