@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from par_zero.offload.disk import Disk, DiskBuffer
-from par_zero.offload.pieces import StateBlock, blocks
+from par_zero.offload.disk import Disk
+from par_zero.offload.pieces import StateBlock, lay_out_blocks
+from par_zero.offload.staging import StagingBuffer
 
 Contender = tuple[Callable[[], None], Callable[[], None]]
 """What comes before a step, and the step, which is measured."""
@@ -23,9 +24,9 @@ def moving(parameters: int, folder: str, piece: int, ahead: int, threads: int) -
     """
     count = piece // 4
     sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
-    places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, None) for size in sizes)
+    places = lay_out_blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, None) for size in sizes)
     disk = Disk(folder, sum(place.size for place in places), threads)
-    ring = [DiskBuffer(places[0].size) for _ in range(ahead)]
+    ring = [StagingBuffer(places[0].size) for _ in range(ahead)]
 
     def part(number: int, place: StateBlock) -> memoryview:
         return ring[number % ahead].bytes[: place.size]

@@ -9,7 +9,7 @@ from .known.scope import update_scope_of
 from .layout.buffers import buffer_elements
 from .layout.sharers import DataParallelGroup
 from .layout.sizes import ChunkSize, chunk_sizes
-from .offload.stream import DiskUsage
+from .offload.tier import DiskUsage
 from .optimizer.probe import find_scope_violation, state_counter_bytes, state_slots
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace

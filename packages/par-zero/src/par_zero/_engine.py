@@ -32,8 +32,8 @@ from .layout.meter import Meter
 from .layout.packed import PackedParameters
 from .layout.sharers import Sharers
 from .layout.units import called
-from .offload.away import OffloadPlan
-from .offload.stream import DiskStream, DiskUsage
+from .offload.plan import OffloadPlan
+from .offload.tier import DiskTier, DiskUsage
 from .optimizer.apart import SliceSplitter
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
@@ -58,7 +58,7 @@ class Engine:
         units: The modules that are gathered by themselves, at stage 3.
         assemblies: What is put together from parts for an optimizer, by the optimizer's number.
         inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
-        away: Which state of the optimizers lies elsewhere; None: all of it is where they make it.
+        offload: Tiers of the chunks. None: nothing is offloaded.
         room: What units that are whole have room for, at stage 3; None: they are freed when the next begins.
     """
 
@@ -73,7 +73,7 @@ class Engine:
         *,
         assemblies: Mapping[int, Assembly],
         inflight: int | None,
-        away: OffloadPlan | None = None,
+        offload: OffloadPlan | None = None,
         room: Room | None = None,
     ) -> None:
         self._optimizers, self._stage, self._sharers, self._chunks = tuple(optimizers), stage, sharers, tuple(chunks)
@@ -112,7 +112,7 @@ class Engine:
             chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
         )
-        late = away is not None and away.late
+        late = offload is not None and offload.late
         self._writes = Writes(
             self._stepped,
             sharers,
@@ -124,7 +124,7 @@ class Engine:
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
             self._reducer.at_end(assembly.take_gradients)
-        cuts = dict(zip(chunks, (None for _ in chunks) if away is None else away.cuts, strict=True))
+        cuts = {} if offload is None else {c: tiers.pieces for c, tiers in zip(chunks, offload.chunks, strict=True)}
         first = 0
         for number, optimizer in enumerate(optimizers):
             wholes = self._assemblies[number].wholes if number in self._assemblies else ()
@@ -132,7 +132,7 @@ class Engine:
             first += len(optimizer.param_groups)
             # Hooks of the user's may change gradients and settings before.
             call_last_before_step(optimizer, partial(self._before_step, number))
-            if away is None or away.disk is None:
+            if offload is None or offload.disk is None:
                 # A step may be compiled, and exchanges of the hooks are not to be traced with it.
                 optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
             else:  # hooks of the user's are to see all gradients and all that was stepped
@@ -149,7 +149,7 @@ class Engine:
             self._writes.watch(number, optimizer)
             held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             on_settle(held, partial(self._follow_module_writes, number))
-        self._stream = None if away is None else self._streamed(away)
+        self._stream = None if offload is None else self._streamed(offload)
         if self._stream is not None:
             self._attend(self._stream, units)
         items = called(module)
@@ -166,24 +166,13 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
-    def _streamed(self, away: OffloadPlan) -> DiskStream | None:
-        """What steps state on the disk; what the optimizers have made of it already goes there."""
-        if away.disk is None:
+    def _streamed(self, offload: OffloadPlan) -> DiskTier | None:
+        """Return what steps state on the disk, after moving state that the optimizers have made to the file."""
+        if offload.disk is None:
             return None
-        blocks = dict(zip(self._chunks, away.blocks, strict=True))
-        shares = {chunk: start for chunk, start in zip(self._chunks, away.shares, strict=True) if start is not None}
-        pieces = {}
-        first = 0
+        stream = DiskTier(offload, offload.disk, self._chunks, self._optimizers, self._sharers.agreeing)
         for number, optimizer in enumerate(self._optimizers):
-            pieces[number] = [
-                (chunk, part, part.group - first, block)
-                for chunk in self._stepped[number]
-                for part, block in zip([part for part in chunk.slices if part.in_pieces], blocks[chunk], strict=True)
-            ]
-            first += len(optimizer.param_groups)
-        stream = DiskStream(away.disk, away.ahead, pieces, shares, self._sharers.agreeing, late=away.late)
-        for number, optimizer in enumerate(self._optimizers):
-            stream.adopt_(number, optimizer)
+            stream.adopt_(number)
             on_settle(stream.tensors(number), stream.settle)
             on_settle(stream.tensors(number), partial(self._writes.settled, number))
             optimizer.register_state_dict_pre_hook(stream.settle)
@@ -191,17 +180,17 @@ class Engine:
             optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
         return stream
 
-    def _attend(self, stream: DiskStream, units: Sequence[Unit]) -> None:
+    def _attend(self, stream: DiskTier, units: Sequence[Unit]) -> None:
         """Has the stream told of passes, of units that are gathered, and of who looks at parameters."""
-        self._reducer.at_start(partial(stream.read_ahead, self._optimizers))
-        if stream.shares.are_there or stream.sums.are_there:
-            stream.on_lost = self._drop_gradients
+        self._reducer.at_start(stream.prefetch)
+        if stream.shards.were_given or stream.gradients.were_given:
+            stream.errors.on_lost = self._drop_gradients
             self._reducer.at_end(self._raise_problem)
-        if stream.shares.are_there:
+        if stream.shards.were_given:
             if self._gatherer is not None:
-                self._gatherer.on_evaluated = partial(stream.raise_problem, *self._sharers.beside_replicas)
+                self._gatherer.on_evaluated = partial(stream.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
-                unit.shares = stream.shares
+                unit.shares = stream.shards
         if stream.is_late:
             for unit in units:
                 unit.on_read = stream.wait_for
@@ -256,13 +245,13 @@ class Engine:
 
     def _raise_lost(self) -> None:
         """Raises on all ranks, if parameters that have just been gathered could not be read on any."""
-        if self._stream is not None and self._stream.shares.are_there:
-            self._stream.raise_problem()
+        if self._stream is not None and self._stream.shards.were_given:
+            self._stream.errors.raise_together()
 
     def _raise_problem(self, *, reduced: bool) -> None:
         """After a backward pass, in which a disk may have failed."""
         if self._stream is not None and reduced:
-            self._stream.raise_problem()
+            self._stream.errors.raise_together()
 
     def _drop_gradients(self) -> None:
         """What was computed is NaN: nobody is to step by it."""
@@ -278,11 +267,11 @@ class Engine:
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""
-        return DiskUsage() if self._stream is None else self._stream.look()
+        return DiskUsage() if self._stream is None else self._stream.measure()
 
     def reload_state(self, size: int) -> int:
         """See `par_zero.reload_state`."""
-        return 0 if self._stream is None else self._stream.recall(size, self._optimizers)
+        return 0 if self._stream is None else self._stream.reload_state(size)
 
     @property
     def trace(self) -> Trace | None:
@@ -309,7 +298,7 @@ class Engine:
         for number in numbers:
             self._apart[number].leave()
         if self._stream is not None:
-            self._stream.forget_gradients(numbers)
+            self._stream.drop_hidden_gradients(numbers)
             if not set_to_none:
                 self._stream.join()
 
@@ -383,8 +372,8 @@ class Engine:
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
             self._apart[number].look(unused)
-            if self._stream is not None and self._stream.has(number):
-                self._stream.step(number, optimizer, self._apart[number])
+            if self._stream is not None:
+                self._stream.step(number, self._apart[number])
             self._apart[number].enter()
 
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
@@ -421,7 +410,7 @@ class Engine:
             self._gatherer.end_step()
         self._meter.end_step()
         if self._stream is not None and not self._stream.is_late:
-            self._stream.raise_problem()
+            self._stream.errors.raise_together()
 
     def _publish(self, number: int, *, anew: bool = False) -> None:
         """Brings what an optimizer holds to the parameters, and to the other ranks.

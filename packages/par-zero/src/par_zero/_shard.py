@@ -41,9 +41,9 @@ from .layout.records import SameShare, record_, record_of
 from .layout.sharers import DataParallelGroup, Groups, Sharers
 from .layout.units import UnitPlace, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
-from .offload.away import OffloadPlan, bring_away_, plan_away, plan_room
-from .offload.budget import within_budgets
-from .offload.stream import DiskUsage
+from .offload.budget import fit_to_budgets
+from .offload.plan import OffloadPlan, offload_chunk_, plan_offload, plan_room
+from .offload.tier import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
@@ -161,7 +161,7 @@ def shard(
     parameters = [member.parameter for member in members]
     ranks, used = tuple[int, ...](), tuple[bool, ...]()
     records, plans = dict[nn.Parameter, Sharding](), list[ChunkPlan]()
-    away: OffloadPlan | None = None
+    offload_plan: OffloadPlan | None = None
     reach: tuple[bool, ...] = (True,)
     try:
         own_use = [is_in_use([*share.groups, None if number else gathers]) for number, share in enumerate(shares)]
@@ -170,7 +170,9 @@ def shard(
         counts = [dist.get_world_size(share.group) for share in shares]
         plans = plan_chunks(members, place_of, records, STAGES[stage], counts, options, tensor=len(parts))
         plans, reach = agreed_chunks(plans, shares)
-        tiers, away = _planned_away(tiers, plans, stepped, stage, options, shares=shares, module=module, device=device)
+        tiers, offload_plan = _plan_offload(
+            tiers, plans, stepped, stage, options, shares=shares, module=module, device=device
+        )
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
@@ -187,7 +189,7 @@ def shard(
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(_make_alike_, share=shares[plan.share])
         chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], options, where, make_alike)
-        bring_away_(away, plans.index(plan), chunk)
+        offload_chunk_(offload_plan, plans.index(plan), chunk)
         return chunk
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
@@ -214,7 +216,7 @@ def shard(
         gathered,
         assemblies=assemblies,
         inflight=options.overlap.inflight,
-        away=away,
+        offload=offload_plan,
         room=room,
     )
     record_(chunks, records, _same_shares(shares, each))
@@ -365,7 +367,7 @@ def _engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-def _planned_away(
+def _plan_offload(
     offload: Offload,
     plans: Sequence[ChunkPlan],
     stepped: Sequence[ParamGroup],
@@ -376,22 +378,22 @@ def _planned_away(
     module: nn.Module,
     device: torch.device | None,
 ) -> tuple[Offload, OffloadPlan | None]:
-    """Which part of what lies in which tier, as far as nobody has said; and what lies elsewhere, if anything does."""
+    """Return the options with tiers in place of "auto", and the plan of what is offloaded; None if nothing is."""
     if offload.auto or set(offload.budgets) - {"device"}:
-        offload = within_budgets(
+        offload = fit_to_budgets(
             offload,
             plans,
             stepped,
             STAGES[stage],
             options,
             shares=shares,
-            beside=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
+            unpacked=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
             is_on_cpu=device_of(module, device).type == "cpu",
         )
     if not offload.away:
         return offload, None
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
-        return offload, plan_away(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
+        return offload, plan_offload(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
 
 
 def _most_ranks(shares: Sequence[DataParallelGroup]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from .layout.chunk import Chunk
 from .watch.outputs import SideOutputs
 
 if TYPE_CHECKING:
-    from .offload.shares import DiskShards
+    from .offload.shards import DiskShards
 
 
 class State(Enum):
@@ -131,7 +131,7 @@ class Unit:
     def expect(self) -> None:
         """Begins to read this rank's parts, if they lie on a disk and the unit is freed: it is gathered next."""
         if self.shares is not None and self.freed:
-            self.shares.expect(self.chunks)
+            self.shares.prefetch(self.chunks)
 
     def take_part(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Gives the other ranks this one's shares, which has no need of theirs. All-gathers.

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from par_zero.offload.disk import Disk, DiskBuffer
+from par_zero.offload.disk import Disk
+from par_zero.offload.staging import StagingBuffer
 
 MIB = 2**20
 
@@ -30,7 +31,7 @@ def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkey
         monkeypatch.setattr(fcntl, "fcntl", refuse)
     disk = Disk(str(tmp_path), 12 * MIB, threads=2)
     assert not list(tmp_path.iterdir())
-    source, into = DiskBuffer(9 * MIB), DiskBuffer(9 * MIB)
+    source, into = StagingBuffer(9 * MIB), StagingBuffer(9 * MIB)
     mapped = disk.tensor(4096, torch.float32, 9 * MIB // 4)
     for turn in range(3):
         values = source.tensor(0, torch.float32, 9 * MIB // 4)
@@ -57,7 +58,7 @@ def test_where_a_file_system_makes_no_file_without_a_name_it_is_taken_away_at_on
     monkeypatch.setattr(os, "open", refuse)
     disk = Disk(str(tmp_path), MIB, threads=1)
     assert not list(tmp_path.iterdir())
-    buffer = DiskBuffer(4096)
+    buffer = StagingBuffer(4096)
     buffer.tensor(0, torch.int32, 1024).fill_(7)
     disk.write(4096, buffer.bytes).wait()
     assert disk.tensor(4096, torch.int32, 1024).eq(7).all()
@@ -68,7 +69,7 @@ def test_calls_of_the_kernel_that_move_less_than_they_are_told_to_go_on(name, tm
     original = getattr(os, name)
     monkeypatch.setattr(os, name, lambda file, parts, start: original(file, [parts[0][:8192]], start))
     disk = Disk(str(tmp_path), MIB, threads=1)
-    source, into = DiskBuffer(40_960), DiskBuffer(40_960)
+    source, into = StagingBuffer(40_960), StagingBuffer(40_960)
     source.tensor(0, torch.int32, 10_240).copy_(torch.arange(10_240))
     disk.write(4096, source.bytes).wait()
     disk.read(4096, into.bytes).wait()
@@ -88,7 +89,7 @@ def test_a_file_has_all_of_its_room_from_the_beginning_and_threads_of_others_kee
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="there, a fork takes nothing from a direct read")
 def test_a_process_that_is_forked_has_no_part_in_buffers():
     """Else what is read directly while it begins may end in its copy of a page."""
-    buffer = DiskBuffer(2 * MIB)
+    buffer = StagingBuffer(2 * MIB)
     first = f"{buffer.tensor(0, torch.uint8, 1).data_ptr():x}-"
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     next(line for line in lines if line.startswith(first))
@@ -97,7 +98,7 @@ def test_a_process_that_is_forked_has_no_part_in_buffers():
 
 def test_nothing_is_read_after_a_write_that_failed(tmp_path, monkeypatch):
     disk = Disk(str(tmp_path), MIB, threads=1)
-    buffer = DiskBuffer(MIB)
+    buffer = StagingBuffer(MIB)
     buffer.tensor(0, torch.float32, 1).fill_(7)
 
     def fail(*_):

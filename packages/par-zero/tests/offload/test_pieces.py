@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_zero.layout.packing import SliceRange
-from par_zero.offload.pieces import PAGE, blocks, cut
+from par_zero.offload.pieces import PAGE, lay_out_blocks, split_into_pieces
 
 CHUNKS = st.lists(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=4), min_size=1, max_size=5
@@ -23,7 +23,7 @@ def test_every_element_is_in_one_piece_and_tiers_have_their_parts(chunks, host, 
             made.append(SliceRange(group=group, start=start, stop=start + 16 * count))
             start += 16 * count
         ranges.append(made)
-    pieces = cut(ranges, parts, limit)
+    pieces = split_into_pieces(ranges, parts, limit)
     for whole, found in zip(ranges, pieces, strict=True):
         assert [element for one in whole for element in _elements(one)] == [
             element for piece in found for element in _elements(piece)
@@ -46,11 +46,11 @@ def _elements(piece):
 
 def test_slots_lie_side_by_side_each_from_the_beginning_of_a_page():
     slots = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
-    first, second = blocks([(1024, slots, None), (1040, slots, None)])
+    first, second = lay_out_blocks([(1024, slots, None), (1040, slots, None)])
     assert (first.start, first.size) == (0, PAGE + PAGE)
     assert (second.start, second.size) == (2 * PAGE, 2 * PAGE + PAGE)
     assert [(slot.name, slot.start, slot.count) for slot in second.slots] == [
         ("exp_avg", 0, 1040),
         ("exp_avg_sq", 2 * PAGE, 1040),
     ]
-    assert blocks([(16, {}, None)])[0].size == 0
+    assert lay_out_blocks([(16, {}, None)])[0].size == 0

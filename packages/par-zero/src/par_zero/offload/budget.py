@@ -1,12 +1,8 @@
-"""Budgets of tiers: what is "auto" becomes parts of tiers, as little elsewhere as the device's budget asks for.
+"""Byte budgets of tiers: how much of the data whose option is "auto" is offloaded, and to which tier.
 
-device     all of it, less what is missing: first the optimizer's state leaves, then gradients, then parameters
-host       takes what is missing, as far as it has room
-disk       takes the rest
-
-Bytes are counted by the same cuts by which things are then brought away, so what is chosen fits, and what is refused
-would not have fitted: for all ranks alike, of which the last may have less, in padding, and of experts some may have
-more.
+The device keeps as much as its budget allows: optimizer state is offloaded first, then gradients, then parameters. The
+host takes what its budget allows, and the disk the rest. Bytes are counted by the arithmetic that later splits the
+data, so a choice fits exactly, and data that `shard` rejects would not have fitted.
 """
 
 from collections import Counter
@@ -30,26 +26,29 @@ from ..layout.packing import ALIGNMENT, ChunkLayout
 from ..layout.sharers import DataParallelGroup
 from ..optimizer.probe import state_counter_bytes
 from ..placement.room import units_at_once
-from .away import Held, TierLayout, held_of, lay_out, resident_bytes, slots_by_group, whole_bytes
 from .pieces import PAGE, pages
+from .plan import ChunkTiers, UpdatedSlices, assign_tiers, resident_bytes, slots_by_group, unit_bytes, updated_slices
 
-Counted = Mapping[str, Mapping[str, int]]
+TierBytes = Mapping[str, Mapping[str, int]]
 """Bytes by tier and kind."""
 
-_NAMED = {"optimizer": "the optimizer's state", "gradients": "gradients", "parameters": "parameters"}
-"""How errors call what may be "auto"."""
+_KINDS = {"optimizer": "the optimizer's state", "gradients": "gradients", "parameters": "parameters"}
+"""Names of the options that may be "auto", for errors."""
 
 
-class Tally:
-    """Counts what a rank will have in each tier, at the fullest moment of a step but for activations.
+class PeakMemory:
+    """Bytes of a rank in each tier at the peak of a step, without activations.
 
     Args:
-        plans: The chunks, which have no memory yet, the last that runs first.
-        groups: The param groups of all optimizers.
-        stage: The ZeRO stage: of what a rank keeps its share alone.
-        options: The dtypes, and how many chunks are reduced at a time.
-        receives: For each of those who share, whether a reduction receives into memory of its own.
-        beside: Bytes of parameters and buffers of the module that no chunk has.
+        plans: The chunks, which have no memory yet, in backward order.
+        groups: Param groups of all optimizers.
+        stage: ZeRO stage.
+        options: Dtypes, and the number of chunks that are reduced at a time.
+        receives: For each data-parallel group, whether a reduction needs a receive buffer.
+        unpacked: Bytes of the module's parameters and buffers that no chunk contains.
+
+    Attributes:
+        units: Bytes of the units that are gathered at one time, by name.
     """
 
     def __init__(
@@ -60,78 +59,82 @@ class Tally:
         options: ShardOptions,
         *,
         receives: Sequence[bool],
-        beside: int,
+        unpacked: int,
     ) -> None:
-        self._plans, self._stage, self._options, self._beside = plans, stage, options, beside
+        self._plans, self._stage, self._options, self._unpacked = plans, stage, options, unpacked
         self._slots = slots_by_group(plans, groups, options)
-        self._counts = {
+        self._counter_bytes = {
             key: state_counter_bytes(groups[key[0]].optimizer, groups[key[0]].settings, key[1]) for key in self._slots
         }
         self._receives = tuple(receives)
-        self.units = units_at_once(whole_bytes(plans, options)) if stage.shards_parameters else {}
+        self.units = units_at_once(unit_bytes(plans, options)) if stage.shards_parameters else {}
 
-    def count(self, held: Held, offload: Offload) -> Counted:
-        """Return the bytes of this rank at the peak of a step, by tier and kind.
+    def count(self, updated: UpdatedSlices, offload: Offload) -> TierBytes:
+        """Return the bytes of a rank, by tier and kind.
 
         Args:
-            held: Slices of the chunks that this rank's optimizers update.
-            offload: Tier of each kind of state.
+            updated: Slices that the rank's optimizers update.
+            offload: Tier of each kind of data.
         """
-        laid = lay_out(self._plans, held, self._slots, offload, self._options)
+        chunks = list(
+            zip(self._plans, assign_tiers(self._plans, updated, self._slots, offload, self._options), strict=True)
+        )
         found = {tier: dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0) for tier in TIERS}
-        found["device"] = {"parameters": 0} | self.units | found["device"] | {"parameters": self._beside}
-        for plan in self._plans:
-            home, used = laid.homes[plan], plan.dtype_in_use(self._options)
-            own = _count_of(plan, is_share=self._stage.shards_parameters) * used.itemsize
+        found["device"] = {"parameters": 0} | self.units | found["device"] | {"parameters": self._unpacked}
+        for plan, tiers in chunks:
+            home, in_use = tiers.home, plan.dtype_in_use(self._options)
+            own = _elements(plan, sharded=self._stage.shards_parameters) * in_use.itemsize
             found[home.parameters]["parameters"] += pages(own) if home.parameters == "disk" else own
-            if plan not in laid.pieces:
+            if tiers.pieces is None:
                 continue
-            stepped = sum(part.stop - part.start for part in laid.pieces[plan])
+            stepped = sum(part.stop - part.start for part in tiers.pieces)
             if home.gradients != "disk":
-                found[home.gradients]["gradients"] += self._sum_of(plan)
-                if self._reduced(plan) != plan.dtype:  # and what the optimizer gets
+                found[home.gradients]["gradients"] += self._gradient_bytes(plan)
+                if self._reduce_dtype(plan) != plan.dtype:  # the optimizer gets a cast copy
                     found[home.gradients]["gradients"] += stepped * plan.dtype.itemsize
-            for part in laid.pieces[plan]:
-                slots = self._slots[part.group, plan.dtype]
+            for part in tiers.pieces:
                 if part.tier != "disk":
-                    size = sum(dtype.itemsize for dtype in slots.values())
+                    size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype].values())
                     found[part.tier]["optimizer"] += (part.stop - part.start) * size
-                found["device"]["optimizer"] += self._counts[part.group, plan.dtype]
-            if used != plan.dtype:  # copies have the padding too
-                padding = _count_of(plan, is_share=self._stage.shards_state) - stepped
+                found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype]
+            if in_use != plan.dtype:  # master copies include the chunk's padding
+                padding = _elements(plan, sharded=self._stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize
-            found["disk"]["optimizer"] += sum(block.size for block in laid.blocks[plan])
-            found["disk"]["gradients"] += sum(block.gradient_size for block in laid.blocks[plan])
-        found["device"]["buffers"] = self._reductions(laid)
-        found["host"]["buffers"] = self._ring(laid, offload.ahead)
+            found["disk"]["optimizer"] += sum(block.size for block in tiers.blocks)
+            found["disk"]["gradients"] += sum(block.gradient_size for block in tiers.blocks)
+        found["device"]["buffers"] = self._reduction_buffers(chunks)
+        found["host"]["buffers"] = self._staging_buffers(chunks, offload.ahead)
         return found
 
-    def _reduced(self, plan: ChunkPlan) -> torch.dtype:
-        used = plan.dtype_in_use(self._options)
-        return self._options.precision.reduce_dtype or used if plan.dtype.is_floating_point else used
+    def _reduce_dtype(self, plan: ChunkPlan) -> torch.dtype:
+        in_use = plan.dtype_in_use(self._options)
+        return self._options.precision.reduce_dtype or in_use if plan.dtype.is_floating_point else in_use
 
-    def _sum_of(self, plan: ChunkPlan) -> int:
-        """Bytes of what a rank keeps of a chunk's reduced gradients."""
-        return _count_of(plan, is_share=self._stage.shards_gradients) * self._reduced(plan).itemsize
+    def _gradient_bytes(self, plan: ChunkPlan) -> int:
+        """Return the bytes of a chunk's reduced gradients."""
+        return _elements(plan, sharded=self._stage.shards_gradients) * self._reduce_dtype(plan).itemsize
 
-    def _reductions(self, laid: TierLayout) -> int:
-        """Bytes in which gradients are reduced, of as many chunks as are under way; and one chunk's that arrive."""
-        inflight, stepped = self._options.overlap.inflight or 2, [plan for plan in self._plans if plan in laid.pieces]
-        whole = [plan.layout.size * self._reduced(plan).itemsize for plan in stepped]
-        received = [size for plan, size in zip(stepped, whole, strict=True) if self._receives[plan.share]]
-        arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in stepped]
-        passing = [self._sum_of(plan) for plan in stepped if laid.homes[plan].gradients == "disk"]
+    def _reduction_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]]) -> int:
+        """Return the bytes of buffers of all reductions in flight, and of one chunk's gradients from autograd."""
+        inflight = self._options.overlap.inflight or 2
+        stepped = [(plan, tiers) for plan, tiers in chunks if tiers.pieces is not None]
+        full = [plan.layout.size * self._reduce_dtype(plan).itemsize for plan, _ in stepped]
+        received = [size for (plan, _), size in zip(stepped, full, strict=True) if self._receives[plan.share]]
+        arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan, _ in stepped]
+        # Shards on their way to the disk are on the device until they are in a staging buffer.
+        leaving = [self._gradient_bytes(plan) for plan, tiers in stepped if tiers.home.gradients == "disk"]
         lent = buffer_elements(received, inflight)
-        if self._stage.shards_gradients:  # those of a unit come in an order of their own
+        if self._stage.shards_gradients:
+            # With several data-parallel groups the chunks of a unit come in any order.
             kept = inflight if len(self._receives) > 1 else None
-            lent += buffer_elements(whole, inflight + self._waiting(stepped), kept=kept)
-        return lent + _largest(passing, inflight) + max(arriving, default=0)
+            lent += buffer_elements(full, inflight + self._waiting([plan for plan, _ in stepped]), kept=kept)
+        return lent + _largest(leaving, inflight) + max(arriving, default=0)
 
     def _waiting(self, stepped: Sequence[ChunkPlan]) -> int:
-        """How many chunks more than are reduced at a time may have gradients that wait for their turn.
+        """Return how many chunks, beyond those in flight, may hold gradients that wait for their reduction.
 
-        Where not all ranks share all chunks, those of a unit wait until backward has left it, and those of the root
-        until it ends. At stage 2 any may wait, until ranks have learned in which order they come.
+        With several data-parallel groups, chunks of a unit wait until backward has finished for the unit, and chunks of
+        the root until backward ends. At stage 2 any chunk may wait until the ranks have learned an order.
         """
         if len(self._receives) == 1:
             return 0
@@ -141,27 +144,28 @@ class Tally:
         of_root = chunks.pop(0, 0)
         return of_root + max(chunks.values(), default=1) - 1
 
-    def _ring(self, laid: TierLayout, ahead: int) -> int:
-        """Bytes of the buffers through which passes what lies on a disk."""
-        pieces, sums, shares = [], [], dict[int, int]()
-        for plan, home in laid.homes.items():
-            is_away = home.parameters == "disk"
+    def _staging_buffers(self, chunks: Sequence[tuple[ChunkPlan, ChunkTiers]], ahead: int) -> int:
+        """Return the bytes of staging buffers in host memory."""
+        pieces, gradients, shards = [], [], dict[int, int]()
+        for plan, tiers in chunks:
+            on_disk = tiers.home.parameters == "disk"
             itemsize = plan.dtype_in_use(self._options).itemsize
-            if is_away:
+            if on_disk:
                 unit = plan.place.unit
-                shares[unit] = shares.get(unit, 0) + pages(plan.layout.shard * itemsize)
-            sums.append(sum(block.gradient_size for block in laid.blocks[plan]))
-            parts = [part for part in laid.pieces.get(plan, ()) if part.in_pieces]
-            for part, block in zip(parts, laid.blocks[plan], strict=True):
-                own = pages(PAGE + (part.stop - part.start) * itemsize) if is_away else 0
+                shards[unit] = shards.get(unit, 0) + pages(plan.layout.shard * itemsize)
+            gradients.append(sum(block.gradient_size for block in tiers.blocks))
+            parts = [part for part in tiers.pieces or () if part.in_pieces]
+            for part, block in zip(parts, tiers.blocks, strict=True):
+                own = pages(PAGE + (part.stop - part.start) * itemsize) if on_disk else 0
                 pieces.append(block.stop - block.start + own)
         ring = max(pieces, default=0) * min(ahead, len(pieces))
-        return ring + _largest(sums, 2) + _largest(list(shares.values()), 2)  # of which one may be read in vain
+        # Two units: a wrong prefetch may be in a buffer while the right shard is read into another.
+        return ring + _largest(gradients, 2) + _largest(list(shards.values()), 2)
 
 
-def _count_of(plan: ChunkPlan, *, is_share: bool) -> int:
-    """Number of elements that a rank has of a chunk."""
-    return plan.layout.shard if is_share else plan.layout.size
+def _elements(plan: ChunkPlan, *, sharded: bool) -> int:
+    """Return the number of elements that a rank stores of a chunk."""
+    return plan.layout.shard if sharded else plan.layout.size
 
 
 def _largest(sizes: Sequence[int], count: int) -> int:
@@ -169,29 +173,29 @@ def _largest(sizes: Sequence[int], count: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
+class AutoOption:
     """Data of one kind whose option of `Offload` is "auto": optimizer state, gradients or parameters.
 
-    The data can be split between tiers at numbered positions, from 0 (its beginning) to `cuts` (its end).
+    The data can be split between tiers at numbered positions, from 0 (its beginning) to `last` (its end).
 
     Args:
-        cuts: Number of the last position.
-        place: Function from the number of a position to the fraction of the data before it, 0 to 1.
+        last: Number of the last position.
+        fraction_before: Function from the number of a position to the fraction of the data before it, 0 to 1.
     """
 
-    cuts: int
-    place: Callable[[int], float]
+    last: int
+    fraction_before: Callable[[int], float]
 
     def parts(self, near: int, far: int) -> dict[str, float]:
-        """Fractions on host and disk: data before `near` is on the device, data from `near` to `far` on the host."""
-        return {"host": self.place(far) - self.place(near), "disk": 1 - self.place(far)}
+        """Return the fractions on host and disk if the device's part ends at `near` and the host's part at `far`."""
+        return {"host": self.fraction_before(far) - self.fraction_before(near), "disk": 1 - self.fraction_before(far)}
 
 
-Places = Mapping[str, tuple[int, int]]
-"""Of each source, by name, where the part on the device ends, and where that on the host does."""
+TierEnds = Mapping[str, tuple[int, int]]
+"""By option, positions at which the device's part and the host's part end."""
 
 
-def within_budgets(
+def fit_to_budgets(
     offload: Offload,
     plans: Sequence[ChunkPlan],
     groups: Sequence[ParamGroup],
@@ -199,134 +203,137 @@ def within_budgets(
     options: ShardOptions,
     *,
     shares: Sequence[DataParallelGroup],
-    beside: int,
+    unpacked: int,
     is_on_cpu: bool,
 ) -> Offload:
-    """The same with parts of tiers in place of "auto", and the budget that whole units have. An all-gather.
+    """Return the same options with fractions of tiers in place of "auto". Collective: an all-gather.
 
     Args:
-        offload: What may lie where.
-        plans: The chunks, which have no memory yet, the last that runs first.
-        groups: The param groups of all optimizers.
-        stage: The ZeRO stage: of what a rank keeps its share alone.
+        offload: Options and budgets.
+        plans: The chunks, which have no memory yet, in backward order.
+        groups: Param groups of all optimizers.
+        stage: ZeRO stage.
         options: The options of `shard`.
-        shares: Who shares what.
-        beside: Bytes of parameters and buffers of the module that no chunk has.
-        is_on_cpu: Whether the device is a CPU, where nobody else tells how many bytes there are of other things.
+        shares: Data-parallel groups.
+        unpacked: Bytes of the module's parameters and buffers that no chunk contains.
+        is_on_cpu: Whether the device is a CPU, which has no allocator that counts other data.
 
     Raises:
-        ValueError: A tier has too little room, on any rank.
+        ValueError: A budget is too small, on any rank.
     """
     ranks = [dist.get_rank(share.group) for share in shares]
     receives = [_receives(share, stage) for share in shares]
-    held = _from_the_first(held_of(plans, stage, ranks))
+    updated = _from_zero(updated_slices(plans, stage, ranks))
     sharers = [group for share in shares for group in share.groups]
-    layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # with one share they are alike
-    of_all = dict.fromkeys(agree(None, (held, layouts), *sharers).values())
-    tallies = {
-        theirs: Tally(_laid_as(plans, theirs), groups, stage, options, receives=receives, beside=beside)
+    # Ranks choose the same fractions, so each counts for all ranks: shards differ in padding, and experts in size.
+    layouts = tuple(plan.layout for plan in plans) if len(shares) > 1 else ()  # of one group they are the same
+    of_all = dict.fromkeys(agree(None, (updated, layouts), *sharers).values())
+    memories = {
+        theirs: PeakMemory(_with_layouts(plans, theirs), groups, stage, options, receives=receives, unpacked=unpacked)
         for _, theirs in of_all
     }
-    sources = _sources(offload, plans, options, [each for each, _ in of_all])
+    autos = _auto_options(offload, plans, options, [each for each, _ in of_all])
 
-    def counted(found: Offload) -> list[Counted]:
-        return [tallies[theirs].count(each, found) for each, theirs in of_all]
+    def counted(found: Offload) -> list[TierBytes]:
+        return [memories[theirs].count(each, found) for each, theirs in of_all]
 
-    def with_parts(places: Places) -> Offload:
-        parts = {name: sources[name].parts(*ends) for name, ends in places.items()}
+    def with_ends(ends: TierEnds) -> Offload:
+        parts = {name: autos[name].parts(*each) for name, each in ends.items()}
         return replace(offload.with_parts(parts), budget=None)
 
-    def fits(tier: str, places: Places) -> bool:
-        found, budget = with_parts(places), offload.budgets[tier]
+    def fits(tier: str, ends: TierEnds) -> bool:
+        found, budget = with_ends(ends), offload.budgets[tier]
         return all(sum(each[tier].values()) <= budget for each in counted(found))
 
-    found = with_parts(_places(offload, sources, fits))
+    found = with_ends(_tier_ends(offload, autos, fits))
     _check(offload, counted(found))
     if not stage.shards_parameters or "device" not in offload.budgets:
         return found
     found = replace(found, budget={"device": offload.budgets["device"]})
     if offload.auto and offload.other is None and is_on_cpu:
-        tally = tallies[layouts]
-        there = sum(tally.count(held, found)["device"].values()) - sum(tally.units.values())
-        resident = resident_bytes(plans, groups, ranks, options, found)
-        other = max(0, there - sum(resident.values()))  # so that units leave room for buffers
+        # Units may stay gathered in memory that is left, so they must leave memory for buffers as well.
+        memory = memories[layouts]
+        held = sum(memory.count(updated, found)["device"].values()) - sum(memory.units.values())
+        other = max(0, held - sum(resident_bytes(plans, groups, ranks, options, found).values()))
         found = replace(found, other=lambda: other)
     return found
 
 
 def _receives(share: DataParallelGroup, stage: ZeroStage) -> bool:
-    """Whether a reduction over those who share receives into memory of its own."""
+    """Return whether a reduction over a data-parallel group needs a receive buffer."""
     ranks = dist.get_world_size(share.group)
     return ranks > 1 and (stage.shards_state or ranks > 2 or share.replicas is not None)
 
 
-def _laid_as(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:
-    """The chunks as another rank has them, which may have other experts than this one; no layouts: as they are."""
+def _with_layouts(plans: Sequence[ChunkPlan], layouts: Sequence[ChunkLayout]) -> list[ChunkPlan]:
+    """Return the chunks as a rank with other experts has them; without layouts, as they are."""
     if not layouts:
         return list(plans)
     return [replace(plan, layout=layout) for plan, layout in zip(plans, layouts, strict=True)]
 
 
-def _from_the_first(held: Held) -> Held:
-    """The same, wherever in a chunk a rank's share begins, so that those of most ranks are equal."""
-    return tuple(tuple(replace(part, start=0, stop=part.stop - part.start) for part in ranges) for ranges in held)
+def _from_zero(updated: UpdatedSlices) -> UpdatedSlices:
+    """Return slices of the same sizes that begin at 0. Most ranks then have equal ones, and are counted once."""
+    return tuple(tuple(replace(part, start=0, stop=part.stop - part.start) for part in slices) for slices in updated)
 
 
-def _sources(
-    offload: Offload, plans: Sequence[ChunkPlan], options: ShardOptions, of_all: Sequence[Held]
-) -> dict[str, _Source]:
-    """What is "auto", by name: state may be cut at multiples of some elements, all else between chunks."""
-    total = max(sum(part.stop - part.start for ranges in held for part in ranges) for held in of_all)
+def _auto_options(
+    offload: Offload, plans: Sequence[ChunkPlan], options: ShardOptions, of_all: Sequence[UpdatedSlices]
+) -> dict[str, AutoOption]:
+    """Return the "auto" options by name. State can be split at multiples of ALIGNMENT, other data between chunks."""
+    total = max(sum(part.stop - part.start for slices in updated for part in slices) for updated in of_all)
     sizes = (plan.most_kept * plan.dtype_in_use(options).itemsize for plan in reversed(plans))
     ends = list(accumulate(sizes, initial=0))
 
-    def part_of_state(number: int) -> float:
+    def fraction_of_state(number: int) -> float:
         return number * ALIGNMENT / total if total else 1.0
 
-    def part_of_units(number: int) -> float:
+    def fraction_of_chunks(number: int) -> float:
         return ends[number] / ends[-1]
 
-    of_state = _Source(cuts=total // ALIGNMENT, place=part_of_state)
-    of_units = _Source(cuts=len(ends) - 1, place=part_of_units)
-    return {name: of_state if name == "optimizer" else of_units for name in offload.auto}
+    state = AutoOption(last=total // ALIGNMENT, fraction_before=fraction_of_state)
+    chunks = AutoOption(last=len(ends) - 1, fraction_before=fraction_of_chunks)
+    return {name: state if name == "optimizer" else chunks for name in offload.auto}
 
 
-def _places(offload: Offload, sources: Mapping[str, _Source], fits: Callable[[str, Places], bool]) -> Places:
-    """Where sources are cut: the first leaves the device first, and goes to the host first.
+def _tier_ends(
+    offload: Offload, autos: Mapping[str, AutoOption], fits: Callable[[str, TierEnds], bool]
+) -> dict[str, tuple[int, int]]:
+    """Return where the parts of each option end, so that the nearest tiers get as much as fits.
 
     Args:
         offload: The budgets.
-        sources: What is "auto", by name, in the order in which it leaves the device.
-        fits: Whether what a tier would have of that is within its budget.
+        autos: The "auto" options, in the order in which their data is offloaded.
+        fits: Returns whether a tier's data is within its budget.
     """
     has_host, has_disk = (bool(offload.budgets.get(tier)) for tier in ("host", "disk"))
-    places = {name: (source.cuts, source.cuts) for name, source in sources.items()}
+    ends = {name: (auto.last, auto.last) for name, auto in autos.items()}
 
-    def cut_on_device(name: str, near: int) -> tuple[int, int]:
-        return near, near if has_disk else sources[name].cuts
+    def with_device_end(name: str, near: int) -> dict[str, tuple[int, int]]:
+        return {**ends, name: (near, near if has_disk else autos[name].last)}
 
     def fits_device(name: str, near: int) -> bool:
-        return fits("device", {**places, name: cut_on_device(name, near)})
+        return fits("device", with_device_end(name, near))
 
     def fits_host(name: str, far: int) -> bool:
-        return fits("host", {**places, name: (places[name][0], far)})
+        return fits("host", {**ends, name: (ends[name][0], far)})
 
-    for name, source in sources.items():
-        if not (has_host or has_disk) or fits("device", places):
+    for name, auto in autos.items():
+        if not (has_host or has_disk) or fits("device", ends):
             break
-        places[name] = cut_on_device(name, _last(range(source.cuts + 1), partial(fits_device, name)))
+        ends = with_device_end(name, _last_that_fits(range(auto.last + 1), partial(fits_device, name)))
     if not (has_host and has_disk):
-        return places
-    on_host = {name: (near, sources[name].cuts) for name, (near, _) in places.items()}
-    if fits("host", on_host):  # without the buffers that a disk needs
+        return ends
+    on_host = {name: (near, autos[name].last) for name, (near, _) in ends.items()}
+    if fits("host", on_host):  # first, because without data on the disk the host needs no staging buffers
         return on_host
-    for name, (near, _) in places.items():
-        places[name] = near, _last(range(near, sources[name].cuts + 1), partial(fits_host, name))
-    return places
+    for name, (near, _) in ends.items():
+        ends[name] = near, _last_that_fits(range(near, autos[name].last + 1), partial(fits_host, name))
+    return ends
 
 
-def _last(numbers: range, fits: Callable[[int], bool]) -> int:
-    """The last of some numbers that fits; the first if none does. Those before one that fits do too."""
+def _last_that_fits(numbers: range, fits: Callable[[int], bool]) -> int:
+    """Return the last number that fits, or the first if none does. All numbers before one that fits do, too."""
     if fits(numbers[-1]):
         return numbers[-1]
     low, high = numbers[0], numbers[-1]
@@ -336,12 +343,12 @@ def _last(numbers: range, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _check(offload: Offload, of_all: Sequence[Counted]) -> None:
-    """Checks that what lies in each tier is within its budget. That of the device alone is checked by its `Room`.
+def _check(offload: Offload, of_all: Sequence[TierBytes]) -> None:
+    """Check that the data of each tier is within its budget. A `Room` checks the device's budget if nothing is "auto".
 
     Args:
-        offload: The budgets, and what was "auto".
-        of_all: Bytes of ranks.
+        offload: Budgets, and the options that were "auto".
+        of_all: Bytes of all ranks.
 
     Raises:
         ValueError: The budget of a tier is too small.
@@ -357,7 +364,7 @@ def _check(offload: Offload, of_all: Sequence[Counted]) -> None:
             raise ValueError(f"{words}; raise it, or let less lie there")
         if tier != "device":
             raise ValueError(f"{words}, for which the device has no room; raise it, or that of the device")
-        names = " and ".join(_NAMED[name] for name in offload.auto)
+        names = " and ".join(_KINDS[name] for name in offload.auto)
         if not any(offload.budgets.get(far) for far in ("host", "disk")):
             raise ValueError(f"{words}; raise it, or give bytes of a host or a disk, where {names} may lie")
         raise ValueError(f"{words}, with all that is 'auto' elsewhere; raise it")

@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -23,6 +22,7 @@ import torch
 from par_groups import format_bytes
 
 from .pieces import PAGE, StateBlock, pages
+from .staging import StagingBuffer
 
 _CALL = 2**22
 """Bytes of a read or a write; two threads with such calls reach a disk's limit."""
@@ -98,7 +98,7 @@ class Disk:
         if self._cached is not None:
             finalize(self, os.close, self._cached)
         self._memory = mmap.mmap(self._file, size)
-        self._readers, self._writers = (threads_of(threads) for _ in range(2))
+        self._readers, self._writers = (start_threads(threads) for _ in range(2))
 
     def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """(count) elements of the file, as a tensor with a storage of its own that lies in the file."""
@@ -148,24 +148,6 @@ class Disk:
         """Without direct access, asks the kernel not to keep a copy."""
         if not self._is_direct:
             os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
-
-
-class DiskBuffer:
-    """Memory of whole pages, of this process alone."""
-
-    def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # The kernel looks up each page for each read and write. And where a process forks, as data loaders do, while
-        # one is under way, the bytes may end in the other's copy of a page, on many kernels: see open(2), O_DIRECT.
-        for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, name):
-                with suppress(OSError):  # it is advice, which not every kernel takes
-                    self._memory.madvise(getattr(mmap, name))
-        self.bytes = memoryview(self._memory)
-
-    def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """(count) elements from a byte on."""
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 
 def tensors_in(disk: Disk, block: StateBlock) -> dict[str, torch.Tensor]:
@@ -243,7 +225,7 @@ def _make_direct(file: int) -> bool:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
-        os.preadv(file, [DiskBuffer(PAGE).bytes], 0)
+        os.preadv(file, [StagingBuffer(PAGE).bytes], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -252,7 +234,7 @@ def _make_direct(file: int) -> bool:
     return bool(direct)
 
 
-def threads_of(count: int) -> ThreadPoolExecutor:
+def start_threads(count: int) -> ThreadPoolExecutor:
     """A pool whose threads run already, with small stacks."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="par-zero-disk")
     before = threading.stack_size(_STACK)

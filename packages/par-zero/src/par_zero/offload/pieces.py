@@ -1,4 +1,4 @@
-"""Which part of an optimizer's state lies in which tier, in which pieces, and where in a file. Pure arithmetic."""
+"""Arithmetic of offload: how an optimizer's tensors are split into pieces, and their places in tiers and in a file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,77 +9,79 @@ from .._tiers import TIERS
 from ..layout.packing import ALIGNMENT, SliceRange
 
 PAGE = 4096
-"""Bytes of which the beginning of every slot in a file is a multiple: what reads past the cache asks for."""
+"""Alignment in bytes of every slot in a file, which reads and writes without the kernel's page cache require."""
 
 COPY = ""
-"""The name of the slot that has the optimizer's own copy of parameters which are used in another dtype."""
+"""Name of the slot that holds the optimizer's master copy of parameters in another dtype."""
 
 
 def pages(size: int) -> int:
-    """Bytes of the whole pages that so many bytes take."""
+    """Return `size` bytes rounded up to full pages."""
     return -(-size // PAGE) * PAGE
 
 
 Slots = Mapping[str, torch.dtype]
-"""What an optimizer keeps for each element of a tensor: dtypes by name, COPY first."""
+"""Dtypes, by name, of what an optimizer stores per element of a tensor; COPY is the first."""
 
 
-def cut(
+def split_into_pieces(
     chunks: Sequence[Sequence[SliceRange]], parts: Mapping[str, float], limit: int, on_disk: Sequence[bool] = ()
 ) -> list[list[SliceRange]]:
-    """Cuts what an optimizer holds into pieces, each with its state in one tier.
+    """Split an optimizer's slices of chunks into pieces, each with its state in one tier.
 
     Args:
-        chunks: What is held of each chunk, in the order in which chunks run forward. What comes first stays nearest.
-        parts: Which part of all elements lies in each tier; 1 in all.
-        limit: Number of elements of a piece of which anything is on the disk, at most, but 16 or more.
-        on_disk: For each chunk, whether its parameters or its gradients are on the disk; none by default.
+        chunks: Slices of each chunk, in forward order. State of the first stays nearest to the device.
+        parts: Fraction of all elements in each tier; the sum is 1.
+        limit: Maximum number of elements of a piece of which anything is on the disk. At least ALIGNMENT elements are
+            used.
+        on_disk: For each chunk, whether its parameters or gradients are on the disk. Default: none are.
 
     Returns:
-        The pieces of each chunk; those of one tier and chunk lie together.
+        The pieces of each chunk, in the order of their elements.
     """
-    total = sum(each.stop - each.start for ranges in chunks for each in ranges)
-    ends = []  # of each tier, in elements from the first
-    share = 0.0
+    total = sum(each.stop - each.start for slices in chunks for each in slices)
+    ends = []  # for each tier, one past its last element
+    fraction = 0.0
     for number, tier in enumerate(TIERS):
-        share += parts[tier]
+        fraction += parts[tier]
+        # The last tier ends with the elements: a sum of fractions may be a bit below 1.
         is_last = not any(parts[other] for other in TIERS[number + 1 :])
-        ends.append(total if is_last else round(total * share) // ALIGNMENT * ALIGNMENT)
+        ends.append(total if is_last else round(total * fraction) // ALIGNMENT * ALIGNMENT)
     limit = max(limit // ALIGNMENT, 1) * ALIGNMENT
     pieces: list[list[SliceRange]] = []
     done = 0
-    for ranges, in_pieces in zip(chunks, on_disk or [False] * len(chunks), strict=True):
+    for slices, in_pieces in zip(chunks, on_disk or [False] * len(chunks), strict=True):
         pieces.append([])
-        for whole in ranges:
-            start = whole.start
-            while start < whole.stop:
+        for one in slices:
+            start = one.start
+            while start < one.stop:
                 number = next(number for number, end in enumerate(ends) if done < end)
-                stop = min(whole.stop, start + ends[number] - done)
+                stop = min(one.stop, start + ends[number] - done)
                 tier = TIERS[number]
                 small = in_pieces or tier == "disk"
                 if small:
                     stop = min(stop, start + limit)
-                pieces[-1].append(replace(whole, start=start, stop=stop, tier=tier, in_pieces=small))
+                pieces[-1].append(replace(one, start=start, stop=stop, tier=tier, in_pieces=small))
                 done += stop - start
                 start = stop
     return pieces
 
 
-def spread(sizes: Sequence[int], parts: Mapping[str, float]) -> list[str]:
-    """Says in which tier each of some things lies that cannot be cut: the one in which its middle falls.
+def tiers_of(sizes: Sequence[int], parts: Mapping[str, float]) -> list[str]:
+    """Return the tier of each of several items that cannot be split: the one that contains the item's middle.
 
     Args:
-        sizes: Their sizes, in the order in which they are needed. What comes first stays nearest.
-        parts: Which part of all lies in each tier; 1 in all.
+        sizes: Bytes of the items, in the order of their use. The first stay nearest to the device.
+        parts: Fraction of all bytes in each tier; the sum is 1.
     """
     total, done = sum(sizes), 0
     found = []
     for size in sizes:
-        place = (done + size / 2) / total if total else 0
-        share = 0.0
-        for tier in TIERS:
-            share += parts[tier]
-            if place < share or not any(parts[other] for other in TIERS[TIERS.index(tier) + 1 :]):
+        middle = (done + size / 2) / total if total else 0
+        fraction = 0.0
+        for number, tier in enumerate(TIERS):
+            fraction += parts[tier]
+            if middle < fraction or not any(parts[other] for other in TIERS[number + 1 :]):
                 found.append(tier)
                 break
         done += size
@@ -91,10 +93,10 @@ class Slot:
     """One slot of a piece in the file.
 
     Args:
-        name: Its name, such as "exp_avg".
-        dtype: Dtype of its elements.
-        start: Its first byte within the block.
-        count: Number of its elements.
+        name: Name, such as "exp_avg".
+        dtype: Dtype of the elements.
+        start: First byte within the piece's block.
+        count: Number of elements.
     """
 
     name: str
@@ -105,13 +107,13 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBlock:
-    """What a piece has in the file: its slots side by side, so that they are read as one.
+    """The place of a piece in the file: its slots one after the other, so that one read fetches all of them.
 
     Args:
-        start: Its first byte in the file.
-        size: Number of the bytes of its slots, padding included.
-        slots: Its slots.
-        gradient: The place of its gradient, behind the slots, as it is written at another time; None: it is elsewhere.
+        start: First byte in the file.
+        size: Bytes of the slots with padding.
+        slots: The slots.
+        gradient: Its gradient, behind the slots because it is written at another time. None: it is not in the file.
     """
 
     start: int
@@ -126,23 +128,22 @@ class StateBlock:
 
     @property
     def gradient_size(self) -> int:
-        """Number of the bytes, padding included, that its gradient has of it."""
+        """Bytes of the gradient with padding."""
         return 0 if self.gradient is None else pages(self.gradient.count * self.gradient.dtype.itemsize)
 
     @property
     def copy_size(self) -> int:
-        """Number of the bytes, padding included, that the optimizer's own copy of parameters has of it."""
+        """Bytes of the master copy with padding."""
         if not self.slots or self.slots[0].name != COPY:
             return 0
         return self.slots[1].start if len(self.slots) > 1 else self.size
 
 
-def blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[StateBlock]:
-    """Where pieces lie in a file, one behind the other.
+def lay_out_blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[StateBlock]:
+    """Return places of pieces in a file, one behind the other.
 
     Args:
-        pieces: For each piece, the number of its elements, its slots, and the dtype of its gradient; None: that lies
-            elsewhere.
+        pieces: For each piece, its number of elements, its slots, and the dtype of its gradient in the file or None.
     """
     found: list[StateBlock] = []
     start = 0

@@ -25,8 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..known.classes import UpdateScope
+from .clone import clone_of
 from .step import is_per_element
-from .twin import twin_of
 
 _STEPS = 3
 _TRIAL_STEPS = 6
@@ -76,7 +76,7 @@ def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _violation(trial: "_Trial", scope: UpdateScope) -> str | None:
-    as_they_are, twins = trial.run(lambda tensors: [tensors])
+    as_they_are, clones = trial.run(lambda tensors: [tensors])
     each_alone, _ = trial.run(lambda tensors: [[tensor] for tensor in tensors])
     louder, _ = trial.run(lambda tensors: [tensors], louder=lambda number, _: number > 0)
     first = as_they_are[0].numel()
@@ -90,12 +90,12 @@ def _violation(trial: "_Trial", scope: UpdateScope) -> str | None:
     half, _ = trial.run(lambda tensors: [tensors], louder=lambda _, place: place >= 0.5)
     if trial.differs(as_they_are, half, first // 2):
         return "it updates an element by what else is in its tensor"
-    return _odd_state(twins[0])
+    return _odd_state(clones[0])
 
 
-def _odd_state(twin: Optimizer) -> str | None:
+def _odd_state(clone: Optimizer) -> str | None:
     """What a slice of a tensor cannot keep: state that has no number for each element, nor one for all."""
-    for parameter, state in twin.state.items():
+    for parameter, state in clone.state.items():
         for name, value in state.items() if isinstance(state, Mapping) else ():
             is_number = isinstance(value, torch.Tensor) and value.numel() <= 1
             if is_number or isinstance(value, int | float | complex | str | None):
@@ -142,7 +142,7 @@ class _Trial:
         if seeds:
             torch.default_generator.manual_seed(0)
         parameters = [[nn.Parameter(tensor.clone()) for tensor in own] for own in arrange(self._start)]
-        twins = [_twin(self._optimizer, self._group, own, self._rate) for own in parameters]
+        clones = [_cpu_clone(self._optimizer, self._group, own, self._rate) for own in parameters]
         noise = torch.Generator().manual_seed(1)
         for _ in range(_TRIAL_STEPS):
             gradients = []
@@ -156,9 +156,9 @@ class _Trial:
             for own, given in zip(parameters, arrange(gradients), strict=True):
                 for parameter, gradient in zip(own, given, strict=True):
                     parameter.grad = gradient.clone()
-            for twin in twins:
-                twin.step()
-        return [parameter.detach() for own in parameters for parameter in own], twins
+            for clone in clones:
+                clone.step()
+        return [parameter.detach() for own in parameters for parameter in own], clones
 
     def differs(self, one: Tensors, other: Tensors, count: int | None = None) -> bool:
         """Return whether the first `count` numbers differ by more than a thousandth of the largest move."""
@@ -201,14 +201,14 @@ def _state_of_steps(
     """A tensor after a few steps, and what the optimizer keeps for it."""
     with torch.random.fork_rng(devices=[]):
         parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
-        twin = _twin(optimizer, group, [parameter])
+        clone = _cpu_clone(optimizer, group, [parameter])
         for _ in range(_STEPS):
             parameter.grad = torch.randn(3, 5, dtype=dtype)
-            twin.step()
-    return parameter, twin.state.get(parameter, {})
+            clone.step()
+    return parameter, clone.state.get(parameter, {})
 
 
-def _twin(
+def _cpu_clone(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter], rate: float | None = None
 ) -> Optimizer:
     """An optimizer of the same class and settings, for other parameters and on the CPU."""
@@ -221,23 +221,23 @@ def _twin(
         settings["train_mode"] = True
     if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
         settings |= {"capturable": False, "foreach": False}
-    twin = twin_of(optimizer, {**settings, "params": parameters})
+    clone = clone_of(optimizer, {**settings, "params": parameters})
     for name, value in optimizer.__dict__.items():  # what a step may change in place
-        if name in twin.__dict__ and name not in ("param_groups", "state") and isinstance(value, dict | list | set):
-            twin.__dict__[name] = copy.copy(twin.__dict__[name])
-        if name in twin.__dict__ and isinstance(value, torch.Tensor):
-            twin.__dict__[name] = _on_cpu(value)
+        if name in clone.__dict__ and name not in ("param_groups", "state") and isinstance(value, dict | list | set):
+            clone.__dict__[name] = copy.copy(clone.__dict__[name])
+        if name in clone.__dict__ and isinstance(value, torch.Tensor):
+            clone.__dict__[name] = _on_cpu(value)
         if isinstance(value, torch.Generator) and value.device.type == "cpu":
-            twin.__dict__[name] = torch.Generator().set_state(value.get_state())
+            clone.__dict__[name] = torch.Generator().set_state(value.get_state())
     for original in [parameter for parameter in group["params"] if parameter.numel()][:1]:
         for name, value in optimizer.state.get(original, {}).items():  # made by the constructor, as Adagrad's is
             for parameter in parameters:
-                twin.state[parameter][name] = (
+                clone.state[parameter][name] = (
                     torch.full_like(parameter, value.flatten()[0].real.item())
                     if is_per_element(name, value, original.shape)
                     else _on_cpu(value)
                 )
-    return twin
+    return clone
 
 
 def _on_cpu(value: Any) -> Any:

@@ -11,7 +11,7 @@ from par_groups import slots_of
 from .._tiers import TIERS
 from ..layout.chunk import Chunk
 from ..layout.meter import BUFFERS, Meter
-from ..offload.stream import DiskStream
+from ..offload.tier import DiskTier
 from .table import KINDS, Residency
 
 
@@ -20,7 +20,7 @@ def count(
     optimizers: Sequence[Optimizer],
     chunks: Sequence[Chunk],
     buffers: Iterable[torch.Tensor],
-    stream: DiskStream | None,
+    stream: DiskTier | None,
     meter: Meter,
 ) -> Residency:
     """Bytes now, and at the fullest moment of the latest step. Nothing waits, and no rank asks another.
@@ -44,15 +44,15 @@ def count(
 
     on_disk: set[nn.Parameter] = set()
     if stream is not None:
-        on_disk = stream.on_disk
-        now["host"][BUFFERS] = stream.ring_bytes
+        on_disk = stream.tensors_on_disk
+        now["host"][BUFFERS] = stream.buffer_bytes
         now["disk"] |= {
-            "parameters": stream.shares.stored_bytes,
-            "gradients": stream.sums.stored_bytes,
+            "parameters": stream.shards.stored_bytes,
+            "gradients": stream.gradients.stored_bytes,
             "optimizer": stream.state_bytes,
-            "copies": stream.copy_bytes,
+            "copies": stream.master_bytes,
         }
-        seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if stream.shares.has(chunk)}
+        seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if stream.shards.has(chunk)}
     for chunk in chunks:
         for each in chunk.memory():
             add(*each)

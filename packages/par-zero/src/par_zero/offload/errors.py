@@ -1,0 +1,94 @@
+"""Errors of one rank's disk, kept until all ranks raise them at the same place."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from par_groups import agree
+
+from .._collectives import all_reduce
+
+
+class DiskErrors:
+    """Errors of a rank's disk.
+
+    A disk fails on one rank, between collectives that the other ranks wait in. This rank therefore continues with NaN
+    or with data in memory, and reports the error at the next place that all ranks reach.
+
+    Args:
+        folder: Folder of the file, for messages.
+        groups: Process groups whose ranks raise together.
+
+    Attributes:
+        on_lost: Called on all ranks before they raise, if any rank has computed with NaN.
+    """
+
+    def __init__(self, folder: str, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._folder, self._groups = folder, tuple(groups)
+        self.on_lost: Callable[[], None] = lambda: None
+        self._error: Exception | None = None
+        self._is_lost = False
+        self._stopped: Exception | None = None
+
+    def add_unread(self, error: BaseException) -> None:
+        """Record that parameters or gradients could not be read, so that NaN was used in their place."""
+        text = (
+            f"parameters or gradients on the disk at {self._folder!r} cannot be read ({error}), so what was "
+            "computed with them is NaN; load the latest checkpoint, and offload to another disk"
+        )
+        self._error, self._is_lost = OSError(getattr(error, "errno", None), text), True
+
+    def add_unwritten(self, error: BaseException) -> None:
+        """Record that data could not be written, and stays in memory."""
+        text = (
+            f"what was computed cannot be written to the disk at {self._folder!r} ({error}). It stays in memory, "
+            "and nothing is lost; save a checkpoint, and offload to another disk"
+        )
+        self._error = self._error or OSError(getattr(error, "errno", None), text)  # a lost step is the worse news
+
+    def add_stopped_step(self, error: Exception, *, is_late: bool) -> None:
+        """Record that a step has stopped after some of its pieces.
+
+        Args:
+            error: Error of the disk or, in a thread, of the optimizer.
+            is_late: Whether a thread has stopped, after the optimizer's own step had returned.
+        """
+        if isinstance(error, OSError):
+            text = (
+                f"what a step needs of the disk at {self._folder!r} cannot be read ({error}), so this "
+                "step has stopped half-way; load the latest checkpoint, and offload to another disk"
+            )
+            error = OSError(error.errno, text)
+        self._error = error
+        if is_late:
+            self._stopped = error
+
+    def raise_stopped(self) -> None:
+        """Raise the error that stopped a thread. It has not been raised on all ranks yet, and state is incomplete."""
+        if self._stopped is not None:
+            raise self._stopped
+
+    def raise_together(self, *groups: dist.ProcessGroup) -> None:
+        """Raise on all ranks if the disk of any rank has failed. Collective: an all-reduce of two int32 per group.
+
+        Args:
+            groups: Process groups whose ranks take part. Default: all groups.
+
+        Raises:
+            OSError: A read or write failed on this rank or on another rank.
+        """
+        groups = groups or self._groups
+        failed = torch.tensor([self._error is not None, self._is_lost], dtype=torch.int32)
+        for group in groups:
+            all_reduce(failed, group, dist.ReduceOp.MAX).wait()
+        if not failed.any():
+            return
+        error, self._error, self._stopped = self._error, None, None
+        self._is_lost = False
+        if failed[1]:
+            self.on_lost()
+        try:
+            agree(error, None, *groups)
+        except ValueError as other:  # `agree` gives ranks without an error a ValueError that names the failed rank
+            raise OSError(str(other)) from None

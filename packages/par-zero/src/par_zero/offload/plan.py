@@ -1,0 +1,303 @@
+"""Which state, parameters and gradients are offloaded to which tier, decided before anything is allocated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from par_groups import together
+
+from .._param_groups import ParamGroup
+from .._policies import ShardOptions
+from .._stage import ZeroStage
+from .._tiers import Home, Offload
+from ..layout.build import ChunkPlan
+from ..layout.chunk import Chunk
+from ..layout.packing import SliceRange
+from ..optimizer.probe import state_slots
+from ..placement.room import Room
+from .disk import Disk, tensors_in
+from .pieces import COPY, Slots, StateBlock, lay_out_blocks, pages, split_into_pieces, tiers_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkTiers:
+    """Tiers of one chunk's data.
+
+    Args:
+        home: Tiers of its parameters and of its reduced gradients.
+        pieces: Pieces of its slices, each with the optimizer's state in one tier. None: no optimizer has the chunk.
+        blocks: Places in the file of those pieces of which anything is on the disk.
+    """
+
+    home: Home
+    pieces: Sequence[SliceRange] | None
+    blocks: Sequence[StateBlock]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPlan:
+    """Tiers of all chunks of a module, and the file of what is on the disk.
+
+    Args:
+        chunks: Tiers of each chunk.
+        shard_starts: First byte in the file of this rank's shard of each chunk's parameters. None: not in the file.
+        disk: The file. None: nothing is on a disk, on any rank.
+        depth: Number of pieces in memory at a time.
+        late: Whether pieces are stepped after the optimizer's own step has returned.
+    """
+
+    chunks: Sequence[ChunkTiers]
+    shard_starts: Sequence[int | None]
+    disk: Disk | None
+    depth: int
+    late: bool
+
+
+UpdatedSlices = Sequence[Sequence[SliceRange]]
+"""Slices that a rank's optimizers update, for each chunk that an optimizer has, in forward order."""
+
+SlotsByGroup = Mapping[tuple[int, torch.dtype], Slots]
+"""What an optimizer stores per element, by param group and dtype of the parameters."""
+
+
+def plan_offload(
+    plans: Sequence[ChunkPlan],
+    groups: Sequence[ParamGroup],
+    stage: ZeroStage,
+    ranks: Sequence[int],
+    offload: Offload,
+    options: ShardOptions,
+) -> OffloadPlan:
+    """Decide the tiers of all chunks, and create the file.
+
+    Args:
+        plans: The chunks, which have no memory yet, in backward order.
+        groups: Param groups of all optimizers.
+        stage: ZeRO stage.
+        ranks: This rank's index in each data-parallel group.
+        offload: Tiers.
+        options: Dtypes.
+
+    Raises:
+        ValueError: The disk has too little free space, or the folder does not exist.
+        OSError: The file cannot be created.
+    """
+    tiers = assign_tiers(
+        plans, updated_slices(plans, stage, ranks), slots_by_group(plans, groups, options), offload, options
+    )
+    size = max((block.stop for each in tiers for block in each.blocks), default=0)
+    shard_starts: list[int | None] = []
+    for plan, each in zip(plans, tiers, strict=True):
+        on_disk = each.home.parameters == "disk"
+        shard_starts.append(size if on_disk else None)
+        size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize) if on_disk else 0
+    return OffloadPlan(
+        chunks=tiers,
+        shard_starts=shard_starts,
+        disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
+        depth=offload.ahead,
+        late=offload.overlap is True,  # "auto" is False here, as offload needs parameters on a CPU
+    )
+
+
+def updated_slices(plans: Sequence[ChunkPlan], stage: ZeroStage, ranks: Sequence[int]) -> UpdatedSlices:
+    """Return the slices that a rank's optimizers update.
+
+    Args:
+        plans: The chunks, in backward order.
+        stage: ZeRO stage.
+        ranks: The rank's index in each data-parallel group.
+    """
+    found = []
+    for plan in reversed(_stepped(plans)):
+        low, high = plan.layout.share(ranks[plan.share]) if stage.shards_state else (0, plan.layout.size)
+        found.append(tuple(plan.layout.slices(low, high)))
+    return tuple(found)
+
+
+def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], options: ShardOptions) -> SlotsByGroup:
+    """Return what the optimizers store per element.
+
+    Args:
+        plans: The chunks.
+        groups: Param groups of all optimizers.
+        options: Dtypes. Parameters that are used in another dtype have a master copy, which is the first slot.
+    """
+    return {
+        (group, plan.dtype): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
+        | state_slots(groups[group].optimizer, groups[group].settings, plan.dtype)
+        for plan in _stepped(plans)
+        for group in {member.group for member in plan.members}
+    }
+
+
+def assign_tiers(
+    plans: Sequence[ChunkPlan], updated: UpdatedSlices, slots: SlotsByGroup, offload: Offload, options: ShardOptions
+) -> list[ChunkTiers]:
+    """Return the tiers of each chunk. Pure arithmetic.
+
+    Args:
+        plans: The chunks, in backward order.
+        updated: Slices that a rank's optimizers update.
+        slots: What the optimizers store per element.
+        offload: Tiers.
+        options: Dtypes.
+    """
+    stepped = _stepped(plans)
+    homes = dict(zip(plans, homes_of(plans, offload, options), strict=True))
+    # `Offload.piece` bounds each slot of a piece, so the widest dtype decides how many elements a piece has.
+    widest = max(
+        *(dtype.itemsize for found in slots.values() for dtype in found.values()),
+        *(plan.dtype.itemsize for plan in stepped if homes[plan].is_on_disk),
+        *(1, 1),
+    )
+    on_disk = [homes[plan].is_on_disk for plan in reversed(stepped)]
+    split = split_into_pieces(updated, offload.parts, offload.piece_bytes // widest, on_disk)
+    pieces = dict(zip(reversed(stepped), split, strict=True))
+    in_file = [
+        (plan, part)
+        for plan in sorted(stepped, key=lambda plan: plan.members[0].owner)  # one run of the file per optimizer
+        for part in pieces[plan]
+        if part.in_pieces
+    ]
+    blocks: dict[ChunkPlan, list[StateBlock]] = {plan: [] for plan in plans}
+    laid_out = lay_out_blocks(
+        (
+            part.stop - part.start,
+            slots[part.group, plan.dtype] if part.tier == "disk" else {},
+            plan.dtype if homes[plan].gradients == "disk" else None,
+        )
+        for plan, part in in_file
+    )
+    for (plan, _), block in zip(in_file, laid_out, strict=True):
+        blocks[plan].append(block)
+    return [ChunkTiers(home=homes[plan], pieces=pieces.get(plan), blocks=blocks[plan]) for plan in plans]
+
+
+def _stepped(plans: Sequence[ChunkPlan]) -> list[ChunkPlan]:
+    """Return the chunks that an optimizer has, in their order."""
+    return [plan for plan in plans if plan.members[0].owner >= 0]
+
+
+def homes_of(plans: Sequence[ChunkPlan], offload: Offload, options: ShardOptions) -> list[Home]:
+    """Return the tiers of each chunk's parameters and gradients, the same on all ranks.
+
+    Args:
+        plans: The chunks, in backward order. Chunks that run first in forward stay nearest to the device.
+        offload: Tiers.
+        options: Dtypes.
+    """
+    sizes = [plan.most_kept * plan.dtype_in_use(options).itemsize for plan in reversed(plans)]
+    parameters, gradients = (tiers_of(sizes, parts) for parts in (offload.parameter_parts, offload.gradient_parts))
+    homes = [Home(parameters=own, gradients=sums) for own, sums in zip(parameters, gradients, strict=True)]
+    return homes[::-1]
+
+
+@torch.no_grad()
+def offload_chunk_(plan: OffloadPlan | None, number: int, chunk: Chunk) -> None:
+    """Move master copies and parameters of a chunk that has just been packed to their tiers.
+
+    Args:
+        plan: Tiers of all chunks. None: nothing is offloaded.
+        number: Index of the chunk among all chunks.
+        chunk: The chunk, whose optimizer has no tensors yet.
+    """
+    if plan is None:
+        return
+    tiers = plan.chunks[number]
+    chunk.home = tiers.home
+    if plan.disk is None:
+        return
+    parts = [part for part in tiers.pieces or () if part.in_pieces]
+    if chunk.master is not chunk.own:
+        views = [tensors_in(plan.disk, block) for block in tiers.blocks]
+        chunk.move_master_({part.start: each[COPY] for part, each in zip(parts, views, strict=True) if COPY in each})
+    start, (low, high) = plan.shard_starts[number], chunk.share
+    if start is not None:
+        shard = plan.disk.tensor(start, chunk.own.dtype, high - low)
+        shard.copy_(chunk.own)
+        # Checkpoints recognize parameters by their storage, so a piece has the same one. It has a version of its own,
+        # by which a write to one piece leaves prefetched data of the other pieces valid.
+        stepped = {
+            part.start: shard.new_empty(0).set_(
+                shard.untyped_storage(),
+                part.start - low,
+                (part.stop - part.start,),  # type: ignore[call-overload]
+            )
+            for part in parts
+        }
+        chunk.take_own_(shard, stepped)
+
+
+def plan_room(
+    plans: Sequence[ChunkPlan],
+    groups: Sequence[ParamGroup],
+    options: ShardOptions,
+    offload: Offload,
+    ranks: Sequence[int],
+    sharers: Sequence[dist.ProcessGroup],
+) -> Room | None:
+    """Return the memory that the device's budget leaves for gathered units; None without a budget.
+
+    Collective if there is a budget.
+
+    Args:
+        plans: The chunks, which have no memory yet.
+        groups: Param groups of all optimizers.
+        options: Dtypes.
+        offload: Budget and tiers.
+        ranks: This rank's index in each data-parallel group.
+        sharers: Process groups whose ranks raise together.
+
+    Raises:
+        ValueError: The budget is too small, on any rank.
+    """
+    if "device" not in offload.budgets:
+        return None
+    resident = resident_bytes(plans, groups, ranks, options, offload)
+    with together("shard(offload=...)", *sharers):
+        return Room(offload.budgets["device"], resident, unit_bytes(plans, options), offload.policy, offload.other)
+
+
+def resident_bytes(
+    plans: Sequence[ChunkPlan],
+    groups: Sequence[ParamGroup],
+    ranks: Sequence[int],
+    options: ShardOptions,
+    offload: Offload,
+) -> dict[str, int]:
+    """Return the bytes that a rank's device holds at all times at stage 3, by kind.
+
+    Args:
+        plans: The chunks, which have no memory yet.
+        groups: Param groups of all optimizers.
+        ranks: The rank's index in each data-parallel group.
+        options: Dtypes.
+        offload: Tiers.
+    """
+    found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    slots = slots_by_group(plans, groups, options)
+    for plan, home in zip(plans, homes_of(plans, offload, options), strict=True):
+        low, high = plan.layout.share(ranks[plan.share])
+        used = plan.dtype_in_use(options)
+        if home.parameters == "device":
+            found["parameters"] += (high - low) * used.itemsize
+        if plan.members[0].owner < 0:
+            continue
+        if home.gradients == "device":
+            found["gradients"] += (high - low) * (options.precision.reduce_dtype or used).itemsize
+        for part in plan.layout.slices(low, high):
+            element = sum(dtype.itemsize for dtype in slots[part.group, plan.dtype].values())
+            found["optimizer"] += round((part.stop - part.start) * element * offload.parts["device"])
+    return found
+
+
+def unit_bytes(plans: Sequence[ChunkPlan], options: ShardOptions) -> dict[int, int]:
+    """Return the bytes of each gathered unit, by its number, on the rank that has most of it."""
+    found: dict[int, int] = {}
+    for plan in plans:
+        size = plan.most * plan.dtype_in_use(options).itemsize
+        found[plan.place.unit] = found.get(plan.place.unit, 0) + size
+    return found

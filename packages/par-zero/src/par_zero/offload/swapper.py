@@ -1,0 +1,286 @@
+"""How a piece gets to memory and back: `fetch` and `evict`, through a ring of staging buffers.
+
+disk      read piece k + 1, k + 2 ...      write piece k - 1
+memory              update piece k
+
+A step decides the order of pieces, and calls `fetch` and `evict` for each. Prefetching follows from that order alone:
+whenever a buffer of the ring is free, the next piece in the order is read into it. Threads and files are behind these
+two calls, so state that is offloaded in another way, such as to pinned host memory, needs the same two calls and no
+change to a step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+
+from .disk import Disk, DiskHandle
+from .errors import DiskErrors
+from .piece import DiskPiece, State
+from .pieces import COPY
+from .staging import StagingBuffer, StagingPool
+
+
+@dataclass(eq=False, kw_only=True)
+class PieceInputs:
+    """A step's inputs for one piece.
+
+    Args:
+        state: The optimizer's state of the piece, which `evict` updates.
+        gradient: The gradient. None: it is not computed yet, so a prefetch reads the state only.
+    """
+
+    state: State
+    gradient: torch.Tensor | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class FetchedPiece:
+    """A piece in memory, ready to be updated.
+
+    Args:
+        state: Slots of the piece's tensor. The update changes them in place, or adds slots.
+        gradient: The gradient.
+        in_use: Where the updated tensor is rounded to. None: the tensor is the parameters in use.
+    """
+
+    state: State
+    gradient: torch.Tensor
+    in_use: torch.Tensor | None
+
+
+@dataclass(eq=False, kw_only=True)
+class PieceTransfer:
+    """A piece in a staging buffer: first it is read, then updated, then written.
+
+    Args:
+        piece: The piece.
+        inputs: The step's inputs.
+        buffer: The staging buffer.
+        handle: The reads; from `evict` on, the writes.
+        versions: The piece's versions when the reads began.
+        behind: The transfer whose writes from the same buffer come first. None: the buffer was free.
+        gradient_read: The reads of the gradient. None: the gradient is in memory, or it is not computed yet.
+        fetched: The piece in memory, between `fetch` and `evict`.
+        slots: Between `fetch` and `evict`, the slots in the buffer by name.
+        shown: From `evict` on, tensors that show the buffer by slot, and their versions when the writes began.
+        is_reused: Whether another piece is read into the buffer after the writes.
+    """
+
+    piece: DiskPiece
+    inputs: PieceInputs
+    buffer: StagingBuffer
+    handle: DiskHandle
+    versions: Sequence[tuple[int, int]]
+    behind: "PieceTransfer | None" = None
+    gradient_read: DiskHandle | None = None
+    fetched: FetchedPiece | None = None
+    slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    shown: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    is_reused: bool = False
+
+
+class StateSwapper:
+    """Fetches pieces from a disk, and evicts them to it.
+
+    Between steps the optimizer's state shows the file. A piece whose writes have not ended shows its buffer, so a step
+    does not wait for its own last writes.
+
+    Args:
+        disk: The file.
+        size: Bytes of a buffer of the ring.
+        depth: Number of buffers.
+        errors: Collects errors of writes.
+        on_written: Called with each piece whose parameters in use are on the disk, when they have been written.
+    """
+
+    def __init__(
+        self, disk: Disk, size: int, depth: int, errors: DiskErrors, on_written: Callable[[DiskPiece], None]
+    ) -> None:
+        self._disk, self._size, self._depth = disk, size, depth
+        self._errors, self._on_written = errors, on_written
+        self._pool = StagingPool()
+        self._order: Mapping[DiskPiece, PieceInputs] = {}
+        self._unread: Iterator[DiskPiece] = iter(())
+        self._reads: list[PieceTransfer] = []
+        self._writes: list[PieceTransfer] = []
+        self._unwritten: list[tuple[DiskPiece, torch.Tensor]] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the ring's buffers."""
+        return self._pool.bytes
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether any piece was prefetched and not evicted yet."""
+        return bool(self._reads)
+
+    def follow(self, order: Mapping[DiskPiece, PieceInputs]) -> None:
+        """Start to prefetch pieces in the order in which `fetch` is called next.
+
+        Reads that an earlier order began are kept if they are the first of this order, and nobody has written to their
+        tensors since. Nothing is waited for otherwise.
+
+        Args:
+            order: Inputs by piece.
+        """
+        while self._writes and self._writes[0].handle.is_over():
+            self._end_write(self._writes.pop(0))
+        # A piece that is still written cannot be read yet, and no piece behind it may take its turn.
+        in_writes = {write.piece for write in self._writes}
+        on_disk = list(takewhile(lambda piece: piece not in in_writes, (p for p in order if not p.in_memory)))
+        begun = [(read.piece, read.versions) for read in self._reads]
+        if begun != [(piece, piece.versions(order[piece].state)) for piece in on_disk[: len(begun)]]:
+            self.drop_reads()
+        self._order, self._unread = order, iter(on_disk[len(self._reads) :])
+        for read in self._reads:
+            read.inputs = order[read.piece]
+            self._begin_gradient_read(read)
+        while len(self._reads) + len(self._writes) < self._depth and self._begin_read():
+            pass
+
+    def fetch(self, piece: DiskPiece) -> FetchedPiece:
+        """Bring a piece to memory, and return it. `evict` must follow before the next piece is fetched.
+
+        Args:
+            piece: The next piece of the order.
+
+        Raises:
+            OSError: A read failed.
+        """
+        inputs = self._order[piece]
+        gradient = inputs.gradient
+        if gradient is None:
+            raise RuntimeError("fetch() was called before backward; this is a bug in par-zero, please report it")
+        if piece.in_memory:
+            return FetchedPiece(state=inputs.state, gradient=gradient, in_use=piece.in_use)
+        transfer = self._reads[0]
+        if transfer.behind is not None and not self._end_writes_through(transfer.behind):
+            # The writes have failed, so the buffer stays with their piece, and nothing was read into it.
+            transfer.buffer, transfer.behind = self._pool.take(self._size), None
+            transfer.handle = piece.begin_read(self._disk, inputs.state, transfer.buffer)
+            self._begin_gradient_read(transfer)
+        transfer.handle.wait()
+        if transfer.gradient_read is not None and piece.block.gradient is not None:
+            transfer.gradient_read.wait()
+            place = piece.block.gradient
+            gradient = transfer.buffer.tensor(place.start, place.dtype, place.count)
+        slots = {each.name: transfer.buffer.tensor(each.start, each.dtype, each.count) for each in piece.block.slots}
+        in_use = piece.in_use_in(transfer.buffer)
+        # The buffer's memory replaces the file's, so that the update causes no page faults in the mapped file.
+        if COPY in slots:
+            piece.tensor.data = slots[COPY]
+        elif piece.in_use is None and in_use is not None:
+            piece.tensor.data = in_use
+        state = inputs.state | {name: slot for name, slot in slots.items() if inputs.state.get(name) is not None}
+        target = None if piece.in_use is None else piece.in_use if in_use is None else in_use
+        transfer.slots, transfer.fetched = slots, FetchedPiece(state=state, gradient=gradient, in_use=target)
+        return transfer.fetched
+
+    def evict(self, piece: DiskPiece) -> None:
+        """Start to write a fetched piece back, and to read the next one of the order into its buffer."""
+        inputs = self._order[piece]
+        inputs.gradient = None  # its memory serves the next pieces, unless the optimizer keeps the gradient
+        if piece.in_memory:
+            return
+        transfer = self._reads[0]
+        if transfer.piece is not piece or transfer.fetched is None:
+            raise RuntimeError("evict() was called before fetch(); this is a bug in par-zero, please report it")
+        state = transfer.fetched.state
+        shown = {name: slot for name, slot in transfer.slots.items() if name != COPY and state.get(name) is not None}
+        for name, slot in shown.items():
+            if state[name] is not slot:  # the update has made it, such as in a first step
+                slot.copy_(state[name].view(-1))
+                state[name] = slot
+        transfer.slots, transfer.fetched = {}, None
+        inputs.state.clear()
+        inputs.state.update(state)
+        if COPY in piece.views:
+            shown[COPY] = piece.tensor
+        transfer.shown = {name: (tensor, tensor._version) for name, tensor in shown.items()}
+        transfer.handle = piece.begin_write(self._disk, transfer.buffer)
+        self._writes.append(self._reads.pop(0))
+        self._begin_read(transfer)
+
+    def drop_reads(self) -> None:
+        """Discard all pieces that were prefetched or fetched, and not evicted: somebody may write to their state."""
+        for read in self._reads:
+            for handle in (read.handle, read.gradient_read):
+                if handle is not None:
+                    handle.error()  # threads write to the buffer until the reads have ended
+            if COPY in read.piece.views:
+                read.piece.tensor.data = read.piece.views[COPY]
+            if read.behind is None or self._end_writes_through(read.behind):
+                self._pool.give_back(read.buffer)
+        self._reads.clear()
+        self._order, self._unread = {}, iter(())
+
+    def finish_writes(self) -> None:
+        """Wait until all evicted pieces are in the file. A piece that cannot be written stays in memory."""
+        while self._writes:
+            self._end_write(self._writes.pop(0))
+
+    def take_unwritten(self) -> list[tuple[DiskPiece, torch.Tensor]]:
+        """Return pieces whose parameters in use could not be written since the last call, and these parameters."""
+        found, self._unwritten = self._unwritten, []
+        return found
+
+    def _begin_read(self, behind: PieceTransfer | None = None) -> bool:
+        """Start to read the next piece of the order, and return whether there is one.
+
+        Args:
+            behind: Transfer in whose buffer the piece is read, after its writes. None: a free buffer is used.
+        """
+        piece = next(self._unread, None)
+        if piece is None:
+            return False
+        inputs, after = self._order[piece], None if behind is None else behind.handle
+        buffer = self._pool.take(self._size) if behind is None else behind.buffer
+        if behind is not None:
+            behind.is_reused = True
+        handle, versions = piece.begin_read(self._disk, inputs.state, buffer, after), piece.versions(inputs.state)
+        transfer = PieceTransfer(
+            piece=piece, inputs=inputs, buffer=buffer, handle=handle, versions=versions, behind=behind
+        )
+        self._reads.append(transfer)
+        self._begin_gradient_read(transfer)
+        return True
+
+    def _begin_gradient_read(self, read: PieceTransfer) -> None:
+        """Start to read the gradient of a piece, if it is computed and in the file."""
+        if read.piece.gradient is not None and read.piece.gradient.is_in_file(read.inputs.gradient):
+            after = None if read.behind is None else read.behind.handle
+            read.gradient_read = read.piece.begin_read_gradient(self._disk, read.buffer, after)
+
+    def _end_writes_through(self, last: PieceTransfer) -> bool:
+        """Wait for all writes up to those of one transfer, and return whether its writes have succeeded."""
+        while last in self._writes:
+            self._end_write(self._writes.pop(0))
+        return not last.piece.in_memory
+
+    def _end_write(self, write: PieceTransfer) -> None:
+        """Wait for the writes of a piece. Its state then shows the file, or the buffer for good if they failed."""
+        error, piece = write.handle.error(), write.piece
+        if error is not None:
+            piece.in_memory = True
+            self._pool.lose(write.buffer)
+            self._errors.add_unwritten(error)
+            in_use = piece.in_use_in(write.buffer)
+            if in_use is not None:
+                self._unwritten.append((piece, in_use))
+            return
+        if not write.is_reused:
+            self._pool.give_back(write.buffer)
+        for name, (tensor, version) in write.shown.items():
+            if name != COPY and write.inputs.state.get(name) is not tensor:
+                continue  # somebody has replaced the slot
+            if tensor._version != version:  # somebody has written to the buffer since the writes began
+                piece.views[name].copy_(tensor)
+            if name == COPY:
+                tensor.data = piece.views[name]
+            else:
+                write.inputs.state[name] = piece.views[name]
+        if piece.start is not None:
+            self._on_written(piece)

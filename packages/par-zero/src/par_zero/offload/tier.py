@@ -1,0 +1,410 @@
+"""Optimizer steps whose state, parameters or gradients are on a disk.
+
+A step calls `fetch`, updates and calls `evict` for one piece after the other (`_step_pieces`). Prefetching starts with
+backward, and the last writes end in the next forward. With a thread, the whole loop runs during the next forward.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..layout.chunk import Chunk
+from ..optimizer.apart import SliceSplitter
+from ..optimizer.clone import TensorStepper
+from .disk import Disk
+from .errors import DiskErrors
+from .gradients import DiskGradient, DiskGradients
+from .piece import DiskPiece, make_piece
+from .plan import OffloadPlan
+from .shards import DiskShards
+from .staging import StagingBuffer
+from .step_thread import StepThread
+from .swapper import FetchedPiece, PieceInputs, StateSwapper
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUsage:
+    """State that a rank keeps on a disk, and the disk's transfer rates.
+
+    Args:
+        pieces: Bytes of each piece on the disk, without padding, in the order in which `reload_state` loads them.
+        read: Bytes per second of reads, while the other ranks read as well.
+        write: Bytes per second of writes.
+    """
+
+    pieces: tuple[int, ...] = ()
+    read: float = math.inf
+    write: float = math.inf
+
+
+@dataclass(eq=False, kw_only=True)
+class PieceStep:
+    """One step of an optimizer's pieces, with all inputs as they were when it began.
+
+    Args:
+        stepper: Steps one tensor as the optimizer would.
+        splitter: Splits slices whose parameters have different step counts.
+        inputs: State and gradient of each piece that has a gradient, in the order of the step.
+    """
+
+    stepper: TensorStepper
+    splitter: SliceSplitter
+    inputs: Mapping[DiskPiece, PieceInputs]
+
+    def update_(self, piece: DiskPiece, fetched: FetchedPiece) -> None:
+        """Update a piece that is in memory."""
+        split = self.splitter.take(piece.tensor, fetched.gradient, fetched.state)
+        if split is None:
+            # The program may drop `piece.tensor.grad` while a thread steps, so a tensor of the same memory has its own.
+            stepped = nn.Parameter(piece.tensor.detach())
+            stepped.grad = fetched.gradient
+            self.stepper.step(stepped, piece.group, fetched.state)
+        else:
+            for part in split.parts:
+                self.stepper.step(part.tensor, piece.group, part.state)
+            split.join_()
+        if fetched.in_use is not None:
+            fetched.in_use.copy_(piece.tensor)
+
+
+@dataclass(eq=False, kw_only=True)
+class OffloadedOptimizer:
+    """An optimizer, its pieces, and its latest step.
+
+    Args:
+        optimizer: The optimizer.
+        pieces: All of its pieces, in the order of a step.
+        order: The pieces of its latest step, in order. The next step is expected to have the same.
+        hidden: Gradients that the optimizer's own step must not see, because its pieces are stepped elsewhere.
+        step: The step that has not ended yet.
+    """
+
+    optimizer: Optimizer
+    pieces: list[DiskPiece]
+    order: Sequence[DiskPiece] = ()
+    hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
+    step: PieceStep | None = None
+
+    def show_gradients(self) -> None:
+        """Set the hidden gradients again, unless the program has set new ones."""
+        for tensor, gradient in self.hidden:
+            if tensor.grad is None:
+                tensor.grad = gradient
+        self.hidden = []
+
+    def end_step(self) -> None:
+        """Apply the settings that the step has changed, once for all pieces."""
+        if self.step is not None:
+            self.step.stepper.apply_changes_()
+            self.step = None
+
+
+class DiskTier:
+    """The part of optimizers, parameters and gradients that a rank keeps on its disk.
+
+    Args:
+        plan: Tiers of the chunks.
+        disk: The file.
+        chunks: The chunks, in backward order.
+        optimizers: All optimizers, which methods name by number.
+        groups: Process groups whose ranks raise disk errors together.
+    """
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        disk: Disk,
+        chunks: Sequence[Chunk],
+        optimizers: Sequence[Optimizer],
+        groups: Sequence[dist.ProcessGroup],
+    ) -> None:
+        self._disk, self._depth = disk, plan.depth
+        self.errors = DiskErrors(disk.folder, groups)
+        self._thread = StepThread() if plan.late else None
+        starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
+        self.shards = DiskShards(disk, starts, self._is_stepping, self.errors)
+        self._optimizers = [OffloadedOptimizer(optimizer=optimizer, pieces=[]) for optimizer in optimizers]
+        first_groups = list(accumulate((len(optimizer.param_groups) for optimizer in optimizers), initial=0))
+        gradients: dict[Chunk, list[DiskGradient]] = {}
+        for chunk, tiers in zip(chunks, plan.chunks, strict=True):
+            parts = [part for part in chunk.slices if part.in_pieces]
+            for part, block in zip(parts, tiers.blocks, strict=True):
+                group = part.group - first_groups[chunk.owner]
+                piece = make_piece(disk, chunk, part, group, block, starts.get(chunk))
+                self._optimizers[chunk.owner].pieces.append(piece)
+                if piece.gradient is not None:
+                    gradients.setdefault(chunk, []).append(piece.gradient)
+        if plan.late:
+            # Chunks are in backward order. A thread steps them in forward order, as the next forward waits for it.
+            for own in self._optimizers:
+                own.pieces.reverse()
+        self.gradients = DiskGradients(disk, gradients, self.errors)
+        size = max((piece.size for piece in self._pieces), default=0)
+        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self._finish_piece)
+        self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
+
+    @property
+    def _pieces(self) -> list[DiskPiece]:
+        return [piece for own in self._optimizers for piece in own.pieces]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a thread steps the pieces after the optimizer's own step has returned."""
+        return self._thread is not None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all staging buffers in host memory."""
+        return self._swapper.buffer_bytes + self.shards.buffer_bytes + self.gradients.buffer_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the file that are reserved for master copies of parameters."""
+        return sum(piece.block.copy_size for piece in self._pieces)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the file that are reserved for the optimizers' state."""
+        return sum(piece.block.size for piece in self._pieces) - self.master_bytes
+
+    @property
+    def tensors_on_disk(self) -> set[nn.Parameter]:
+        """The optimizers' tensors of which anything is on the disk."""
+        return {piece.tensor for piece in self._pieces if not piece.in_memory}
+
+    def tensors(self, owner: int) -> list[nn.Parameter]:
+        """Return the tensors of an optimizer's pieces."""
+        return [piece.tensor for piece in self._optimizers[owner].pieces]
+
+    @torch.no_grad()
+    def measure(self) -> DiskUsage:
+        """Return sizes of the pieces, and transfer rates from reading and writing as many pieces as there are buffers.
+
+        Raises:
+            OSError: The disk has failed.
+        """
+        self.settle()
+        pieces = [piece for _, piece in self._reloadable()]
+        tried = [(piece.block, StagingBuffer(piece.block.size)) for piece in pieces[: self._depth]]
+        seconds = [math.inf, math.inf]
+        for _ in range(2):  # the first pass allocates the buffers' pages, and earlier writes may still be in progress
+            for number, move in ((0, self._disk.read), (1, self._disk.write)):
+                began = time.perf_counter()
+                for handle in [move(block.start, buffer.bytes[: block.size]) for block, buffer in tried]:
+                    handle.wait()
+                seconds[number] = min(seconds[number], time.perf_counter() - began)
+        size = sum(block.size for block, _ in tried)
+        read, write = (size / each if size else math.inf for each in seconds)
+        return DiskUsage(pieces=tuple(piece.state_size for piece in pieces), read=read, write=write)
+
+    @torch.no_grad()
+    def reload_state(self, size: int) -> int:
+        """Load pieces into memory for good, one after the other as far as they fit, and return their bytes.
+
+        Args:
+            size: Bytes that they may take.
+        """
+        self.settle()
+        loaded = 0
+        for own, piece in self._reloadable():
+            if loaded + piece.state_size <= size:
+                piece.keep_state_in_memory_(own.optimizer.state.get(piece.tensor, {}))
+                loaded += piece.state_size
+        return loaded
+
+    def _reloadable(self) -> list[tuple[OffloadedOptimizer, DiskPiece]]:
+        """Return pieces that memory may hold for good, with their optimizer.
+
+        The first pieces of the list save most time: a step waits for the last pieces of the file, as the first are
+        prefetched during backward, and a forward waits for the first pieces of a thread. State next to parameters or
+        gradients in the file stays there.
+        """
+        return [
+            (own, piece)
+            for own in self._optimizers
+            for piece in (own.pieces if self.is_late else reversed(own.pieces))
+            if not piece.in_memory and piece.start is None and piece.gradient is None
+        ]
+
+    @torch.no_grad()
+    def adopt_(self, owner: int, *_: object) -> None:
+        """Move state that was made in memory to the file, such as a constructor's or a loaded checkpoint's."""
+        self.settle()
+        state = self._optimizers[owner].optimizer.state
+        for piece in self._optimizers[owner].pieces:
+            if piece.tensor in state:
+                piece.adopt_(state[piece.tensor])
+
+    def drop_hidden_gradients(self, owners: Iterable[int]) -> None:
+        """Drop the gradients that stay hidden after an optimizer's own step has failed: the program drops them."""
+        for owner in owners:
+            self._optimizers[owner].hidden = []
+
+    @torch.no_grad()
+    def prefetch(self) -> None:
+        """Start to read the first pieces of the next step, because a backward pass has begun.
+
+        The optimizer that stepped first in the last iteration is expected to do so again, with the same pieces.
+        """
+        self.join()
+        for own in self._optimizers:
+            own.show_gradients()
+        if self._stepped and not self._swapper.has_reads:
+            own = self._stepped[0]
+            self._stepped = []
+            self._swapper.follow({piece: PieceInputs(state=own.optimizer.state[piece.tensor]) for piece in own.order})
+
+    @torch.no_grad()
+    def step(self, owner: int, splitter: SliceSplitter) -> None:
+        """Step an optimizer's pieces, or prepare their step for a thread, and hide their gradients until `end_step`.
+
+        The optimizer's own step follows.
+
+        A failed read ends the step before its piece is changed. `errors` reports it.
+
+        Args:
+            owner: Number of the optimizer.
+            splitter: Splits slices whose parameters have different step counts.
+        """
+        own = self._optimizers[owner]
+        optimizer = own.optimizer
+        self.shards.drop_reads()
+        found_inf = getattr(optimizer, "found_inf", None)  # torch's GradScaler sets it for fused kernels that skip
+        gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
+        own.hidden += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
+        if found_inf is None or not float(found_inf):
+            inputs = {
+                piece: PieceInputs(state=optimizer.state[piece.tensor], gradient=gradient)
+                for piece, gradient in gradients.items()
+            }
+            own.step = PieceStep(stepper=TensorStepper(optimizer), splitter=splitter, inputs=inputs)
+            self._stepped.append(own)
+            if self._thread is None:
+                self._run(own, own.step)
+        for tensor, _ in own.hidden:
+            tensor.grad = None
+
+    def end_step(self, owner: int) -> None:
+        """Show the hidden gradients again, after the optimizer's own step, and start the thread's step."""
+        own = self._optimizers[owner]
+        own.show_gradients()
+        if self._thread is None or own.step is None:
+            own.end_step()
+        else:
+            self._thread.submit((piece.chunk for piece in own.step.inputs), partial(self._run, own, own.step))
+
+    @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
+    @torch.no_grad()
+    def _run(self, own: OffloadedOptimizer, step: PieceStep) -> None:
+        """Step the pieces of an optimizer, in this thread or in the step thread."""
+        try:
+            self._swapper.finish_writes()
+            for piece, inputs in step.inputs.items():
+                piece.adopt_(inputs.state)
+            own.order = tuple(step.inputs)
+            self._step_pieces(step)
+        except Exception as error:
+            if self._thread is None and not isinstance(error, OSError):
+                raise  # an error of the optimizer, in the program's own call
+            self.errors.add_stopped_step(error, is_late=self.is_late)
+        finally:
+            if self._thread is not None:  # a forward must not wait for pieces that an error has left out
+                self._thread.finish_chunks({piece.chunk for piece in step.inputs})
+
+    def _step_pieces(self, step: PieceStep) -> None:
+        """Fetch, update and evict the pieces of a step in order."""
+        self._swapper.follow(step.inputs)
+        try:
+            for piece in step.inputs:
+                step.update_(piece, self._swapper.fetch(piece))
+                if piece.in_memory or piece.start is None:
+                    self._finish_piece(piece)  # other pieces are ready when they are written
+                self._swapper.evict(piece)
+        except BaseException:  # also of the optimizer
+            self._swapper.drop_reads()
+            raise
+        finally:
+            # Units are gathered from the file, not from the buffers, so the step waits for its last writes.
+            if self.shards.were_given:
+                self._swapper.finish_writes()
+                self._keep_unwritten_parameters()
+
+    def _keep_unwritten_parameters(self) -> None:
+        """Keep all parameters of a chunk in memory for good, if some of them could not be written."""
+        unwritten = self._swapper.take_unwritten()
+        for chunk in dict.fromkeys(piece.chunk for piece, _ in unwritten):
+            own = torch.empty_like(chunk.own)
+            self.shards.fetch_(chunk, own)
+            for piece, values in unwritten:
+                if piece.chunk is chunk:
+                    own[piece.offset : piece.offset + values.numel()] = values
+            self.shards.remove(chunk)
+            chunk.take_own_(own, {})
+            chunk.home = replace(chunk.home, parameters="device")
+            for piece in self._pieces:
+                if piece.chunk is chunk:
+                    piece.keep_parameters_in_memory_()
+
+    def _finish_piece(self, piece: DiskPiece) -> None:
+        """Let units be gathered that have the parameters of a piece."""
+        if self._thread is not None:
+            self._thread.finish_piece(piece.chunk)
+
+    def _is_stepping(self, chunks: Sequence[Chunk]) -> bool:
+        return self._thread is not None and self._thread.is_pending(chunks)
+
+    def wait_for(self, chunks: Sequence[Chunk]) -> None:
+        """Wait until the step thread has updated the parameters of some chunks."""
+        if self._thread is not None:
+            self._thread.wait_for(chunks)
+
+    def join(self) -> None:
+        """Wait until the step thread has updated all pieces."""
+        if self._thread is not None and self._thread.join():
+            for own in self._optimizers:
+                own.end_step()
+
+    @torch.no_grad()
+    def settle(self, *_: object) -> None:
+        """End all work in progress, because somebody reads or writes state now. Prefetched data is discarded.
+
+        Afterwards state is in the file or, if it cannot be written, in memory.
+
+        Raises:
+            Exception: The step thread has stopped within a step, so that state is incomplete.
+        """
+        self.join()
+        self.errors.raise_stopped()
+        self._swapper.drop_reads()
+        self._swapper.finish_writes()
+        self.shards.drop_reads()
+
+    def before_step(self, owner: int) -> None:
+        """Wait for an optimizer's earlier step in the step thread.
+
+        Raises:
+            OSError: The disk has failed on this rank or another. Collective if there is a step thread.
+        """
+        if self.is_late:
+            self._optimizers[owner].show_gradients()  # hidden still, if the optimizer's own step has failed
+            if self._optimizers[owner].step is not None:
+                self.join()
+            self.errors.raise_together()
+
+    def finish(self) -> None:
+        """Wait for all steps in the step thread.
+
+        Raises:
+            OSError: The disk has failed on this rank or another. Collective if there is a step thread.
+        """
+        if self.is_late:
+            self.join()
+            self.errors.raise_together()

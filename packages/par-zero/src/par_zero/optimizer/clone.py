@@ -1,0 +1,126 @@
+"""Clones of an optimizer for other tensors, and steps of one tensor at a time by such clones."""
+
+from collections import defaultdict
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .._torch_private import bare_step, hooks_of
+
+_SettingPlace = tuple[str, int | str, str]
+"""Where a step may change a value: ("attribute", 0, name), ("setting", param group, name) or ("state", 0, key)."""
+
+
+def clone_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """Return an optimizer of the same class and attributes, without state and without hooks.
+
+    Its constructor is not called, because the arguments of the original call are unknown.
+
+    Args:
+        optimizer: The original; it is not changed.
+        group: The only param group of the clone.
+    """
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update(optimizer.__dict__)
+    for name in hooks_of(optimizer):
+        clone.__dict__[name] = type(clone.__dict__[name])()
+    for name in optimizer.__dict__:
+        if callable(getattr(type(optimizer), name, None)):
+            # A replaced method, such as `step` by an lr scheduler, is bound to the original.
+            del clone.__dict__[name]
+    clone.param_groups = [group]
+    clone.state = defaultdict(dict)
+    return clone
+
+
+class TensorStepper:
+    """Steps of single tensors as an optimizer's own step would make them.
+
+    Args:
+        optimizer: The optimizer, which is about to step. Later changes of its settings have no effect.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = bare_step(optimizer)
+        self._shared = {key: _own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._settings = [
+            {key: _own(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        self._model = clone_of(optimizer, {})
+        vars(self._model).update({key: _own(value) for key, value in vars(self._model).items()})
+        # By param group, values before and after a step. The optimizer counts a step once, but each clone counts too.
+        self._changes: dict[int, dict[_SettingPlace, tuple[Any, Any]]] = {}
+
+    def step(self, tensor: nn.Parameter, number: int, state: dict[str, Any]) -> None:
+        """Step one tensor.
+
+        Args:
+            tensor: The tensor, with its gradient.
+            number: Number of its param group.
+            state: Its state, which the step changes in place, or makes if it is empty.
+
+        Raises:
+            RuntimeError: The step changes a setting in a way that depends on the tensor.
+        """
+        settings = {key: _own(value) for key, value in self._settings[number].items()}
+        clone = clone_of(self._model, {**settings, "params": [tensor]})
+        attributes = {key: value for key, value in vars(clone).items() if isinstance(value, torch.Tensor)}
+        vars(clone).update({key: _own(value) for key, value in attributes.items()})
+        cast("dict[object, object]", clone.state).update({key: _own(value) for key, value in self._shared.items()})
+        if state:
+            clone.state[tensor] = state
+        self._step(clone)
+        made = clone.state.pop(tensor, state)
+        if made is not state:
+            state.clear()
+            state.update(made)
+        changes = dict(self._changes_by(clone, number))
+        known = self._changes.setdefault(number, changes)
+        for place in changes | known:
+            if place not in changes or place not in known or _differ(changes[place][1], known[place][1]):
+                raise RuntimeError(
+                    f"the {type(self._optimizer).__name__} sets {place[2]!r} in a step by what it steps, and with "
+                    "state on a disk its tensors are stepped one by one; leave offload out"
+                )
+
+    def _changes_by(self, clone: Optimizer, number: int) -> list[tuple[_SettingPlace, tuple[Any, Any]]]:
+        """Return places outside of a tensor's state that a clone's step has changed, with values before and after."""
+        pairs = [
+            *((("attribute", 0, key), (vars(self._model).get(key), value)) for key, value in vars(clone).items()),
+            *((("state", 0, str(key)), (self._shared.get(key), value)) for key, value in clone.state.items()),
+            *(
+                (("setting", number, key), (self._settings[number].get(key), value))
+                for key, value in clone.param_groups[0].items()
+                if key != "params"
+            ),
+        ]
+        return [(place, (before, after)) for place, (before, after) in pairs if _differ(before, after)]
+
+    def apply_changes_(self) -> None:
+        """Make each change of a setting once in the optimizer, unless its own step has made it."""
+        for number, changes in self._changes.items():
+            for (kind, _, key), (before, after) in changes.items():
+                places: Any = vars(self._optimizer) if kind == "attribute" else self._optimizer.state
+                if kind == "setting":
+                    places = self._optimizer.param_groups[number]
+                if not _differ(places.get(key), before):
+                    places[key] = after
+
+
+def _own(value: Any) -> Any:
+    """Return a value that a step may change in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether two settings differ. Only numbers, texts, and tuples and tensors of numbers are compared."""
+    if one is other:
+        return False
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(one, other)
+    plain = (bool, int, float, complex, str, tuple, type(None))
+    return isinstance(one, plain) and isinstance(other, plain) and one != other
