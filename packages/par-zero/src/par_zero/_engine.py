@@ -191,9 +191,9 @@ class Engine:
                 self._gatherer.on_evaluated = partial(stream.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
                 unit.shares = stream.shards
-        if stream.is_late:
+        if stream.runner.is_late:
             for unit in units:
-                unit.on_read = stream.wait_for
+                unit.on_read = stream.runner.wait_for
             for part in self._module.modules():
                 part.register_state_dict_pre_hook(stream.settle)
                 part.register_load_state_dict_pre_hook(stream.settle)
@@ -409,7 +409,7 @@ class Engine:
         if self._gatherer is not None:
             self._gatherer.end_step()
         self._meter.end_step()
-        if self._stream is not None and not self._stream.is_late:
+        if self._stream is not None and not self._stream.runner.is_late:
             self._stream.errors.raise_together()
 
     def _publish(self, number: int, *, anew: bool = False) -> None:

@@ -5,47 +5,18 @@ backward   reduce chunk k | write chunk k - 1, whose gradient leaves memory
 step       read the gradient of each piece with its state
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from ..layout.chunk import Chunk
 from .disk import Disk, DiskHandle
 from .errors import DiskErrors
-from .pieces import pages
+from .piece import DiskPiece
 from .staging import StagingBuffer, StagingPool
 
 _IN_FLIGHT = 2
 """Number of chunks whose gradients are written at a time: one buffer is filled while the other is written."""
-
-
-@dataclass(eq=False, kw_only=True)
-class DiskGradient:
-    """The gradient of a piece in the file.
-
-    Args:
-        tensor: The optimizer's tensor.
-        offset: Index of its first element in this rank's shard of the chunk's reduced gradient.
-        start: First byte in the file, the beginning of a page.
-        view: Tensor in the optimizer's dtype that shares memory with the file. Between backward and step it is
-            `tensor.grad`, so that norms, clipping and user code need no special case.
-    """
-
-    tensor: nn.Parameter
-    offset: int
-    start: int
-    view: torch.Tensor
-
-    @property
-    def size(self) -> int:
-        """Bytes of its pages."""
-        return pages(self.view.nbytes)
-
-    def is_in_file(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether a gradient of the tensor is the one in the file."""
-        return gradient is not None and gradient.data_ptr() == self.view.data_ptr()
 
 
 class DiskGradients:
@@ -53,25 +24,25 @@ class DiskGradients:
 
     Args:
         disk: The file.
-        of_chunk: Gradients of the pieces of each chunk, in their order.
+        pieces: Pieces by chunk, for chunks whose gradients are on the disk.
         errors: Collects errors. Gradients that cannot be written stay in memory, and so do all later gradients of
             their chunk. Gradients that cannot be read are NaN, because the other ranks continue.
     """
 
-    def __init__(self, disk: Disk, of_chunk: Mapping[Chunk, Sequence[DiskGradient]], errors: DiskErrors) -> None:
-        self._disk, self._of_chunk, self._errors = disk, dict(of_chunk), errors
+    def __init__(self, disk: Disk, pieces: Mapping[Chunk, Sequence[DiskPiece]], errors: DiskErrors) -> None:
+        self._disk, self._pieces, self._errors = disk, dict(pieces), errors
         self._pool = StagingPool()
         self._writes: dict[Chunk, tuple[DiskHandle, StagingBuffer]] = {}  # oldest first
         self._unwritten: dict[Chunk, list[torch.Tensor]] = {}
-        self.were_given = bool(of_chunk)
+        self.were_given = bool(pieces)
         """Whether any gradient was on the disk when the module was sharded: the same on every rank, forever."""
-        for chunk in self._of_chunk:
+        for chunk in self._pieces:
             chunk.sums = self
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the file that are reserved for gradients."""
-        return sum(each.size for stored in self._of_chunk.values() for each in stored)
+        return sum(piece.block.gradient_size for pieces in self._pieces.values() for piece in pieces)
 
     @property
     def buffer_bytes(self) -> int:
@@ -81,47 +52,54 @@ class DiskGradients:
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Start to write this rank's shard of a chunk's reduced gradient. `total` may be reused on return."""
         self._limit_writes()
-        stored = self._of_chunk[chunk]
-        buffer, handle, begin = self._pool.take(sum(each.size for each in stored)), DiskHandle(), 0
-        for each in stored:
-            count = each.view.numel()
-            buffer.tensor(begin, each.view.dtype, count).copy_(total[each.offset : each.offset + count])
-            handle += self._disk.write(each.start, buffer.bytes[begin : begin + each.size])
-            begin += each.size
+        pieces = self._pieces[chunk]
+        buffer, handle = self._pool.take(sum(piece.block.gradient_size for piece in pieces)), DiskHandle()
+        for piece, values, memory in self._split(buffer, pieces):
+            values.copy_(total[piece.offset : piece.offset + values.numel()])
+            handle += self._disk.write(piece.block.start + piece.block.size, memory)
         self._writes[chunk] = handle, buffer
 
     def bind(self, chunk: Chunk) -> None:
         """Set the gradients of the optimizer's tensors, after their writes have ended."""
         if chunk in self._writes:
             self._end_write(chunk)
-        stored, in_memory = self._of_chunk[chunk], self._unwritten.pop(chunk, None)
-        for each, gradient in zip(stored, in_memory or [each.view for each in stored], strict=True):
-            each.tensor.grad = gradient
+        pieces, in_memory = self._pieces[chunk], self._unwritten.pop(chunk, None)
+        for number, piece in enumerate(pieces):
+            piece.tensor.grad = piece.gradient if in_memory is None else in_memory[number]
         if in_memory is not None:
-            del self._of_chunk[chunk]
+            del self._pieces[chunk]
             chunk.keep_sums_in_memory()
 
     def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Add the gradients that the optimizer's tensors have, from earlier microbatches, to a chunk's new ones."""
         self._limit_writes()
-        stored = [each for each in self._of_chunk[chunk] if each.tensor.grad is not None]
-        buffer, handle, begin = self._pool.take(sum(each.size for each in stored)), DiskHandle(), 0
-        values = []
-        for each in stored:
-            gradient = each.tensor.grad
-            if each.is_in_file(gradient):
-                handle += self._disk.read(each.start, buffer.bytes[begin : begin + each.size])
-                gradient = buffer.tensor(begin, each.view.dtype, each.view.numel())
-            values.append(gradient)
-            begin += each.size
+        pieces = [piece for piece in self._pieces[chunk] if piece.tensor.grad is not None]
+        buffer, handle = self._pool.take(sum(piece.block.gradient_size for piece in pieces)), DiskHandle()
+        found = []
+        for piece, values, memory in self._split(buffer, pieces):
+            in_file = piece.is_in_file(piece.tensor.grad)
+            if in_file:  # else the program has set a gradient of its own
+                handle += self._disk.read(piece.block.start + piece.block.size, memory)
+            found.append((piece, values if in_file else piece.tensor.grad))
         error = handle.error()
-        for each, value in zip(stored, values, strict=True):
-            if value is not None:
-                total[each.offset : each.offset + value.numel()] += value.view(-1).to(total.dtype)
+        for piece, gradient in found:
+            if gradient is not None:
+                total[piece.offset : piece.offset + gradient.numel()] += gradient.view(-1).to(total.dtype)
         if error is not None:
             total.fill_(torch.nan)
             self._errors.add_unread(error)
         self._pool.give_back(buffer)
+
+    def _split(
+        self, buffer: StagingBuffer, pieces: Sequence[DiskPiece]
+    ) -> Iterator[tuple[DiskPiece, torch.Tensor, memoryview]]:
+        """Yield pieces with their gradient in a buffer, as a tensor and as full pages."""
+        begin = 0
+        for piece in pieces:
+            size, gradient = piece.block.gradient_size, piece.block.gradient
+            if gradient is not None:
+                yield piece, buffer.tensor(begin, gradient.dtype, gradient.count), buffer.bytes[begin : begin + size]
+            begin += size
 
     def _limit_writes(self) -> None:
         """Wait for the oldest writes until the next chunk's gradients may be in a buffer, too."""
@@ -133,9 +111,6 @@ class DiskGradients:
         handle, buffer = self._writes.pop(chunk)
         error = handle.error()
         if error is not None:
-            begin, self._unwritten[chunk] = 0, []
-            for each in self._of_chunk[chunk]:
-                self._unwritten[chunk].append(buffer.tensor(begin, each.view.dtype, each.view.numel()).clone())
-                begin += each.size
+            self._unwritten[chunk] = [values.clone() for _, values, _ in self._split(buffer, self._pieces[chunk])]
             self._errors.add_unwritten(error)
         self._pool.give_back(buffer)

@@ -12,7 +12,6 @@ from par_groups import set_slots
 
 from ..layout.chunk import Chunk, Slice
 from .disk import Disk, DiskHandle, tensors_in
-from .gradients import DiskGradient
 from .pieces import COPY, PAGE, StateBlock, pages
 from .staging import StagingBuffer
 
@@ -35,7 +34,8 @@ class DiskPiece:
         views: By slot, the tensor that shares memory with the file. COPY: the one of `tensor` itself.
         in_use: Parameters in use that a step rounds `tensor` to. None: `tensor` is the parameters in use.
         start: First byte in the file of its parameters in use. None: they are in memory.
-        gradient: Its gradient in the file. None: the gradient is in memory.
+        gradient: Tensor that shares memory with the file, for its gradient. Between backward and step it is
+            `tensor.grad`, so that norms, clipping and user code need no special case. None: gradients are in memory.
         in_memory: Whether its state is in memory for good, because a write failed or the state was reloaded.
     """
 
@@ -47,7 +47,7 @@ class DiskPiece:
     views: Mapping[str, torch.Tensor]
     in_use: torch.Tensor | None = None
     start: int | None = None
-    gradient: DiskGradient | None = None
+    gradient: torch.Tensor | None = None
     in_memory: bool = False
 
     @property
@@ -81,8 +81,9 @@ class DiskPiece:
 
     def in_use_in(self, buffer: StagingBuffer) -> torch.Tensor | None:
         """Return its parameters in use in a staging buffer; None if they are in memory."""
-        own = self.chunk.own
-        return None if self.start is None else buffer.tensor(self._in_use_start, own.dtype, self.tensor.numel())
+        if self.start is None:
+            return None
+        return buffer.tensor(self._in_use_start, self.chunk.own.dtype, self.tensor.numel())
 
     def begin_read(
         self, disk: Disk, state: State, buffer: StagingBuffer, after: DiskHandle | None = None
@@ -102,6 +103,11 @@ class DiskPiece:
             # Parameters that are rounded from a master copy are only written.
             handle += disk.read(self.start - self.start % PAGE, buffer.bytes[self._slots_size : self.size], after)
         return handle
+
+    def is_in_file(self, gradient: torch.Tensor | None) -> bool:
+        """Return whether a gradient of the tensor is the one in the file."""
+        own = self.gradient
+        return own is not None and gradient is not None and gradient.data_ptr() == own.data_ptr()
 
     def begin_read_gradient(self, disk: Disk, buffer: StagingBuffer, after: DiskHandle | None = None) -> DiskHandle:
         """Start to read its gradient into a staging buffer."""
@@ -184,9 +190,7 @@ def make_piece(
     set_slots(part.tensor, {name: view for name, view in views.items() if name != COPY})
     gradient = None
     if block.gradient is not None:
-        first = block.start + block.gradient.start
-        view = disk.tensor(first, block.gradient.dtype, block.gradient.count)
-        gradient = DiskGradient(tensor=part.tensor, offset=part.start - low, start=first, view=view)
+        gradient = disk.tensor(block.start + block.size, block.gradient.dtype, block.gradient.count)
     return DiskPiece(
         tensor=part.tensor,
         chunk=chunk,

@@ -23,31 +23,18 @@ from .staging import StagingBuffer, StagingPool
 
 
 @dataclass(eq=False, kw_only=True)
-class PieceInputs:
-    """A step's inputs for one piece.
+class PieceValues:
+    """What a step reads and changes of a piece, next to the piece's tensor.
 
     Args:
-        state: The optimizer's state of the piece, which `evict` updates.
+        state: The optimizer's state of the tensor, which an update changes in place, or adds slots to.
         gradient: The gradient. None: it is not computed yet, so a prefetch reads the state only.
+        in_use: Where an update rounds the tensor to. None: the tensor is the parameters in use.
     """
 
     state: State
     gradient: torch.Tensor | None = None
-
-
-@dataclass(eq=False, kw_only=True)
-class FetchedPiece:
-    """A piece in memory, ready to be updated.
-
-    Args:
-        state: Slots of the piece's tensor. The update changes them in place, or adds slots.
-        gradient: The gradient.
-        in_use: Where the updated tensor is rounded to. None: the tensor is the parameters in use.
-    """
-
-    state: State
-    gradient: torch.Tensor
-    in_use: torch.Tensor | None
+    in_use: torch.Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,26 +43,26 @@ class PieceTransfer:
 
     Args:
         piece: The piece.
-        inputs: The step's inputs.
+        stored: Its values in the optimizer, between steps.
         buffer: The staging buffer.
         handle: The reads; from `evict` on, the writes.
         versions: The piece's versions when the reads began.
         behind: The transfer whose writes from the same buffer come first. None: the buffer was free.
         gradient_read: The reads of the gradient. None: the gradient is in memory, or it is not computed yet.
-        fetched: The piece in memory, between `fetch` and `evict`.
+        fetched: Its values in the buffer, between `fetch` and `evict`.
         slots: Between `fetch` and `evict`, the slots in the buffer by name.
         shown: From `evict` on, tensors that show the buffer by slot, and their versions when the writes began.
         is_reused: Whether another piece is read into the buffer after the writes.
     """
 
     piece: DiskPiece
-    inputs: PieceInputs
+    stored: PieceValues
     buffer: StagingBuffer
     handle: DiskHandle
     versions: Sequence[tuple[int, int]]
     behind: "PieceTransfer | None" = None
     gradient_read: DiskHandle | None = None
-    fetched: FetchedPiece | None = None
+    fetched: PieceValues | None = None
     slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
     shown: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     is_reused: bool = False
@@ -101,7 +88,7 @@ class StateSwapper:
         self._disk, self._size, self._depth = disk, size, depth
         self._errors, self._on_written = errors, on_written
         self._pool = StagingPool()
-        self._order: Mapping[DiskPiece, PieceInputs] = {}
+        self._order: Mapping[DiskPiece, PieceValues] = {}
         self._unread: Iterator[DiskPiece] = iter(())
         self._reads: list[PieceTransfer] = []
         self._writes: list[PieceTransfer] = []
@@ -112,19 +99,14 @@ class StateSwapper:
         """Bytes of the ring's buffers."""
         return self._pool.bytes
 
-    @property
-    def has_reads(self) -> bool:
-        """Whether any piece was prefetched and not evicted yet."""
-        return bool(self._reads)
-
-    def follow(self, order: Mapping[DiskPiece, PieceInputs]) -> None:
+    def follow(self, order: Mapping[DiskPiece, PieceValues]) -> None:
         """Start to prefetch pieces in the order in which `fetch` is called next.
 
         Reads that an earlier order began are kept if they are the first of this order, and nobody has written to their
         tensors since. Nothing is waited for otherwise.
 
         Args:
-            order: Inputs by piece.
+            order: Values by piece, as the optimizer has them.
         """
         while self._writes and self._writes[0].handle.is_over():
             self._end_write(self._writes.pop(0))
@@ -136,13 +118,13 @@ class StateSwapper:
             self.drop_reads()
         self._order, self._unread = order, iter(on_disk[len(self._reads) :])
         for read in self._reads:
-            read.inputs = order[read.piece]
+            read.stored = order[read.piece]
             self._begin_gradient_read(read)
         while len(self._reads) + len(self._writes) < self._depth and self._begin_read():
             pass
 
-    def fetch(self, piece: DiskPiece) -> FetchedPiece:
-        """Bring a piece to memory, and return it. `evict` must follow before the next piece is fetched.
+    def fetch(self, piece: DiskPiece) -> PieceValues:
+        """Bring a piece to memory, and return its values there. `evict` must follow before the next `fetch`.
 
         Args:
             piece: The next piece of the order.
@@ -150,23 +132,21 @@ class StateSwapper:
         Raises:
             OSError: A read failed.
         """
-        inputs = self._order[piece]
-        gradient = inputs.gradient
-        if gradient is None:
-            raise RuntimeError("fetch() was called before backward; this is a bug in par-zero, please report it")
+        stored = self._order[piece]
         if piece.in_memory:
-            return FetchedPiece(state=inputs.state, gradient=gradient, in_use=piece.in_use)
+            stored.in_use = piece.in_use
+            return stored
         transfer = self._reads[0]
         if transfer.behind is not None and not self._end_writes_through(transfer.behind):
             # The writes have failed, so the buffer stays with their piece, and nothing was read into it.
             transfer.buffer, transfer.behind = self._pool.take(self._size), None
-            transfer.handle = piece.begin_read(self._disk, inputs.state, transfer.buffer)
+            transfer.handle = piece.begin_read(self._disk, stored.state, transfer.buffer)
             self._begin_gradient_read(transfer)
         transfer.handle.wait()
-        if transfer.gradient_read is not None and piece.block.gradient is not None:
+        gradient = stored.gradient
+        if transfer.gradient_read is not None and piece.gradient is not None:
             transfer.gradient_read.wait()
-            place = piece.block.gradient
-            gradient = transfer.buffer.tensor(place.start, place.dtype, place.count)
+            gradient = transfer.buffer.tensor(piece.block.size, piece.gradient.dtype, piece.gradient.numel())
         slots = {each.name: transfer.buffer.tensor(each.start, each.dtype, each.count) for each in piece.block.slots}
         in_use = piece.in_use_in(transfer.buffer)
         # The buffer's memory replaces the file's, so that the update causes no page faults in the mapped file.
@@ -174,15 +154,15 @@ class StateSwapper:
             piece.tensor.data = slots[COPY]
         elif piece.in_use is None and in_use is not None:
             piece.tensor.data = in_use
-        state = inputs.state | {name: slot for name, slot in slots.items() if inputs.state.get(name) is not None}
-        target = None if piece.in_use is None else piece.in_use if in_use is None else in_use
-        transfer.slots, transfer.fetched = slots, FetchedPiece(state=state, gradient=gradient, in_use=target)
+        state = stored.state | {name: slot for name, slot in slots.items() if stored.state.get(name) is not None}
+        target = piece.in_use if piece.in_use is None or in_use is None else in_use
+        transfer.slots, transfer.fetched = slots, PieceValues(state=state, gradient=gradient, in_use=target)
         return transfer.fetched
 
     def evict(self, piece: DiskPiece) -> None:
         """Start to write a fetched piece back, and to read the next one of the order into its buffer."""
-        inputs = self._order[piece]
-        inputs.gradient = None  # its memory serves the next pieces, unless the optimizer keeps the gradient
+        stored = self._order[piece]
+        stored.gradient = None  # its memory serves the next pieces, unless the optimizer keeps the gradient
         if piece.in_memory:
             return
         transfer = self._reads[0]
@@ -195,8 +175,8 @@ class StateSwapper:
                 slot.copy_(state[name].view(-1))
                 state[name] = slot
         transfer.slots, transfer.fetched = {}, None
-        inputs.state.clear()
-        inputs.state.update(state)
+        stored.state.clear()
+        stored.state.update(state)
         if COPY in piece.views:
             shown[COPY] = piece.tensor
         transfer.shown = {name: (tensor, tensor._version) for name, tensor in shown.items()}
@@ -236,13 +216,13 @@ class StateSwapper:
         piece = next(self._unread, None)
         if piece is None:
             return False
-        inputs, after = self._order[piece], None if behind is None else behind.handle
+        stored, after = self._order[piece], None if behind is None else behind.handle
         buffer = self._pool.take(self._size) if behind is None else behind.buffer
         if behind is not None:
             behind.is_reused = True
-        handle, versions = piece.begin_read(self._disk, inputs.state, buffer, after), piece.versions(inputs.state)
+        handle, versions = piece.begin_read(self._disk, stored.state, buffer, after), piece.versions(stored.state)
         transfer = PieceTransfer(
-            piece=piece, inputs=inputs, buffer=buffer, handle=handle, versions=versions, behind=behind
+            piece=piece, stored=stored, buffer=buffer, handle=handle, versions=versions, behind=behind
         )
         self._reads.append(transfer)
         self._begin_gradient_read(transfer)
@@ -250,7 +230,7 @@ class StateSwapper:
 
     def _begin_gradient_read(self, read: PieceTransfer) -> None:
         """Start to read the gradient of a piece, if it is computed and in the file."""
-        if read.piece.gradient is not None and read.piece.gradient.is_in_file(read.inputs.gradient):
+        if read.piece.is_in_file(read.stored.gradient):
             after = None if read.behind is None else read.behind.handle
             read.gradient_read = read.piece.begin_read_gradient(self._disk, read.buffer, after)
 
@@ -274,13 +254,13 @@ class StateSwapper:
         if not write.is_reused:
             self._pool.give_back(write.buffer)
         for name, (tensor, version) in write.shown.items():
-            if name != COPY and write.inputs.state.get(name) is not tensor:
+            if name != COPY and write.stored.state.get(name) is not tensor:
                 continue  # somebody has replaced the slot
             if tensor._version != version:  # somebody has written to the buffer since the writes began
                 piece.views[name].copy_(tensor)
             if name == COPY:
                 tensor.data = piece.views[name]
             else:
-                write.inputs.state[name] = piece.views[name]
+                write.stored.state[name] = piece.views[name]
         if piece.start is not None:
             self._on_written(piece)

@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from ..optimizer.apart import SliceSplitter
 from ..optimizer.clone import TensorStepper
 from .disk import Disk
 from .errors import DiskErrors
-from .gradients import DiskGradient, DiskGradients
+from .gradients import DiskGradients
 from .piece import DiskPiece, make_piece
 from .plan import OffloadPlan
+from .runner import StepRunner
 from .shards import DiskShards
 from .staging import StagingBuffer
-from .step_thread import StepThread
-from .swapper import FetchedPiece, PieceInputs, StateSwapper
+from .swapper import PieceValues, StateSwapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,21 @@ class PieceStep:
     Args:
         stepper: Steps one tensor as the optimizer would.
         splitter: Splits slices whose parameters have different step counts.
-        inputs: State and gradient of each piece that has a gradient, in the order of the step.
+        order: Values of each piece that has a gradient, in the order of the step.
     """
 
     stepper: TensorStepper
     splitter: SliceSplitter
-    inputs: Mapping[DiskPiece, PieceInputs]
+    order: Mapping[DiskPiece, PieceValues]
 
-    def update_(self, piece: DiskPiece, fetched: FetchedPiece) -> None:
+    def update_(self, piece: DiskPiece, fetched: PieceValues) -> None:
         """Update a piece that is in memory."""
-        split = self.splitter.take(piece.tensor, fetched.gradient, fetched.state)
+        gradient = cast("torch.Tensor", fetched.gradient)  # the order of a step has only pieces with a gradient
+        split = self.splitter.take(piece.tensor, gradient, fetched.state)
         if split is None:
             # The program may drop `piece.tensor.grad` while a thread steps, so a tensor of the same memory has its own.
             stepped = nn.Parameter(piece.tensor.detach())
-            stepped.grad = fetched.gradient
+            stepped.grad = gradient
             self.stepper.step(stepped, piece.group, fetched.state)
         else:
             for part in split.parts:
@@ -128,12 +129,12 @@ class DiskTier:
     ) -> None:
         self._disk, self._depth = disk, plan.depth
         self.errors = DiskErrors(disk.folder, groups)
-        self._thread = StepThread() if plan.late else None
+        self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
-        self.shards = DiskShards(disk, starts, self._is_stepping, self.errors)
+        self.shards = DiskShards(disk, starts, self.runner.is_pending, self.errors)
         self._optimizers = [OffloadedOptimizer(optimizer=optimizer, pieces=[]) for optimizer in optimizers]
         first_groups = list(accumulate((len(optimizer.param_groups) for optimizer in optimizers), initial=0))
-        gradients: dict[Chunk, list[DiskGradient]] = {}
+        gradients: dict[Chunk, list[DiskPiece]] = {}
         for chunk, tiers in zip(chunks, plan.chunks, strict=True):
             parts = [part for part in chunk.slices if part.in_pieces]
             for part, block in zip(parts, tiers.blocks, strict=True):
@@ -141,7 +142,7 @@ class DiskTier:
                 piece = make_piece(disk, chunk, part, group, block, starts.get(chunk))
                 self._optimizers[chunk.owner].pieces.append(piece)
                 if piece.gradient is not None:
-                    gradients.setdefault(chunk, []).append(piece.gradient)
+                    gradients.setdefault(chunk, []).append(piece)
         if plan.late:
             # Chunks are in backward order. A thread steps them in forward order, as the next forward waits for it.
             for own in self._optimizers:
@@ -156,24 +157,20 @@ class DiskTier:
         return [piece for own in self._optimizers for piece in own.pieces]
 
     @property
-    def is_late(self) -> bool:
-        """Whether a thread steps the pieces after the optimizer's own step has returned."""
-        return self._thread is not None
-
-    @property
     def buffer_bytes(self) -> int:
         """Bytes of all staging buffers in host memory."""
         return self._swapper.buffer_bytes + self.shards.buffer_bytes + self.gradients.buffer_bytes
 
     @property
-    def master_bytes(self) -> int:
-        """Bytes of the file that are reserved for master copies of parameters."""
-        return sum(piece.block.copy_size for piece in self._pieces)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the file that are reserved for the optimizers' state."""
-        return sum(piece.block.size for piece in self._pieces) - self.master_bytes
+    def stored_bytes(self) -> dict[str, int]:
+        """Bytes of the file by kind, in use or reserved."""
+        copies = sum(piece.block.copy_size for piece in self._pieces)
+        return {
+            "parameters": self.shards.stored_bytes,
+            "gradients": self.gradients.stored_bytes,
+            "optimizer": sum(piece.block.size for piece in self._pieces) - copies,
+            "copies": copies,
+        }
 
     @property
     def tensors_on_disk(self) -> set[nn.Parameter]:
@@ -230,7 +227,7 @@ class DiskTier:
         return [
             (own, piece)
             for own in self._optimizers
-            for piece in (own.pieces if self.is_late else reversed(own.pieces))
+            for piece in (own.pieces if self.runner.is_late else reversed(own.pieces))
             if not piece.in_memory and piece.start is None and piece.gradient is None
         ]
 
@@ -257,10 +254,10 @@ class DiskTier:
         self.join()
         for own in self._optimizers:
             own.show_gradients()
-        if self._stepped and not self._swapper.has_reads:
+        if self._stepped:
             own = self._stepped[0]
             self._stepped = []
-            self._swapper.follow({piece: PieceInputs(state=own.optimizer.state[piece.tensor]) for piece in own.order})
+            self._swapper.follow({piece: PieceValues(state=own.optimizer.state[piece.tensor]) for piece in own.order})
 
     @torch.no_grad()
     def step(self, owner: int, splitter: SliceSplitter) -> None:
@@ -281,13 +278,13 @@ class DiskTier:
         gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
         own.hidden += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
         if found_inf is None or not float(found_inf):
-            inputs = {
-                piece: PieceInputs(state=optimizer.state[piece.tensor], gradient=gradient)
+            order = {
+                piece: PieceValues(state=optimizer.state[piece.tensor], gradient=gradient)
                 for piece, gradient in gradients.items()
             }
-            own.step = PieceStep(stepper=TensorStepper(optimizer), splitter=splitter, inputs=inputs)
+            own.step = PieceStep(stepper=TensorStepper(optimizer), splitter=splitter, order=order)
             self._stepped.append(own)
-            if self._thread is None:
+            if not self.runner.is_late:
                 self._run(own, own.step)
         for tensor, _ in own.hidden:
             tensor.grad = None
@@ -296,34 +293,35 @@ class DiskTier:
         """Show the hidden gradients again, after the optimizer's own step, and start the thread's step."""
         own = self._optimizers[owner]
         own.show_gradients()
-        if self._thread is None or own.step is None:
-            own.end_step()
+        if self.runner.is_late and own.step is not None:
+            self._run(own, own.step)
         else:
-            self._thread.submit((piece.chunk for piece in own.step.inputs), partial(self._run, own, own.step))
+            own.end_step()
 
-    @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
-    @torch.no_grad()
     def _run(self, own: OffloadedOptimizer, step: PieceStep) -> None:
-        """Step the pieces of an optimizer, in this thread or in the step thread."""
-        try:
-            self._swapper.finish_writes()
-            for piece, inputs in step.inputs.items():
-                piece.adopt_(inputs.state)
-            own.order = tuple(step.inputs)
-            self._step_pieces(step)
-        except Exception as error:
-            if self._thread is None and not isinstance(error, OSError):
-                raise  # an error of the optimizer, in the program's own call
-            self.errors.add_stopped_step(error, is_late=self.is_late)
-        finally:
-            if self._thread is not None:  # a forward must not wait for pieces that an error has left out
-                self._thread.finish_chunks({piece.chunk for piece in step.inputs})
+        """Step the pieces of an optimizer, or start that in the thread."""
+
+        @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
+        @torch.no_grad()
+        def job() -> None:
+            try:
+                self._swapper.finish_writes()
+                for piece, values in step.order.items():
+                    piece.adopt_(values.state)
+                own.order = tuple(step.order)
+                self._step_pieces(step)
+            except Exception as error:
+                if not self.runner.is_late and not isinstance(error, OSError):
+                    raise  # an error of the optimizer, in the program's own call
+                self.errors.add_stopped_step(error, is_late=self.runner.is_late)
+
+        self.runner.run([piece.chunk for piece in step.order], job)
 
     def _step_pieces(self, step: PieceStep) -> None:
         """Fetch, update and evict the pieces of a step in order."""
-        self._swapper.follow(step.inputs)
+        self._swapper.follow(step.order)
         try:
-            for piece in step.inputs:
+            for piece in step.order:
                 step.update_(piece, self._swapper.fetch(piece))
                 if piece.in_memory or piece.start is None:
                     self._finish_piece(piece)  # other pieces are ready when they are written
@@ -354,21 +352,11 @@ class DiskTier:
                     piece.keep_parameters_in_memory_()
 
     def _finish_piece(self, piece: DiskPiece) -> None:
-        """Let units be gathered that have the parameters of a piece."""
-        if self._thread is not None:
-            self._thread.finish_piece(piece.chunk)
-
-    def _is_stepping(self, chunks: Sequence[Chunk]) -> bool:
-        return self._thread is not None and self._thread.is_pending(chunks)
-
-    def wait_for(self, chunks: Sequence[Chunk]) -> None:
-        """Wait until the step thread has updated the parameters of some chunks."""
-        if self._thread is not None:
-            self._thread.wait_for(chunks)
+        self.runner.finish_piece(piece.chunk)
 
     def join(self) -> None:
-        """Wait until the step thread has updated all pieces."""
-        if self._thread is not None and self._thread.join():
+        """Wait until all pieces are updated."""
+        if self.runner.join():
             for own in self._optimizers:
                 own.end_step()
 
@@ -393,7 +381,7 @@ class DiskTier:
         Raises:
             OSError: The disk has failed on this rank or another. Collective if there is a step thread.
         """
-        if self.is_late:
+        if self.runner.is_late:
             self._optimizers[owner].show_gradients()  # hidden still, if the optimizer's own step has failed
             if self._optimizers[owner].step is not None:
                 self.join()
@@ -405,6 +393,6 @@ class DiskTier:
         Raises:
             OSError: The disk has failed on this rank or another. Collective if there is a step thread.
         """
-        if self.is_late:
+        if self.runner.is_late:
             self.join()
             self.errors.raise_together()

@@ -46,12 +46,7 @@ def count(
     if stream is not None:
         on_disk = stream.tensors_on_disk
         now["host"][BUFFERS] = stream.buffer_bytes
-        now["disk"] |= {
-            "parameters": stream.shards.stored_bytes,
-            "gradients": stream.gradients.stored_bytes,
-            "optimizer": stream.state_bytes,
-            "copies": stream.master_bytes,
-        }
+        now["disk"] |= stream.stored_bytes
         seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if stream.shards.has(chunk)}
     for chunk in chunks:
         for each in chunk.memory():
