@@ -1,8 +1,6 @@
-"""A scratch file on a disk: read and written past the kernel's cache, by threads, and mapped into memory for others.
+"""A scratch file on a disk: threads read and write it without the page cache, and tensors map it for all other code.
 
-The file has no name, so it is gone when the process is, however that ends. It has all of its room from the beginning: a
-full disk is an error then, and not in the middle of a step. The kernel keeps what is mapped and what is read and
-written directly alike.
+Linux keeps mapped pages and direct reads and writes of one file coherent, so both may be used on the same bytes.
 """
 
 import errno
@@ -25,16 +23,16 @@ from .pieces import PAGE, StateBlock, pages
 from .staging import StagingBuffer
 
 _CALL = 2**22
-"""Bytes of a read or a write; two threads with such calls reach a disk's limit."""
+"""Bytes of one read or write call. Two threads with calls of this size reach a disk's transfer rate."""
 
 _STACK = 2**18
-"""Bytes of a thread's stack; by default it is 8 MiB, which a limit of memory would count."""
+"""Bytes of a thread's stack. The default of 8 MiB would count against a memory limit of the process."""
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskHandle:
-    """Handle of asynchronous reads or writes on a disk.
+    """Handle of reads or writes in progress.
 
     Args:
         futures: The futures of the read or write calls.
@@ -48,7 +46,7 @@ class DiskHandle:
         return DiskHandle((*self._futures, *other._futures))
 
     def wait(self) -> None:
-        """Waits until all bytes are read or written.
+        """Wait until all bytes are read or written.
 
         Raises:
             OSError: A read or write failed.
@@ -58,27 +56,26 @@ class DiskHandle:
             raise error
 
     def is_over(self) -> bool:
-        """Whether all calls have ended, with or without an error."""
+        """Return whether all calls have ended, with or without an error."""
         return all(future.done() for future in self._futures)
 
     def error(self) -> BaseException | None:
-        """Waits until all calls have ended, and returns their first error, or None."""
+        """Wait until all calls have ended, and return their first error, or None."""
         errors = [future.exception() for future in self._futures]
         return next((error for error in errors if error is not None), None)
 
 
 class Disk:
-    """A file without a name, in a folder on a disk.
+    """A file without a name, in a folder on a disk. It disappears with the process, however that ends.
 
     Args:
         folder: The folder.
-        size: Number of bytes, all of which get their room here.
-        threads: Number of threads that read, and of threads that write. A pool for both would let reads wait behind
-            writes.
+        size: Number of bytes.
+        threads: Number of threads that read, and of threads that write.
 
     Raises:
-        ValueError: The folder is none, is in memory, or its disk has too little room.
-        OSError: The file cannot be made.
+        ValueError: The folder does not exist or is in memory, or its disk has too little free space.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, folder: str, size: int, threads: int) -> None:
@@ -88,32 +85,37 @@ class Disk:
         self._file = _open(folder)
         finalize(self, os.close, self._file)
         try:
+            # A full disk is an error here, and not in the middle of a step.
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise _too_small(folder, size) from error
-        self._cached = _opened_again(self._file)
+        # A write of a part of a page is not possible without the cache, so the file is open in both ways.
+        self._cached = _open_again(self._file)
         self._is_direct = self._cached is not None and _make_direct(self._file)
         if self._cached is not None:
             finalize(self, os.close, self._cached)
         self._memory = mmap.mmap(self._file, size)
+        # Two pools, because reads that a step waits for would queue behind writes that nobody waits for.
         self._readers, self._writers = (start_threads(threads) for _ in range(2))
 
     def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """(count) elements of the file, as a tensor with a storage of its own that lies in the file."""
+        """Return a tensor of `count` elements that begins at byte `start` and shares memory with the file."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
     def read(self, start: int, into: memoryview, after: DiskHandle | None = None) -> DiskHandle:
-        """Begins to read.
+        """Start to read.
 
         Args:
             start: First byte in the file, a multiple of 4096.
-            into: Memory that begins on a page, of a multiple of 4096 bytes.
-            after: What must be over before, as it uses that memory. Where it has failed, nothing is read.
+            into: Page-aligned memory of a multiple of 4096 bytes.
+            after: Writes from the same memory, which must end first. If they fail, nothing is read, so that the memory
+                still holds what could not be written.
         """
 
         def call(offset: int, part: memoryview) -> None:
+            # Writes have threads of their own, so this wait cannot keep them from ending.
             if after is None or after.error() is None:
                 _whole(os.preadv, self._file, part, offset)
                 self._forget(offset, len(part))
@@ -121,13 +123,11 @@ class Disk:
         return _begin(self._readers, call, start, into)
 
     def write(self, start: int, source: memoryview) -> DiskHandle:
-        """Begins to write.
-
-        A page of which others write a part goes through the kernel's cache, which puts the parts together.
+        """Start to write.
 
         Args:
             start: First byte in the file.
-            source: Memory whose place within a page is that of the bytes in the file.
+            source: Memory whose offset within a page is the same as that of `start`.
         """
 
         def call(offset: int, part: memoryview) -> None:
@@ -137,6 +137,7 @@ class Disk:
         def call_for_edge(offset: int, part: memoryview) -> None:
             _whole(os.pwritev, self._file if self._cached is None else self._cached, part, offset)
 
+        # Neighbours may write the other part of the first and of the last page, and the cache merges the parts.
         first = min(-start % PAGE, len(source))
         last = max(first, len(source) - (start + len(source)) % PAGE)
         writes = _begin(self._writers, call, start + first, source[first:last])
@@ -145,21 +146,21 @@ class Disk:
         return writes
 
     def _forget(self, start: int, size: int) -> None:
-        """Without direct access, asks the kernel not to keep a copy."""
+        """Ask the kernel not to cache bytes, if the file system has no direct access."""
         if not self._is_direct:
             os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def tensors_in(disk: Disk, block: StateBlock) -> dict[str, torch.Tensor]:
-    """By slot of a block, the tensor that lies in the file."""
+    """Return tensors that share memory with the file, by slot of a block."""
     return {slot.name: disk.tensor(block.start + slot.start, slot.dtype, slot.count) for slot in block.slots}
 
 
 def check_room(folder: str, size: int) -> None:
-    """Checks that a folder lies on a disk that has that many bytes free.
+    """Check that a folder is on a disk with `size` free bytes.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It is not.
     """
     if not os.path.isdir(folder):  # noqa: PTH112 - a text in every message
         raise ValueError(f"path {folder!r} is no folder; give a folder on a local disk")
@@ -184,7 +185,7 @@ def _too_small(folder: str, size: int) -> ValueError:
 
 
 def _file_system(folder: str) -> str:
-    """The file system that a folder lies on, such as "ext4"; empty where the kernel does not list them."""
+    """Return the file system of a folder, such as "ext4"; "" if the kernel does not list file systems."""
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return ""
@@ -198,7 +199,7 @@ def _file_system(folder: str) -> str:
 
 
 def _open(folder: str) -> int:
-    """A file without a name. Where the file system makes none, one whose name is taken away at once."""
+    """Return the descriptor of a new file without a name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if hasattr(os, "O_TMPFILE"):
         try:
@@ -206,24 +207,26 @@ def _open(folder: str) -> int:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
+    # File systems without O_TMPFILE, such as NFS: the name exists for a moment.
     number, name = tempfile.mkstemp(dir=folder, prefix=".par-zero-")
     os.unlink(name)  # noqa: PTH108 - beside the file's number
     return number
 
 
-def _opened_again(file: int) -> int | None:
-    """Another way into a file, which goes on through the kernel's cache; None where the kernel has none."""
+def _open_again(file: int) -> int | None:
+    """Return another descriptor of an open file, which keeps using the page cache; None if the kernel has none."""
     place = Path(f"/proc/self/fd/{file}")
     return os.open(place, os.O_RDWR | os.O_CLOEXEC) if place.exists() else None
 
 
 def _make_direct(file: int) -> bool:
-    """Has a file read and written past the kernel's cache; False where its file system has no such way (EINVAL)."""
+    """Bypass the page cache for a descriptor, and return whether its file system supports that."""
     import fcntl  # noqa: PLC0415 - Windows has none, and imports this package for its arithmetic
 
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
+        # Some file systems accept the flag and reject the first read, so one page is read.
         fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
         os.preadv(file, [StagingBuffer(PAGE).bytes], 0)
     except OSError as error:
@@ -235,8 +238,9 @@ def _make_direct(file: int) -> bool:
 
 
 def start_threads(count: int) -> ThreadPoolExecutor:
-    """A pool whose threads run already, with small stacks."""
+    """Return a pool whose threads run already, with small stacks."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="par-zero-disk")
+    # The stack size is a setting of the process, so all threads start before it is restored.
     before = threading.stack_size(_STACK)
     try:
         barrier = threading.Barrier(count + 1)
@@ -251,15 +255,16 @@ def start_threads(count: int) -> ThreadPoolExecutor:
 def _begin(
     pool: ThreadPoolExecutor, call: Callable[[int, memoryview], None], start: int, memory: memoryview
 ) -> DiskHandle:
-    """Begins the calls of one read or write."""
+    """Start the calls of one read or write."""
     return DiskHandle(
         [pool.submit(call, start + first, memory[first : first + _CALL]) for first in range(0, len(memory), _CALL)]
     )
 
 
 def _whole(move: Callable[[int, Sequence[Any], int], int], file: int, memory: memoryview, start: int) -> None:
-    """Moves all bytes, of which one call of the kernel may move fewer."""
+    """Read or write all bytes."""
     done = 0
+    # One call of the kernel may transfer fewer bytes than asked for, such as after a signal.
     while done < len(memory):
         count = move(file, [memory[done:]], start + done)
         if count == 0:

@@ -59,7 +59,7 @@ UpdatedSlices = Sequence[Sequence[SliceRange]]
 """Slices that a rank's optimizers update, for each chunk that an optimizer has, in forward order."""
 
 SlotsByGroup = Mapping[tuple[int, torch.dtype], Slots]
-"""What an optimizer stores per element, by param group and dtype of the parameters."""
+"""Slots that an optimizer stores per element, by param group and dtype of the parameters."""
 
 
 def plan_offload(
@@ -118,7 +118,7 @@ def updated_slices(plans: Sequence[ChunkPlan], stage: ZeroStage, ranks: Sequence
 
 
 def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], options: ShardOptions) -> SlotsByGroup:
-    """Return what the optimizers store per element.
+    """Return the slots that the optimizers store per element.
 
     Args:
         plans: The chunks.
@@ -141,7 +141,7 @@ def assign_tiers(
     Args:
         plans: The chunks, in backward order.
         updated: Slices that a rank's optimizers update.
-        slots: What the optimizers store per element.
+        slots: Slots that the optimizers store per element.
         offload: Tiers.
         options: Dtypes.
     """

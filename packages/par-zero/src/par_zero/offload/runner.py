@@ -1,4 +1,4 @@
-"""Where a step of pieces runs: in the program's own call, or in a thread during the next forward."""
+"""Steps of pieces, which run in the program's own call or in a thread during the next forward."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,6 +15,7 @@ from itertools import takewhile
 
 import torch
 
+from ..layout.chunk import Chunk
 from .disk import Disk, DiskHandle
 from .errors import DiskErrors
 from .piece import DiskPiece, State
@@ -24,12 +25,12 @@ from .staging import StagingBuffer, StagingPool
 
 @dataclass(eq=False, kw_only=True)
 class PieceValues:
-    """What a step reads and changes of a piece, next to the piece's tensor.
+    """The inputs and outputs of a step for one piece, next to the piece's tensor.
 
     Args:
         state: The optimizer's state of the tensor, which an update changes in place, or adds slots to.
         gradient: The gradient. None: it is not computed yet, so a prefetch reads the state only.
-        in_use: Where an update rounds the tensor to. None: the tensor is the parameters in use.
+        in_use: Parameters in use that an update rounds the tensor to. None: the tensor is the parameters in use.
     """
 
     state: State
@@ -79,11 +80,11 @@ class StateSwapper:
         size: Bytes of a buffer of the ring.
         depth: Number of buffers.
         errors: Collects errors of writes.
-        on_written: Called with each piece whose parameters in use are on the disk, when they have been written.
+        on_written: Called with the chunk of a piece after its parameters in use were written to the disk.
     """
 
     def __init__(
-        self, disk: Disk, size: int, depth: int, errors: DiskErrors, on_written: Callable[[DiskPiece], None]
+        self, disk: Disk, size: int, depth: int, errors: DiskErrors, on_written: Callable[[Chunk], None]
     ) -> None:
         self._disk, self._size, self._depth = disk, size, depth
         self._errors, self._on_written = errors, on_written
@@ -169,6 +170,7 @@ class StateSwapper:
         if transfer.piece is not piece or transfer.fetched is None:
             raise RuntimeError("evict() was called before fetch(); this is a bug in par-zero, please report it")
         state = transfer.fetched.state
+        # Until the writes end, the optimizer's state shows the buffer.
         shown = {name: slot for name, slot in transfer.slots.items() if name != COPY and state.get(name) is not None}
         for name, slot in shown.items():
             if state[name] is not slot:  # the update has made it, such as in a first step
@@ -182,6 +184,7 @@ class StateSwapper:
         transfer.shown = {name: (tensor, tensor._version) for name, tensor in shown.items()}
         transfer.handle = piece.begin_write(self._disk, transfer.buffer)
         self._writes.append(self._reads.pop(0))
+        # The next read waits behind these writes in its own thread, so the step can go on with another buffer.
         self._begin_read(transfer)
 
     def drop_reads(self) -> None:
@@ -244,7 +247,7 @@ class StateSwapper:
         """Wait for the writes of a piece. Its state then shows the file, or the buffer for good if they failed."""
         error, piece = write.handle.error(), write.piece
         if error is not None:
-            piece.in_memory = True
+            piece.in_memory = True  # its state shows the buffer for good, so the ring gets another one
             self._pool.lose(write.buffer)
             self._errors.add_unwritten(error)
             in_use = piece.in_use_in(write.buffer)
@@ -263,4 +266,4 @@ class StateSwapper:
             else:
                 write.stored.state[name] = piece.views[name]
         if piece.start is not None:
-            self._on_written(piece)
+            self._on_written(piece.chunk)

@@ -46,7 +46,7 @@ class DiskUsage:
 
 
 @dataclass(eq=False, kw_only=True)
-class PieceStep:
+class OffloadedStep:
     """One step of an optimizer's pieces, with all inputs as they were when it began.
 
     Args:
@@ -92,7 +92,7 @@ class OffloadedOptimizer:
     pieces: list[DiskPiece]
     order: Sequence[DiskPiece] = ()
     hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    step: PieceStep | None = None
+    step: OffloadedStep | None = None
 
     def show_gradients(self) -> None:
         """Set the hidden gradients again, unless the program has set new ones."""
@@ -149,7 +149,7 @@ class DiskTier:
                 own.pieces.reverse()
         self.gradients = DiskGradients(disk, gradients, self.errors)
         size = max((piece.size for piece in self._pieces), default=0)
-        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self._finish_piece)
+        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
 
     @property
@@ -220,10 +220,10 @@ class DiskTier:
     def _reloadable(self) -> list[tuple[OffloadedOptimizer, DiskPiece]]:
         """Return pieces that memory may hold for good, with their optimizer.
 
-        The first pieces of the list save most time: a step waits for the last pieces of the file, as the first are
-        prefetched during backward, and a forward waits for the first pieces of a thread. State next to parameters or
-        gradients in the file stays there.
+        State next to parameters or gradients in the file stays there.
         """
+        # The first pieces of the list save most time. Prefetching during backward hides the reads of the first pieces,
+        # so a step waits for the last ones. With a thread, the next forward waits for the first ones.
         return [
             (own, piece)
             for own in self._optimizers
@@ -253,19 +253,19 @@ class DiskTier:
         """
         self.join()
         for own in self._optimizers:
-            own.show_gradients()
+            own.show_gradients()  # an optimizer's own step has failed, and backward adds to these gradients
         if self._stepped:
+            # The ring has room for the first pieces of one optimizer, so nothing is read for those that step later.
             own = self._stepped[0]
             self._stepped = []
             self._swapper.follow({piece: PieceValues(state=own.optimizer.state[piece.tensor]) for piece in own.order})
 
     @torch.no_grad()
     def step(self, owner: int, splitter: SliceSplitter) -> None:
-        """Step an optimizer's pieces, or prepare their step for a thread, and hide their gradients until `end_step`.
+        """Step an optimizer's pieces, or prepare their step for a thread.
 
-        The optimizer's own step follows.
-
-        A failed read ends the step before its piece is changed. `errors` reports it.
+        The optimizer's own step follows, from which the gradients of pieces are hidden until `end_step`. A failed read
+        ends the step before its piece is changed, and `errors` reports it.
 
         Args:
             owner: Number of the optimizer.
@@ -282,12 +282,12 @@ class DiskTier:
                 piece: PieceValues(state=optimizer.state[piece.tensor], gradient=gradient)
                 for piece, gradient in gradients.items()
             }
-            own.step = PieceStep(stepper=TensorStepper(optimizer), splitter=splitter, order=order)
+            own.step = OffloadedStep(stepper=TensorStepper(optimizer), splitter=splitter, order=order)
             self._stepped.append(own)
             if not self.runner.is_late:
                 self._run(own, own.step)
         for tensor, _ in own.hidden:
-            tensor.grad = None
+            tensor.grad = None  # optimizers skip tensors without a gradient
 
     def end_step(self, owner: int) -> None:
         """Show the hidden gradients again, after the optimizer's own step, and start the thread's step."""
@@ -298,13 +298,14 @@ class DiskTier:
         else:
             own.end_step()
 
-    def _run(self, own: OffloadedOptimizer, step: PieceStep) -> None:
+    def _run(self, own: OffloadedOptimizer, step: OffloadedStep) -> None:
         """Step the pieces of an optimizer, or start that in the thread."""
 
         @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
         @torch.no_grad()
         def job() -> None:
             try:
+                # Afterwards all state shows the file, so versions tell whether prefetched state is up to date.
                 self._swapper.finish_writes()
                 for piece, values in step.order.items():
                     piece.adopt_(values.state)
@@ -317,14 +318,14 @@ class DiskTier:
 
         self.runner.run([piece.chunk for piece in step.order], job)
 
-    def _step_pieces(self, step: PieceStep) -> None:
+    def _step_pieces(self, step: OffloadedStep) -> None:
         """Fetch, update and evict the pieces of a step in order."""
         self._swapper.follow(step.order)
         try:
             for piece in step.order:
                 step.update_(piece, self._swapper.fetch(piece))
                 if piece.in_memory or piece.start is None:
-                    self._finish_piece(piece)  # other pieces are ready when they are written
+                    self.runner.finish_piece(piece.chunk)  # other parameters are ready when they are written
                 self._swapper.evict(piece)
         except BaseException:  # also of the optimizer
             self._swapper.drop_reads()
@@ -339,7 +340,7 @@ class DiskTier:
         """Keep all parameters of a chunk in memory for good, if some of them could not be written."""
         unwritten = self._swapper.take_unwritten()
         for chunk in dict.fromkeys(piece.chunk for piece, _ in unwritten):
-            own = torch.empty_like(chunk.own)
+            own = torch.empty_like(chunk.own)  # its all-gather needs the shard in one place
             self.shards.fetch_(chunk, own)
             for piece, values in unwritten:
                 if piece.chunk is chunk:
@@ -350,9 +351,6 @@ class DiskTier:
             for piece in self._pieces:
                 if piece.chunk is chunk:
                     piece.keep_parameters_in_memory_()
-
-    def _finish_piece(self, piece: DiskPiece) -> None:
-        self.runner.finish_piece(piece.chunk)
 
     def join(self) -> None:
         """Wait until all pieces are updated."""
@@ -384,7 +382,7 @@ class DiskTier:
         if self.runner.is_late:
             self._optimizers[owner].show_gradients()  # hidden still, if the optimizer's own step has failed
             if self._optimizers[owner].step is not None:
-                self.join()
+                self.join()  # its settings must be those after that step
             self.errors.raise_together()
 
     def finish(self) -> None:
