@@ -116,6 +116,7 @@ class LoadCounter:
         self.losses: dict[str, Tensor] = {}
         self.microbatches = 0
         self.dropped: Tensor | None = None
+        # Each counter has its own scale until `RouterLosses` makes all counters of a model share one.
         self.scale = LossScale()
         self._so_far: Tensor | None = (
             None  # routed tokens of each expert, and tokens, of all ranks in this step, [E + 1]
@@ -138,6 +139,7 @@ class LoadCounter:
             counts = torch.bincount(flat, minlength=self.num_experts)
         else:
             ones = torch.ones_like(ids) if mask is None else mask.to(ids.dtype).unsqueeze(-1).expand_as(ids)
+            # Masked tokens add 0, so the shapes do not depend on the mask and the device need not be read.
             counts = ids.new_zeros(self.num_experts).scatter_add_(0, flat, ones.flatten())
         self.counts = counts if self.counts is None else self.counts + counts
 
@@ -186,6 +188,8 @@ class LoadCounter:
                     f"sequences={sequences}: {tokens} tokens do not divide into sequences of equal length; pass bool "
                     f"[B, {tokens}]"
                 )
+            # Equal lengths mean that token t belongs to sequence t // length; the comparison makes the rows of a
+            # one-hot matrix.
             numbers = torch.arange(sequences, device=like.device)
             weights = (numbers.repeat_interleave(tokens // sequences) == numbers.unsqueeze(-1)).to(like.dtype)
         return weights if mask is None else weights * mask.to(like.dtype)
@@ -206,6 +210,7 @@ class LoadCounter:
         sequences, experts = len(weights), self.num_experts
         if self.balance.aux_loss_coef and self.balance.scope == "sequence":
             self._check_sequences(sequences, ids.device)
+        # Sequences and experts form one flat index, so one scatter counts all of them.
         places = torch.arange(sequences, device=ids.device).view(-1, 1, 1) * experts + ids  # [B, M, k]
         chosen = weights.new_zeros(sequences * experts)
         chosen.scatter_add_(0, places.flatten(), weights.unsqueeze(-1).expand_as(places).flatten())
@@ -250,6 +255,7 @@ class LoadCounter:
         total = scores.new_zeros(())
         if self.balance.aux_loss_coef:
             means = (weights / load.tokens.clamp(min=1.0).unsqueeze(-1)) @ scores  # this rank's part of P, [B, E]
+            # Only P carries a gradient; f is a count, which has none.
             total = total + self.balance.aux_loss_coef * (load.fractions * means).sum(1).mean()
         if self.balance.z_loss_coef:
             of_token = weights.sum(0) / load.tokens.sum().clamp(min=1.0)
@@ -303,6 +309,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device, shape = ctx.like
         value = None if ctx.counter is None else ctx.counter.scale.value
+        # The main loss has no scale factor, so the added loss counts fully.
         if value is None:
             return gradient, torch.ones(shape, dtype=dtype, device=device), None
         return gradient, value.to(device, dtype).expand(shape), None

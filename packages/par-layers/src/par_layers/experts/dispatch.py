@@ -92,14 +92,19 @@ class TokenDispatcher:
             )
         if priorities is not None and priorities.shape != ids.shape:
             raise ValueError(f"priorities has shape {list(priorities.shape)}: ids has another; pass {list(ids.shape)}")
+        # Gates travel as elements of the rows' dtype, so they must be at least as wide.
         if gates.dtype.itemsize < x.dtype.itemsize:
             gates = gates.to(x.dtype)
         if self.capacity_factor is not None:
+            # All ranks must use the same number of slots, so the caller passes the highest number of tokens of any rank
+            # if ranks may differ.
             most = len(x) if tokens is None else tokens
             ranked = gates if priorities is None else priorities
             if is_compiling():
                 placed = self._placed(ids, ranked, self._each(ids, most))
                 return _GraphDispatchHandle(x, gates, *placed, experts=self.num_experts, group=self.group)
+            # On accelerators ranks trust `tokens`: comparing the numbers would make the host wait for the device. Fake
+            # tensors have no numbers to compare.
             if self.group is None or x.device.type != "cpu" or type(x) is not Tensor:
                 return self._handle(x, gates, self._slots(x, ids, gates, most, ranked))
             return self._dispatch_agreed(x, ids, gates, most, ranked)
@@ -149,8 +154,11 @@ class TokenDispatcher:
         top_k, local, each = ids.shape[1], self.num_experts // self.ranks, self._each(ids, most)
         order, places, dropped = self._placed(ids, priorities, each)
         sizes = [local * each] * self.ranks
+        # With a capacity every expert receives the same number of rows, so no counts are exchanged and the host never
+        # waits.
         counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
         splits = Splits(sizes, sizes, sum(sizes), counts)
+        # With one local expert or one rank, the order of arrival is the order of experts already.
         if self.ranks > 1 and local > 1:
             arrived = torch.arange(sum(sizes), device=x.device)
             splits.to_experts = arrived.view(self.ranks, local, each).transpose(0, 1).flatten()
@@ -316,6 +324,7 @@ class _GraphDispatchHandle(DispatchHandle):
         rows, gates = self._filled
         if self._started is not None:
             rows, gates = graph.arrive(self._started, self._width, self._dtype, self._ranks, self._name)
+            # Slots arrive by source and then by expert; a transpose sorts them, because all groups have the same size.
             rows = rows.view(self._ranks, self._local, self._each, self._width).transpose(0, 1).flatten(0, 2)
             gates = gates.view(self._ranks, self._local, self._each).transpose(0, 1).flatten()
         return rows, gates, [self._ranks * self._each] * self._local
@@ -367,6 +376,7 @@ class _Send(torch.autograd.Function):
         packed = route.pack(x, gates)
         splits = route.splits
         route.pending.begin(packed, splits.sizes, splits.expected)
+        # The placeholder links Send to Receive in the graph, so that their backwards run in the opposite order.
         return x.new_empty(0)
 
     @staticmethod
@@ -374,6 +384,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor, Tensor, None]:
         del token
         route: Route = ctx.route
+        # The backward of Receive has begun this exchange.
         packed = route.pending.finish()
         rows, gates = packed[:, : route.width], route.gates_of(packed, None)
         return route.summed(rows), route.placed_gates(gates), None
@@ -406,6 +417,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
         splits = route.splits
+        # Outputs are sent back in the order in which their rows arrived.
         arranged = rows if splits.to_sources is None else rows.index_select(0, splits.to_sources)
         return route.summed(route.pending.exchange(arranged, splits.expected, splits.sizes))
 

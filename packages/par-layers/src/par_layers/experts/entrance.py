@@ -74,9 +74,12 @@ class Entrance:
             return None
         rows, length = x.shape[:2]
         if not rows:
+            # A router needs at least one sequence for its mean.
             return torch.zeros(1, 0, dtype=torch.bool, device=x.device)  # one that is empty
         if self.sequence or not self.cuts_tokens:
             return rows
+        # A rank's part of the flattened tokens may begin in the middle of a sequence, so membership is computed per
+        # token.
         every = torch.arange(rows, device=x.device)
         return self.of_tokens(every.repeat_interleave(length).view(rows, length)) == every.unsqueeze(-1)
 
@@ -186,6 +189,7 @@ class _CutRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rows, ctx.group = len(x), group
+        # A view would keep the memory of all rows alive in the graph.
         return _own_rows(x, group).clone()
 
     @staticmethod
@@ -219,11 +223,15 @@ class _GatherTwice(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         ctx.group = group
         gathered = all_gather_on(x, group, SEQUENCE)
+        # Two results of one gather: autograd keeps the gradients of router and experts apart, which need different
+        # reductions.
         return gathered, gathered.view_as(gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, alike: Tensor, partial: Tensor) -> tuple[Tensor, None]:
+        # The experts' gradient is a partial sum on each rank. The router's gradient is complete on every rank, so it is
+        # only split.
         summed = reduce_scatter_on(partial, ctx.group, SEQUENCE)
         return summed + alike.chunk(ctx.group.size(), SEQUENCE)[dist.get_rank(ctx.group)], None
 

@@ -128,6 +128,8 @@ class Experts(ParallelLayer):
         if not is_compiling():
             return self._forward(rows, gates, counts, route)
         alike = isinstance(counts, list) and counts == [rows.shape[0] // len(counts)] * len(counts)
+        # Equal counts make the matmuls a batch of one shape, which the compiler can trace. Anything else runs between
+        # two graphs.
         if alike and self.weight_grad_hook is None:
             return self._batched(rows, gates)
         return apart(self._forward, rows, gates, counts, route)
@@ -139,6 +141,8 @@ class Experts(ParallelLayer):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         rows, up, up_bias = in_autocast_dtype(rows.contiguous(), up, self._parameters[self._up + "_bias"])
         _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
+        # With a route, `rows` are tokens that the function itself gathers, so their number is not the number of routed
+        # tokens.
         received = rows.shape[0] if route is None else route.splits.received
         segments = ExpertSegments(counts, received, rows, up, down)
         y: Tensor = _ExpertsFunction.apply(  # type: ignore[no-untyped-call]
@@ -227,6 +231,7 @@ class _ExpertShards:
         boxes = []
         for run in range(runs):
             if cut is not None:
+                # Gate and up are two runs: a rank holds the same range of features in both.
                 start[1 + cut] = run * step + self.rank * size[1 + cut]
             boxes.append(
                 Box(
@@ -344,7 +349,10 @@ class _ExpertsFunction(torch.autograd.Function):
         call: _Computation = ctx.call
         segments, route = call.segments, call.route
         gradient = gradient.contiguous() if route is None else route.taken(gradient)
+        # Deferred weight gradients read the inputs of all experts later, so these must exist as full tensors.
         if call.is_later or not is_one_by_one(segments.rows, segments.experts, rows.device.type):
+            # The gate multiplies before the second matmul, so its gradient needs the activation and not the output,
+            # which is not saved.
             of_act = product(gradient, down.transpose(1, 2), segments)
             act, of_gates, of_wide = call.middle(wide, gates, of_act)
             of_rows = product(of_wide, up.transpose(1, 2), segments) if ctx.needs_input_grad[0] else None
@@ -356,6 +364,7 @@ class _ExpertsFunction(torch.autograd.Function):
         of_down_bias = None
         if down_bias is not None:
             of_down_bias = sums_of_rows(scaled(gradient, gates), segments)
+            # Only the first shard of an expert has added the bias, so only its gates get this gradient.
             if call.adds_bias:
                 of_gates += (gradient * of_each_row(down_bias, segments)).sum(1, dtype=gates.dtype)
         if route is not None:

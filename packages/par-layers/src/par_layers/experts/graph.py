@@ -88,6 +88,7 @@ class _SumSlots(torch.autograd.Function):
 
 def _taken(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Return the rows of all slots from tokens [M, h]."""
+    # An empty slot has the index behind the last routed token, which divides to the index of the appended zero row.
     return extended(x).index_select(0, order // places.shape[1])
 
 
@@ -95,6 +96,7 @@ def _sums(rows: Tensor, places: Tensor) -> Tensor:
     """Sum the rows of each token, from the rows of all slots."""
     if not places.numel():
         return rows.new_zeros(len(places), rows.shape[1])
+    # Each token's entries are adjacent in `places`, so they form one bag of the embedding-bag kernel.
     starts = torch.arange(0, places.numel(), places.shape[1], device=places.device)
     return sums_of_bags(extended(rows), places.flatten(), starts)
 

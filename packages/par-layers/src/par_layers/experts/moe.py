@@ -61,6 +61,7 @@ class MoE(nn.Module):
         try:
             handle = self._dispatcher.dispatch(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
         except ValueError as error:
+            # Ids out of range come from a router, so the message names the one that produced them.
             raise ValueError(f"{self.gate.title}: {error}") from None
         # The shared experts run while the routed tokens travel, forward and, by autograd's order, backward.
         shared = self._shared(x, routed, entering)

@@ -39,7 +39,10 @@ class ExpertSegments:
         self._counts = counts
         self.rows, self.experts = rows, len(counts)
         widths = {width for weight in weights for width in weight.shape[1:]}
+        # One grouped kernel for all experts if layout and dtype allow it; else a loop, which needs the counts on the
+        # host.
         self.are_grouped = can_be_grouped(like.device, like.dtype, *widths) and all(map(is_aligned, weights))
+        # Reading the counts would make the host wait for the device, so the device checks them.
         if isinstance(counts, Tensor) and counts.device.type != "cpu":
             assert_async(counts.sum() == self.rows, "counts of experts do not add up to the rows")
         elif sum(self.sizes) != self.rows:
@@ -211,6 +214,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Seq
         )
     gradient, rows = gradient.detach().contiguous(), rows.detach().contiguous()
     segments = ExpertSegments(counts, len(rows), rows)
+    # `ExpertSegments` has only seen the rows; the gradient's width matters as well.
     segments.are_grouped = can_be_grouped(rows.device, rows.dtype, gradient.shape[1], rows.shape[1])
     return weight_product(gradient, rows, segments)
 
@@ -273,6 +277,7 @@ class Activation:
         if self.backward is not None:
             backward = self.backward
             return self.forward(x).clone(), lambda gradient: backward(x, gradient)
+        # A user's activation has no backward of its own, so autograd differentiates a recomputation of it.
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = self.forward(leaf)

@@ -77,17 +77,22 @@ class RoutingReplay:
             choice: Routing of the forward.
             graph: Output of the forward. Its autograd graph, if it has one, determines how long the routing lives.
         """
+        # A reentrant checkpoint may recompute several times in one backward. Its routing is freed when the next forward
+        # shows that the backward is over.
         for used in self._used:
             self._held.pop(used, None)
         self._used.clear()
         before = self._find(key)
+        # Equal keys with equal ids are harmless, such as two runs of the same batch after a reseed.
         choice.twice = before is not None and not (
             before.ids.shape == choice.ids.shape and torch.equal(before.ids, choice.ids)
         )
+        # Under a reentrant checkpoint the first forward has no graph, so the router itself holds the routing.
         if graph.grad_fn is None:
             self._held[key] = choice
         else:
             node: Any = graph.grad_fn  # torch declares its `metadata`, a dict, as a method
+            # The graph owns the routing: it is freed with the graph, even if no backward runs.
             node.metadata["par_layers.experts"] = choice
             self._of_graphs[key] = choice
 

@@ -55,6 +55,7 @@ class PendingExchange:
     def wait(self) -> Tensor:
         """Wait for the received rows; a later `finish` returns them again."""
         arrived = self.finish()
+        # The rows were waited for early, to read the numbers that travel with them; Receive still needs them.
         self._finish = lambda: arrived
         return arrived
 
@@ -194,12 +195,14 @@ class Route:
         packed = self._packed(self._extended(x), self.tokens, self.taken_gates(gates))
         if self.own is not None:
             said = torch.tensor([self.own], dtype=torch.int64, device="cpu").view(packed.dtype)
+            # The padding of every row carries this rank's number of tokens, so agreeing costs no collective of its own.
             packed[:, -len(said) :] = said
         return packed
 
     def heard(self) -> int:
         """Wait for the rows and return the highest number of tokens of any rank, which each rank sent with its rows."""
         packed = self.pending.wait()
+        # Every source sends equally many rows, so one row of each source is enough.
         of_ranks = packed[:: self.splits.expected[0], -(8 // packed.dtype.itemsize) :]
         return int(of_ranks.contiguous().view(torch.int64).max())
 

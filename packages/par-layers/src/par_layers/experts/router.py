@@ -152,6 +152,7 @@ class Router(ParallelLayer):
                     topk_group=self.config.topk_group,
                 )
             else:
+                # The ids were stored in a narrow dtype to save memory.
                 ids = choice.ids.long()
             gates = scores.gather(1, ids)
             if self.config.norm_topk_prob:
@@ -161,6 +162,8 @@ class Router(ParallelLayer):
             priorities = gates.detach() if choice is None or choice.gates is None else choice.gates
             if self.training:
                 gates = self._balanced(Routing(ids, gates, scores, logits, priorities), mask, sequences, key, choice)
+            # A NaN score would route its token to an arbitrary expert; an id out of range makes every rank raise
+            # instead.
             ids = ids.masked_fill(gates.detach().isnan(), self.num_experts)
         return Routing(ids, gates, scores, logits, priorities)
 
@@ -206,6 +209,7 @@ class Router(ParallelLayer):
         """
         choice = SavedRouting(routing.ids, routing.priorities) if again is None else again
         is_real = has_numbers(routing.ids)
+        # A recomputation has counted its tokens in its first run.
         first = again is None and is_real and not in_backward()
         if first:
             self.load.count(routing.ids, mask)
@@ -217,6 +221,7 @@ class Router(ParallelLayer):
             weights = self.load.weights(len(gates), mask, sequences, scores)
             if choice.load is None and is_real:
                 choice.load = self.load.measure(routing.ids, scores, logits, weights)
+            # Fake tensors only need shapes, and must not reach the all-reduce.
             elif choice.load is None:
                 choice.load = ExpertLoad(
                     weights.new_empty(len(weights), self.num_experts), weights.new_empty(len(weights))
@@ -234,6 +239,7 @@ class Router(ParallelLayer):
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
+        # `model.to(bfloat16)` casts every floating-point buffer; the old values are moved instead.
         if before is not None and after is not None and after.dtype != before.dtype:
             self.e_score_correction_bias = before.to(after.device)
         return self

@@ -32,6 +32,8 @@ def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         counts = torch.bincount(in_order, minlength=experts)
         return order, counts if counts.numel() == experts else torch.full((experts,), -1)
     counts = torch.searchsorted(in_order, torch.arange(experts + 1, device=ids.device)).diff()
+    # Ids out of range are missing in the sum. The counts say so to the other ranks, which would otherwise wait for this
+    # one to raise.
     return order, torch.where(counts.sum() == rows, counts, -1)
 
 
@@ -89,12 +91,14 @@ def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[
         - Number of dropped rows, int64 [].
     """
     flat = ids.flatten()
+    # Two stable sorts: first by priority and then by expert, so each expert's rows are in order of priority.
     ranked = torch.argsort(priorities.flatten(), descending=True, stable=True)
     in_order, then = torch.sort(flat[ranked], stable=True)
     order = ranked[then]
     rows, room = len(order), experts * each
     edges = torch.searchsorted(in_order, torch.arange(experts, device=ids.device))
     place = torch.arange(rows, device=ids.device) - edges[in_order]
+    # Rows beyond the capacity all go to the slot behind the last one, which is cut off below.
     slot = torch.where(place < each, in_order * each + place, room)
     held = torch.full((room + 1,), rows, dtype=torch.int64, device=ids.device).scatter_(0, slot, order)[:room]
     slot_of = torch.empty_like(order).scatter_(0, order, slot).view(ids.shape)

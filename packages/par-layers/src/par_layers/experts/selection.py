@@ -88,6 +88,7 @@ def select_experts(
         ranked = ranked + bias
     if n_group > 1:
         by_group = ranked.unflatten(-1, (n_group, -1))  # [M, groups, experts per group]
+        # DeepSeek-V3 ranks a group by the sum of its two best scores.
         best = by_group.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
         excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         ranked = by_group.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)

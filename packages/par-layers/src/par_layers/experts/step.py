@@ -30,6 +30,8 @@ class RouterLosses:
         counters = [router.load for router in self._routers.values()]
         self._scale = counters[0].scale if counters else LossScale()
         for counter in counters:
+            # One scale object for all routers, so that setting it once reaches each of them without a loop in every
+            # step.
             counter.scale = self._scale
 
     @property
@@ -112,6 +114,7 @@ def update_correction_bias_(model: nn.Module, groups: ProcessGroups | dist.Proce
             tokens = router.load.axes
             every = ((*tokens.replicas, *tokens.context), tokens.partial)
             larger = (tuple(axis for axis in some if groups.size(axis) > 1) for some in every)
+            # Routers with the same axes are summed together; the key of the table is these axes.
             axes = tuple(some for some in larger if some)
         by_axes.setdefault(axes, []).append(router)
     for axes, routers in by_axes.items():
