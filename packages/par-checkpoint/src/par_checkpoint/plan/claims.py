@@ -149,6 +149,8 @@ class Claims:
             boxes: Index in `tensors`, start and size of each box.
             may_differ: Keys of the tensors whose replicas may differ; default none.
         """
+        # Sorting by shape makes tensors with the same sharding neighbours, so that a few progressions describe
+        # thousands of boxes.
         places = dict(zip(by_shape(tensors), range(len(tensors)), strict=True))
         alike: dict[tuple[Shape, Shape], list[int]] = {}
         for number, start, size in boxes:
@@ -163,6 +165,7 @@ class Claims:
     def table(self) -> bytes:
         """Return the tensors as bytes, which are equal for equal tensors."""
         # Most ranks have the same table, so only one rank of each kind sends it.
+        # Models repeat few dtypes and shapes, so each tensor refers to a kind by number.
         kinds = Counter((str(dtype).partition(".")[2], shape) for _, dtype, shape in self.tensors)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         table = {
@@ -212,6 +215,7 @@ def _progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     while begin < len(numbers):
         end = begin + 1
         step = numbers[end] - numbers[begin] if end < len(numbers) else 1
+        # Layers of a model give evenly spaced numbers: a progression replaces one row per layer.
         while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
             end += 1
         yield numbers[begin], step, end - begin
@@ -309,6 +313,7 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
                     f"on rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
                     "layout={name: Sharding(...)}"
                 )
+        # Rows refer to tensors by their place in this order, which a rank and the merge compute identically.
         own = [known[told[number][0]] for number in by_shape(told)]
         numbers.append(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
@@ -470,10 +475,12 @@ def _united_at_once(
     count = said.holders.count[sources]
     ranks = said.holders.ranks[_ranges(said.holders.first[sources], count)]
     # A rank has a box twice where two tensors of its optimizer hold parts of one parameter, and count steps each.
+    # Box and rank are packed into one integer, so that `unique` on a vector removes duplicates and sorts both at once.
     stride = int(ranks.max()) + 1 if len(ranks) else 1
     pairs = (which.repeat_interleave(count) * stride + ranks).unique()
     box, rank = pairs // stride, pairs % stride
     if len(box) and bool(only_first.any()):
+        # If replicas may differ, only the first holder counts: the others must neither send nor compare.
         is_counted = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), box[1:] != box[:-1]])
         is_counted |= ~only_first[unique[box, 0]]
         box, rank = box[is_counted], rank[is_counted]
@@ -486,6 +493,7 @@ def _united_at_once(
         content = b"|".join(bytes(bytes_of(field.contiguous())) for field in of_kind)
         if content not in equal:
             starts, sizes = of_kind[0].clone().split(dims, 1) if dims else (of_kind[0], of_kind[0])
+            # The clone drops the reference to the batch's tensors, which would otherwise stay in memory with every box.
             equal[content] = Boxes(starts=starts, sizes=sizes, ranks=of_kind[1].clone(), first=first)
         yield equal[content]
 
@@ -551,6 +559,7 @@ def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) 
     numel = math.prod(shape)
     if numel == 0:
         return True
+    # Fewer elements than the tensor has cannot cover it, which answers most faulty cases at once.
     if len(starts) == 0 or int(sizes.prod(1).sum()) < numel:
         return False
     if len(shape) == 0:
@@ -558,6 +567,7 @@ def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) 
     strides = torch.tensor(row_major(shape), device="cpu")
     first = (starts * strides).sum(1)
     last = ((starts + sizes - 1) * strides).sum(1)
+    # A box is contiguous in row-major order if the distance of its ends equals its number of elements.
     if not bool((last - first + 1 == sizes.prod(1)).all()):
         return _is_grid_covered(shape, starts, sizes)
     # Each box is one run of elements. Sorted by their first element, the runs cover the tensor if no gap is between

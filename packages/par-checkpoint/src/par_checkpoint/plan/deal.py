@@ -42,6 +42,8 @@ class Rotation:
         count = len(self.ranks)
         for place, rank in enumerate(self.ranks):
             begin = self.first + (place - self.start) % count
+            # The rank takes every `count`-th block, so its first block at or behind `first` follows by arithmetic
+            # instead of a loop.
             skipped = max(-(-(first - begin) // count), 0)
             blocks = range(begin + skipped * count, min(stop, self.stop), count)
             if blocks:
@@ -163,6 +165,7 @@ class Together:
 
         Stop - 1 one by one: the rank that sends the block, the turn there, and the block.
         """
+        # All ranks have read the block, so the sends are rotated, too, to spread the network traffic.
         sending = Rotation(self.first, self.stop, self.ranks, self.first % len(self.ranks), self.turns)
         for rank, _, blocks in sending.segments(first, stop):
             for block in blocks:

@@ -42,6 +42,7 @@ class Placed(Sequence[tuple[int, int, int]]):
     def __getitem__(self, place: "int | slice") -> "tuple[int, int, int] | Placed":
         if isinstance(place, slice):
             return Placed(self[number] for number in range(*place.indices(len(self))))
+        # `range` handles negative indices and raises IndexError like a list.
         at = 3 * range(len(self))[place]
         return self._flat[at], self._flat[at + 1], self._flat[at + 2]
 
@@ -117,6 +118,8 @@ class Area:
         begin, end = start + low, min(start + (self.block if high is None else high), self.end)
         spans = []
         upcoming = max(bisect_right(self._firsts, begin) - 1, 0)
+        # Tensors without elements share their first byte with the next tensor, so the search may land behind a tensor
+        # that reaches into the block.
         while upcoming and self.placed[upcoming - 1][2] > begin:  # behind tensors without elements
             upcoming -= 1
         for place in range(upcoming, len(self.placed)):
@@ -144,6 +147,7 @@ class Area:
         tensor and the begin of the next one is a run of its own, without a tensor.
         """
         upcoming = 0
+        # Several tensors may be filled from the same bytes, such as tied parameters.
         for (first, last), placed in groupby(self.placed, key=lambda tensor: tensor[1:]):
             low = max(-(-(first - self.begin) // self.block), upcoming)
             high = self.count if last == self.end else (last - self.begin) // self.block
@@ -211,6 +215,7 @@ def lay_out(
         file_names = shard_names(len(shards), prefix, always_numbered=section != "model")
         for file_name, names in zip(file_names, shards, strict=True):
             inside = [tensors[numbers[name]] for name in names]
+            # A file of one block has one writer, so its blocks need no alignment on the disk.
             several = sum(tensor.bytes for tensor in inside) > BLOCK
             header, stored = encode_header(
                 {tensor.name: (tensor.dtype, tensor.shape) for tensor in inside},
@@ -250,6 +255,7 @@ def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
     current: list[str] = []
     used = 0
     for name, size in sizes:
+        # transformers splits no tensor over files, so a larger one gets a file of its own.
         if size > limit:
             shards.append([name])
             continue
@@ -317,7 +323,9 @@ def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[arra
             parts.append(inside[~is_whole])
     every = [array("I", of_file.tolist()) for of_file in found]
     in_parts = torch.cat(parts)
+    # Checksums can only be joined in the order of the bytes.
     in_parts = in_parts[in_parts[:, 1].argsort(stable=True)]  # within a file, as they follow each other
+    # A list of Python integers takes many times the memory of the tensor, so only a slice of it exists at a time.
     for rows in in_parts.split(4096):
         for number, begin, size, crc in rows.tolist():
             place = (begin - files[number].data_begin) // files[number].block

@@ -45,6 +45,8 @@ class Cut:
         if found is None:
             low, high = 0, 1
             if not self.is_one_box:  # outside of low .. high - 1 no box reaches into them
+                # Boxes are sorted by first element. The running maximum of their last elements ascends too, so both
+                # ends are found by bisection.
                 low = bisect_left(self._reached, start)
                 high = max(low, bisect_left(self._first, stop))
             if len(self._recent) >= _RECENT:
@@ -66,11 +68,13 @@ class Cut:
         0 where boxes overlap or leave elements out, so that the runs do not make up the tensor.
         """
         numel = math.prod(self.shape)
+        # With gaps or overlaps no run length holds for every position.
         if int(self.sizes.prod(1).sum()) != numel or not is_covered(self.shape, self.starts, self.sizes):
             return 0
         if self.are_runs:
             return numel // max(len(self.starts), 1)  # some may be shorter: it is their number in a block that counts
         is_cut = (self.sizes != torch.tensor(self.shape, device="cpu")).any(0).tolist()
+        # Dims behind the last sharded one are full in every box, so a run is at least one index range of that dim.
         last = max(dim for dim, cut in enumerate(is_cut) if cut)
         return int(self.sizes[:, last].min()) * self.strides[last]
 
@@ -141,6 +145,7 @@ class Stretch:
         """Number of elements of the stretch in each box that has any, by number of the box."""
         if self.cut.is_one_box:
             return {0: self.count}
+        # Tensor operations cost microseconds each, so a loop is faster for a few boxes.
         if self.high - self.low > _FEW:
             counts = self._elements.tolist()
         else:
@@ -249,6 +254,7 @@ def indexes_of(tensors: Iterable[GlobalTensor]) -> list[BoxIndex]:
         boxes, shape = tensor.boxes, tensor.shape
         if (id(boxes), shape) not in made:
             content = b"".join(bytes(bytes_of(part.contiguous())) for part in (boxes.starts, boxes.sizes))
+            # The geometry is shared even if the holders differ, as for the layers of different pipeline stages.
             cut = cuts.setdefault((shape, len(boxes), content), Cut(boxes, shape))
             made[id(boxes), shape] = BoxIndex(boxes, cut)
         found.append(made[id(boxes), shape])

@@ -145,6 +145,8 @@ class BlockPlanner:
             for area in self._areas:
                 yield [AssignedRun(Rotation(0, area.count, (0,), 0, (0,)), sends=False)]
             return
+        # With one owner per file or one host per file, or with blocks that only some ranks can read, the number of
+        # writers is limited already.
         is_free = bool(self._owners) or self._apart if saving else self._homes is not None
         shared = {} if is_free else self._shared(saving=saving)
         for number, area in enumerate(self._areas):
@@ -176,6 +178,7 @@ class BlockPlanner:
         for bits, numbers in classes.items():
             ranks = [rank for rank, holds in enumerate(bits.to_bytes(self._size, "little")) if holds]
             lengths = [self._areas[number].count for number in numbers]
+            # A chunk is large enough that no file has more than _WRITERS writers.
             chunk = max(-(-sum(lengths) // len(ranks)), -(-max(lengths) // _WRITERS) if saving else 1)
             chunk = -(-chunk // self._window) * self._window
             # The ranks with the fewest blocks so far write this file, so that many such files spread over all ranks.
@@ -240,9 +243,11 @@ class BlockPlanner:
         held = self._seen[alike]
         if not held.some and not saving:
             return
+        # Blocks that no rank holds are written, too; the file's number spreads them over the ranks.
         main = held.main or (block.file % self._size,)
         if self._homes is not None and not saving:
             yield from self._where_kept(number, first, stop, main, held.some)
+        # Every main rank can write the block without receiving anything, so replicas share the blocks.
         elif saving and held.is_whole:
             yield self._round_robin.rotated(first, stop, main, sends=False)
         elif (
@@ -260,6 +265,8 @@ class BlockPlanner:
         elif saving or not near:
             yield self._round_robin.rotated(first, stop, main, sends=saving or len(held.some) > 1)
         else:
+            # On one machine the block is in the page cache after the first read. Reading it again is cheaper than a
+            # message, but not for many ranks.
             readers = tuple(sorted(held.some if len(held.some) <= _READERS else held.much)) or main
             yield self._round_robin.together(first, stop, readers, sends=not held.some <= set(readers))
 
@@ -278,6 +285,7 @@ class BlockPlanner:
         assert self._homes is not None  # noqa: S101 - it is asked before
         for low, high, seeing in self._homes.runs(self._names[self._areas[number].file], first, stop):
             among = set(seeing)
+            # A reader that needs the block saves a message; a rank that only sees it must send everything.
             readers = tuple(rank for rank in main if rank in among) or tuple(sorted(some & among)) or seeing
             yield self._round_robin.rotated(low, high, readers, sends=len(some) > 1 or some != set(readers))
 

@@ -143,10 +143,12 @@ class Blocks:
             elif self.saving:
                 own = overlap.index.held_by(self.rank)
                 for box in overlap.boxes:
+                    # The replicas take turns as senders, so that no rank sends the same box for every block.
                     source = self.rank if box in own else _in_turn(self.givers(overlap.index, box, self.rank), turn)
                     pieces += _pieces(span, overlap, box, source, self.rank)
             else:
                 own = overlap.index.held_by(self.rank)
+                # If several ranks read a block together, only one of them sends it to the others.
                 is_sender = next(run.deal.segments(number, number + 1))[0] == self.rank
                 for box in overlap.boxes:
                     if box in own:
@@ -176,6 +178,7 @@ class Blocks:
 
     def _hops(self, run: AssignedRun | HeldRun, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
         """Yield this rank's hops of a box from the rank that sends it to all holders that do not read it."""
+        # Ranks that read the block themselves need no hop.
         readers = run.deal.ranks if isinstance(run, AssignedRun) and isinstance(run.deal, Together) else ()
         return self._replicas_of(index, box, readers).hops(reader, self.rank)
 
@@ -245,6 +248,7 @@ class RankPlan:
         if window > 1:  # which stays in one round
             _, lengths = torch.stack([own[:, 1], own[:, 2] // window], 1).unique_consecutive(dim=0, return_counts=True)
             places = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        # Blocks without other ranks are spread evenly over the rounds, so that they fill the time of messages.
         own[:, 0] = places * turns // max(count, 1) if turns else places
         self._mine, self._others = _by_turn(torch.cat([shared, own])), _by_turn(_rows(listed.others, 4))
 
@@ -276,6 +280,7 @@ class RankPlan:
             size: Number of turns of a round; None: all turns.
         """
         mine, others = self._mine[:, 0].contiguous(), self._others[:, 0].contiguous()
+        # All ranks must run the same number of rounds if they exchange pieces, even ranks with fewer blocks.
         turns = self.turns if self.peers else len(mine)
         for first in range(0, turns, size or max(turns, 1)):
             last = turns if size is None else first + size
@@ -314,6 +319,7 @@ def parts_of(
                 return []
             holders = overlap.index.holders(box)
             before = found[-1][2] if found else -1
+            # A replica that has the part before takes this part as well: two parts become one write.
             holder = before if before in holders else _in_turn(holders, number)
             if holder == before:
                 low = found.pop()[0]
@@ -382,6 +388,8 @@ class BlockList:
                     givers = blocks.givers(index, box, other) if blocks.saving else (rank,)
                     if rank not in givers:
                         continue
+                    # The sender of a block follows from its turn, so this rank's blocks are every len(givers)-th of the
+                    # run.
                     for at in range((givers.index(rank) - turn) % len(givers), len(numbers), len(givers)):
                         given[numbers[at]] = turn + at, other
         for number, (turn, other) in given.items():

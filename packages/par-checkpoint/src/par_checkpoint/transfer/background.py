@@ -23,6 +23,8 @@ def _running() -> "weakref.WeakSet[threading.Thread]":
         for thread in list(threads):
             thread.join()
 
+    # Python joins non-daemon threads before it runs `atexit` functions. This hook runs before that, while threads may
+    # still start others.
     threading._register_atexit(wait)  # type: ignore[attr-defined]
     return threads
 
@@ -69,6 +71,7 @@ class BackgroundTask:
             finally:
                 self._ended = True
 
+        # If nobody calls `wait()`, the error of the last save would be lost.
         atexit.register(self._report)
         thread = threading.Thread(target=run, name=self._name)
         _running().add(thread)

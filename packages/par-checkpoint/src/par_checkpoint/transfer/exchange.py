@@ -30,6 +30,7 @@ def claims_of_all(ranks: Ranks, mine: Claims) -> list[tuple[Sequence[int], Claim
     tables = ranks.distinct_bytes(mine.table())
     table_of = {rank: number for number, (holders, _) in enumerate(tables) for rank in holders}
     decoded = [Claims.decode_table(data) for _, data in tables]
+    # Boxes with equal bytes mean different things for different tables, so the table's number is part of the value.
     every = ranks.distinct_bytes(table_of[ranks.rank].to_bytes(8) + mine.boxes())
     return [(holders, decoded[table_of[holders[0]]].with_boxes(data[8:])) for holders, data in every]
 
@@ -87,6 +88,7 @@ class PieceExchange:
             place: Function that returns the memory of received pieces if they need no unpacking.
         """
         ranks = self._ranks
+        # Only steps with any message are run; ranks need not agree, because messages are matched pair by pair.
         steps = {(to - ranks.rank) % ranks.size for to in outgoing}
         steps |= {(ranks.rank - source) % ranks.size for source in incoming}
         for step in sorted(steps):
@@ -98,6 +100,8 @@ class PieceExchange:
                     if home is not None and home.numel() < size:  # a buffer ends with a multiple of its alignment
                         home = None
                     arrived = self._arriving.of(size) if home is None else home
+                    # The receive is posted before the send is packed, so that the peer's message arrives during the
+                    # packing.
                     receiving = ranks.receive(arrived, source)
                 if leaving is not None:
                     buffer = fill(to, leaving, self._leaving.of(self._packed_size(leaving)))
@@ -135,6 +139,7 @@ def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs, Pairs]]:
         rank: This rank; a piece whose two ends it is stays here.
     """
     found: dict[int, tuple[dict[int, list[BlockPiece]], dict[int, list[BlockPiece]]]] = {}
+    # Sender and receiver must list the pieces of a message in the same order.
     for task in sorted(tasks, key=lambda task: (task.rank, task.turn)):
         for piece in task.pieces:
             if piece.source != piece.to:

@@ -72,6 +72,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         claims = Claims.of(in_blocks)
         return (made, in_blocks, claims), words_of(claims, ranks.rank)
 
+    # Equal sums of digests mean that all ranks claim what they claimed in an earlier load, so the plan can be reused.
     (made, in_blocks, claims), digest_of_all = ranks.tell(claim, 8)
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
     at_once, homes = 0 if filling.folder.cached else filling.folder.in_flight, filling.homes
@@ -96,6 +97,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         return tensors, files, planner.load(near=filling.near), window
 
     kept = None if homes is None else homes.digest()
+    # Everything that the plan depends on is in its key; all ranks compute the same key and so decide identically.
     same = "load", tuple(digest_of_all), outline.digest(), filling.near, at_once and (at_once, filling.budget), kept
     tensors, files, plan, window = filling.session.planned(same, make)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
@@ -122,6 +124,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
         return None, [len(parts)]
 
     _, (count,) = ranks.tell(finish, 1)
+    # Some blocks were read in parts by several ranks, so only rank 0 can compare their joined checksums.
     if count:
         of_ranks = ranks.to_first(encode_crcs(parts))
         ranks.on_first(lambda: _check_parts(of_ranks, reading))

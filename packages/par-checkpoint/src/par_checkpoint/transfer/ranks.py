@@ -289,6 +289,7 @@ class Ranks:
         firsts = {ranks[0]: size for (_, _, size), ranks in alike.items()}
         # One gather brings all short values, padded to the longest of them. A value that is far longer than the mean is
         # broadcast separately, because it would make the padding of every rank as long.
+        # Four times the mean bounds the padding by a small factor.
         usual = 4 * -(-sum(firsts.values()) // len(firsts))
         long = {rank for rank, size in firsts.items() if len(firsts) <= _FEW or size > usual}
         found = {rank: bytes(self._broadcast(mine, size, rank)) for rank, size in firsts.items() if rank in long}
@@ -323,6 +324,8 @@ class Ranks:
         parts = [memoryview(mine)]
         step = 1
         while step < self.size:
+            # A binary tree: in each round, half of the remaining ranks send all that they have to the rank `step`
+            # below, and are done.
             if self.rank % (2 * step):
                 data = b"".join(piece for part in parts for piece in (len(part).to_bytes(8), part))
                 head = _head(data)
@@ -334,6 +337,7 @@ class Ranks:
                 frame = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
                 self.receive(frame, source).wait()
                 size, crc = _checked(bytes_of(frame), source)
+                # The size of the second message arrives with the first one.
                 body = torch.empty(size, dtype=torch.uint8, device="cpu")
                 self.receive(body, source).wait()
                 received = bytes_of(body)
@@ -399,6 +403,7 @@ class Ranks:
         seconds = self._timeout.total_seconds()
         connecting = Workers(1, "par-checkpoint-connect")
         begun = connecting.submit(begin)
+        # gloo's connect has no timeout, so it runs in a thread that can be left behind.
         if not wait([begun], seconds).done:
             connecting.leave()
             raise self._lost(f"timed out: rank {peer} has not come to where rank {self.rank} waits for it")

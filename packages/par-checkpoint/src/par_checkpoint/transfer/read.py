@@ -108,6 +108,8 @@ def read_blocks(
         window = max(reading.window // reading.block, 1)
         blocks = max(_LISTED // window, 1) * window  # of a round
         rounds = max(_AHEAD // blocks, 1)  # that are read at a time
+        # Ranks that read for each other hold all blocks of a round until they are sent, so the budget bounds the
+        # rounds.
         if plan.peers:
             held = round_of(reading.budget, reading.block)
             blocks = window if reading.window else max(held // _AT_ONCE, 1)
@@ -115,6 +117,7 @@ def read_blocks(
         under_way: deque[_Round] = deque()
         try:
             for tasks, of_others in plan.rounds(blocks):
+                # The next rounds are read while pieces of this one are exchanged.
                 if len(under_way) == rounds:
                     reader.end(under_way.popleft(), peers=plan.peers)
                 under_way.append(reader.begin(tasks, of_others))
@@ -190,6 +193,7 @@ class _Reader:
             others: Blocks of other ranks, of which this rank takes pieces.
         """
         for piece in (piece for task in (*tasks, *others) for piece in task.pieces):
+            # Elements are counted when they are planned, so `gaps` finds a tensor that no task fills.
             if piece.to == self._rank:
                 self._taken[piece.tensor] += piece.count
         shared, jobs = [], []
@@ -197,6 +201,8 @@ class _Reader:
             memories = []
             for task in run:
                 memory = None
+                # A block that other ranks need stays in memory until the exchange. Any other block is read directly
+                # into the tensors.
                 if any(piece.to != self._rank for piece in task.pieces):
                     memory = self._blocks.take()
                     shared.append((task, memory))
@@ -211,6 +217,7 @@ class _Reader:
             begun: The round.
             peers: Whether any rank sends anything to another.
         """
+        # Every job must end before the buffers are reused, even if one has failed.
         wait(begun.jobs)  # for all at once, after an error too
         for job in begun.jobs:
             self.error = self.error or job.exception()
@@ -302,6 +309,7 @@ class _Reader:
     def _check(self, file: File, block: FileBlock, crc: int, crcs: Sequence[int]) -> None:
         """Compares a block's checksum with the recorded one; that of a part of a block is kept for later."""
         number, start = divmod(block.begin - file.data_begin, file.block)
+        # The recorded checksum is that of the full block, so a part can only be checked after all parts are joined.
         if start or block.end < min(block.begin + file.block, file.size):
             self.parts.append((block.file, block.begin, block.size, crc))
         elif crc != crcs[number]:

@@ -67,6 +67,7 @@ class Session:
             self._ranks = self._ranks or Ranks(self._group(), timeout)
             yield self
             return
+        # The lock is not reentrant: a call from a signal handler would wait for itself.
         if self._caller is threading.current_thread():
             raise CheckpointError(
                 f"{call} was called while {self._roll.call} runs in this thread, as by a signal handler; set a flag in "
@@ -145,6 +146,7 @@ class Session:
             running = list(self._writes)
         if not running:
             return
+        # A write may have ended on some ranks only, so the ranks decide together.
         if how == "raise" and self.ranks.total([sum(not write.done() for write in running)])[0]:
             raise CheckpointError(
                 "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
@@ -213,6 +215,7 @@ class Session:
         """Return the plan with a key; make it if it is missing, and drop the least recently used plan."""
         with self._lock:
             found = self._plans.get(key)
+        # The plan is made without the lock, because making it is collective and may take seconds.
         plan = make() if found is None else found
         with self._lock:
             self._plans[key] = plan
