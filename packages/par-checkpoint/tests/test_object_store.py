@@ -304,9 +304,9 @@ def save_and_die(store, url, seed, number, *, passed_on, overwrite):
     try:
         save(
             url,
-            model=weights(seed, 300),
+            model=weights(seed, 30),
             overwrite=overwrite,
-            format=Format(max_shard_size="5MB", config={"seed": seed}),
+            format=Format(max_shard_size="500KB", config={"seed": seed}),
             transfer=Transfer(progress=False),
         )
     except Exception:
@@ -321,10 +321,10 @@ def seed_at(url):
     if latest(url.rpartition("/")[0]) is None:
         return None
     assert verify(url) == []
-    found = zeros(weights(0, 300))
+    found = zeros(weights(0, 30))
     load(url, model=found)
-    [seed] = [seed for seed in (1, 2) if torch.equal(found["w0"], weights(seed, 300)["w0"])]
-    assert_equal(found, weights(seed, 300))
+    [seed] = [seed for seed in (1, 2) if torch.equal(found["w0"], weights(seed, 30)["w0"])]
+    assert_equal(found, weights(seed, 30))
     return seed
 
 
@@ -372,7 +372,7 @@ def killed_at(store, server, mode, numbers):
             url = f"{root}/step-00000001"
             if mode == "overwrite":
                 save(
-                    url, model=weights(1, 300), **{**SMALL, "format": Format(max_shard_size="5MB", config={"seed": 1})}
+                    url, model=weights(1, 30), **{**SMALL, "format": Format(max_shard_size="500KB", config={"seed": 1})}
                 )
             if not save_and_die(store, url, 2, number, passed_on=passed_on, overwrite=mode == "overwrite"):
                 assert seed_at(url) == 2
@@ -384,7 +384,7 @@ def killed_at(store, server, mode, numbers):
             if old is not None or found is not None:
                 assert seed_shown(server, url), "transformers finds all files that the index names"
             seen.append(found)
-            save(url, model=weights(1, 300), overwrite=found is not None, **SMALL)
+            save(url, model=weights(1, 30), overwrite=found is not None, **SMALL)
             assert seed_at(url) == 1
             there, uploads = objects(server.url)
             assert not [key for key in uploads if key.startswith(root.removeprefix(f"s3://{stores.BUCKET}/"))]
@@ -439,7 +439,7 @@ def killed_in_prune_at(store, server, numbers):
 
 
 def test_a_first_save_that_dies_is_swept_by_prune(store, server, impatient):
-    save(f"{ROOT}/step-00000002", model=weights(2, 300), **SMALL)
+    save(f"{ROOT}/step-00000002", model=weights(2, 30), **SMALL)
     assert save_and_die(store, f"{ROOT}/step-00000001", 1, 11, passed_on=True, overwrite=False)
     assert prune(ROOT, keep_last=1)
     there, uploads = objects(server.url)

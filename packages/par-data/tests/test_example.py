@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -16,20 +14,14 @@ EXAMPLE, README = PACKAGE / "examples" / "plain_loop.py", (PACKAGE / "README.md"
 SHOWN = re.search(r"```console\n(.*?)```", README, re.DOTALL)[1].splitlines()
 
 
-def run(folder, ranks):
-    """What the example prints on some ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, EXAMPLE],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def run(warm_python, folder, ranks):
+    """Return the lines that the example prints on some ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(EXAMPLE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = warm_python.start(torchrun, folder=folder, environment=environment, ranks=ranks)
+    printed, errors = process.communicate(120)
+    assert process.returncode == 0, errors
+    return printed.splitlines()
 
 
 def test_readme_shows_the_code_of_the_example():
@@ -37,8 +29,8 @@ def test_readme_shows_the_code_of_the_example():
     assert code[code.index("import json") :] in README
 
 
-def test_example_prints_the_shown_lines_on_2_1_and_3_ranks(tmp_path):
-    printed = [line for ranks in (2, 1, 3) for line in run(tmp_path, ranks)]
+def test_example_prints_the_shown_lines_on_2_1_and_3_ranks(warm_python, tmp_path):
+    printed = [line for ranks in (2, 1, 3) for line in run(warm_python, tmp_path, ranks)]
     assert printed == [line for line in SHOWN if not line.startswith("$")]
 
 
