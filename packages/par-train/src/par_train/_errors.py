@@ -16,13 +16,15 @@ class TrainingError(RuntimeError):
 
 
 @contextmanager
-def as_user_error(prefix: str = "") -> Iterator[None]:
+def as_user_error(prefix: str = "", *others: type[Exception]) -> Iterator[None]:
     """Raise a ValueError of another package as a `UserError`, for calls whose arguments are the user's.
 
     Args:
         prefix: Text in front of the message.
+        *others: Further kinds of errors that are the user's mistake in this call.
     """
+    mistakes: tuple[type[Exception], ...] = (ValueError, *others)
     try:
         yield
-    except ValueError as error:
+    except mistakes as error:
         raise UserError(f"{prefix}{error}") from error

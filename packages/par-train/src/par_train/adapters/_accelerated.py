@@ -2,14 +2,14 @@
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypedDict
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,20 +38,6 @@ _LAUNCHED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
 }
 """What `accelerate launch` leaves in the environment for the same."""
-
-
-class AcceleratorKeywords(TypedDict, total=False):
-    """The keywords of `Accelerator` that mean here what they mean there."""
-
-    device_placement: bool
-    gradient_accumulation_steps: int
-    dataloader_config: DataLoaderConfiguration
-    rng_types: Sequence[str]
-    log_with: Any
-    project_dir: str | os.PathLike[str]
-    project_config: Any
-    gradient_accumulation_plugin: GradientAccumulationPlugin
-    step_scheduler_with_optimizer: bool
 
 
 def check_keywords(accelerator: Any) -> None:
@@ -184,47 +170,34 @@ class OverDataRanks:
         return bool(flag)
 
 
+def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a method that raises ValueError, because a strategy has another way for what it does."""
+
+    def method(self: object, *args: object, **keywords: object) -> NoReturn:
+        del self, args, keywords
+        raise ValueError(f"{name} was called on a ParAccelerator; give {instead}")
+
+    return method
+
+
+_TO_CHECKPOINTING = "register_for_checkpointing() what is yours: no rank has whole weights"
+
+
 class Refusing:
-    """The methods of an `Accelerator` that have no meaning on a strategy, each with what has."""
+    """The methods of an `Accelerator` that have no meaning on a strategy. Each raises ValueError with what has."""
+
+    unscale_gradients = _refused("unscale_gradients", "clip_grad_norm_ the largest norm: step() unscales, then clips")
+    join_uneven_inputs = _refused(
+        "join_uneven_inputs", "the data loader drop_last=True, or DataLoaderConfiguration even_batches=True"
+    )
+    split_between_processes = _refused(
+        "split_between_processes", "prepare() a data loader, which shares samples out over the data ranks"
+    )
+    get_state_dict = _refused("get_state_dict", "save_model() a folder: no rank need have the whole model")
+    register_save_state_pre_hook = _refused("register_save_state_pre_hook", _TO_CHECKPOINTING)
+    register_load_state_pre_hook = _refused("register_load_state_pre_hook", _TO_CHECKPOINTING)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
-        """Refuses."""
-        del parameters
-        _refuse(
-            "clip_grad_value_",
-            f"ParAccelerator strategy=dict(precision=dict(clip_value={clip_value})), which step() heeds",
-        )
-
-    def unscale_gradients(self, optimizer: Any = None) -> NoReturn:
-        """Refuses."""
-        del optimizer
-        _refuse("unscale_gradients", "clip_grad_norm_ the largest norm: step() unscales, then clips")
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refuses."""
-        del joinables, even_batches
-        _refuse("join_uneven_inputs", "the data loader drop_last=True, or DataLoaderConfiguration even_batches=True")
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> NoReturn:
-        """Refuses."""
-        del inputs, apply_padding
-        _refuse("split_between_processes", "prepare() a data loader, which shares samples out over the data ranks")
-
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> NoReturn:
-        """Refuses."""
-        del model, unwrap
-        _refuse("get_state_dict", "save_model() a folder: no rank need have the whole model")
-
-    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuses."""
-        del hook
-        _refuse("register_save_state_pre_hook", "register_for_checkpointing() what is yours: no rank has whole weights")
-
-    def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuses."""
-        del hook
-        _refuse("register_load_state_pre_hook", "register_for_checkpointing() what is yours: no rank has whole weights")
-
-
-def _refuse(called: str, instead: str) -> NoReturn:
-    raise ValueError(f"{called} was called on a ParAccelerator; give {instead}")
+        """Raise ValueError."""
+        instead = f"ParAccelerator strategy=dict(precision=dict(clip_value={clip_value})), which step() heeds"
+        _refused("clip_grad_value_", instead)(self, parameters)

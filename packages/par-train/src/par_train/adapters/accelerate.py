@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise missing("accelerate", "accelerate", "accelerate") from error
 
-from ._accelerated import AcceleratorKeywords, OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
+from ._accelerated import OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
 
 EPOCHS = "par_epochs.json"
 """The file of a saved state that has the epoch of each data loader, in the order in which they were prepared."""
@@ -67,7 +67,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         strategy: Mapping[str, Any] | Strategy | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        **accelerator: Unpack[AcceleratorKeywords],
+        **accelerator: Any,
     ) -> None:
         check_keywords(accelerator)
         shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None  # of one before this
@@ -129,7 +129,8 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         for each in objects:
             if isinstance(each, nn.Module) and self.verify_device_map(each):
                 raise ValueError(f"this {type(each).__name__} was loaded with a device_map; load it without one")
-        held = [_ids_in(each.param_groups) if isinstance(each, Optimizer) else set() for each in objects]
+        groups = [each.param_groups if isinstance(each, Optimizer) else [] for each in objects]
+        held = [{id(parameter) for group in own for parameter in group["params"]} for own in groups]
         given = self.strategy.initialize(*objects)
         given = [given] if len(objects) == 1 else list(given)
         here = {id(each) for model in given if isinstance(model, nn.Module) for each in model.parameters()}
@@ -329,7 +330,3 @@ def _is_the_strategys(value: Any) -> bool:
 
 def _is_prepared(value: Any) -> bool:
     return getattr(value, "_is_accelerate_prepared", False)
-
-
-def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
-    return {id(each) for group in groups for each in group["params"]}

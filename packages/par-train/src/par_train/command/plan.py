@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from par_plan import (
     search_configurations,
 )
 
-from .._errors import UserError
+from .._errors import UserError, as_user_error
 from ..jobs.checks import check_config, check_kind
 from ..jobs.existing.folder import read_config, row_length
 from ..jobs.options import Options, PlanOptions
@@ -48,42 +48,29 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
     """
     check_kind(options)
     flops = plan_options.flops
-    machine = Machine(
-        memory=plan_options.device_memory,
-        flops=PEAKS.get(options.precision, Machine.flops) if flops == "auto" else flops,
-        efficiency=plan_options.efficiency,
-        bandwidth=plan_options.bandwidth,
-        network=plan_options.network,
-        latency=plan_options.latency,
-        devices_per_node=plan_options.devices_per_node,
-        tiers=OffloadTiers(
-            host_memory=plan_options.host_memory,
-            disk=plan_options.disk,
-            link=plan_options.link,
-            host_step=plan_options.host_step,
-            disk_read=plan_options.disk_read,
-            disk_write=plan_options.disk_write,
-        ),
-    )
+    given = vars(plan_options)  # most options are fields of the machine and of its tiers, under their names
+    of_tiers = {each.name: given[each.name] for each in fields(OffloadTiers)}
+    of_machine = {each.name: given[each.name] for each in fields(Machine) if each.name in given}
+    of_machine |= {
+        "memory": plan_options.device_memory,
+        "flops": PEAKS.get(options.precision, Machine.flops) if flops == "auto" else flops,
+        "tiers": OffloadTiers(**of_tiers),
+    }
+    machine = Machine(**of_machine)
     _check_recompute(options)
     shape = pretrained_shape(options) if options.model.folder else options.model.shape
     configured = None
     if options.parallel:
         topology = check_config(options, plan_options.world)
-        try:
+        with as_user_error():
             asked = replace(configured_job(options, topology), imbalance=plan_options.imbalance)
             configured = predict(shape, topology, asked, machine)
-        except ValueError as error:
-            raise UserError(str(error)) from None
     job = TrainingJob(batch=options.train.batch_size, precision=options.precision, imbalance=plan_options.imbalance)
-    try:
-        sequence = None if plan_options.sequence == "auto" else plan_options.sequence
-        with _bar() as bar:
-            ranking = search_configurations(
-                shape, plan_options.world, job, machine, plan_options.top, sequence=sequence, watch=bar.update
-            )
-    except ValueError as error:  # of a model whose forward cannot be followed
-        raise UserError(str(error)) from None
+    sequence = None if plan_options.sequence == "auto" else plan_options.sequence
+    with as_user_error(), _bar() as bar:  # such as a model whose forward cannot be followed
+        ranking = search_configurations(
+            shape, plan_options.world, job, machine, plan_options.top, sequence=sequence, watch=bar.update
+        )
     report = PlanReport(
         shape=shape, world=plan_options.world, job=job, machine=machine, configured=configured, ranking=ranking
     )
@@ -130,11 +117,9 @@ def pretrained_shape(options: Options) -> PlannedModel:
     folder = Path(model.folder).expanduser()
     folder = folder.parent if folder.name == "config.json" else folder
     context = row_length(options, read_config(folder, key))
-    try:
+    with as_user_error(f"{key} {str(folder)!r}: ", ImportError, KeyError, TypeError):
         made = make_on_meta(str(folder), torch.float32, model.attention or None)
         return PretrainedShape(made, context=context, packed=True)
-    except (ImportError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{key} {str(folder)!r}: {error}") from None
 
 
 def _check_recompute(options: Options) -> None:

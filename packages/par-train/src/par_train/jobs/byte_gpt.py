@@ -5,7 +5,7 @@ Every byte is a token, so the tokenizer is `numpy.frombuffer`; `byte_rows.py` ma
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..strategy.strategy import Strategy
 from .byte_rows import PADDING
 from .checkpoint import load_state
 from .options import ModelOptions, Options
-from .recipe import BatchDict, Recipe, unchanged
+from .recipe import BatchDict, Recipe
 
 VOCABULARY = 256
 FORMAT = 4
@@ -106,7 +106,7 @@ class ByteGPT(Recipe):
         """Yield the content of a config.json with all options, from which `load_model` rebuilds the model."""
         del model
         options = json.loads(json.dumps(asdict(self.options)))
-        return unchanged({"config": {"format": FORMAT, "par_train": __version__, "options": options}})
+        return nullcontext({"config": {"format": FORMAT, "par_train": __version__, "options": options}})
 
 
 def kept_options(options: Options) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from par_groups import Topology, format_bytes
 from par_pipeline import partition
 
-from .._errors import UserError
+from .._errors import UserError, as_user_error
 from ..run.trackers import check_trackers
 from ..strategy.axes import EXPERTS, data_axes
 from ..strategy.settings import make_schedule, microbatches_of, read_recompute, read_steps
@@ -54,12 +54,10 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
             f"backward; use precision {options.precision.removesuffix('-amp')!r}, or zero 2"
         )
-    try:
+    with as_user_error():
         if options.recompute:
             read_recompute(options.recompute)
         topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if options.model.folder:
         _check_mode(options, topology)
     else:
@@ -193,12 +191,10 @@ def _check_schedule(options: Options, topology: Topology) -> None:
             f"pipeline.microbatches is {microbatches}, but a replica's batch has {rows} {what}; lower it, or raise "
             f"train.batch_size {options.train.batch_size}"
         )
-    try:
+    with as_user_error(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: "):
         found = make_schedule(options.pipeline.schedule, ranks, microbatches, zero=options.zero)
         if not options.model.folder:
             partition(options.model.layers, found.stages)
-    except ValueError as error:
-        raise UserError(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: {error}") from None
 
 
 def check_files(options: Options) -> Text | ModelFolder:

@@ -18,7 +18,7 @@ from par_groups import Environment, ProcessGroups, Topology, launch, together
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
-from .._errors import UserError
+from .._errors import UserError, as_user_error
 from ..run.files import RunFiles, write_file, writing
 from ..run.log import MetricsLog
 from ..run.loop import TrainingLoop
@@ -54,7 +54,9 @@ def train(options: Options, stop: Stop) -> int:
         StoppedEarly: A rank was asked to leave before training began; on every rank.
     """
     cpu = options.device == "cpu" or not torch.cuda.is_available()
-    with _launched("cpu" if cpu else None) as environment, one_traceback():
+    with as_user_error():  # such as two launchers at a time
+        world = launch(device="cpu" if cpu else None)
+    with world as environment, one_traceback():
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups, ExitStack() as held:
@@ -66,14 +68,6 @@ def train(options: Options, stop: Stop) -> int:
                 run.train()
             dist.barrier()  # the other ranks stay until rank 0 has written, or their exit counts as a failure
             return loop.ended_by
-
-
-def _launched(device: str | None) -> Environment:
-    """Start the world of all ranks. A ValueError of `launch`, such as for two launchers, is the user's mistake."""
-    try:
-        return launch(device=device)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 class JobRun:
@@ -309,19 +303,12 @@ def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device:
     Any other error, such as a ValueError of a plugin, keeps its traceback.
     """
     try:
-        with together("the precision", None):
-            _check_precision(options.precision, device)
+        with together("the precision", None), as_user_error("", RuntimeError):
+            check_device(options.precision, device)
         return Trainer(options, start.data, groups, device, start.folder)
     except (ValueError, TypeError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         where = frames[-1].f_globals["__name__"]
         if not where.startswith(_REFUSE_TYPES if isinstance(error, TypeError) else ("par_", "peft.")):
             raise
-        raise UserError(str(error)) from None
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    try:
-        check_device(precision, device)
-    except RuntimeError as error:
         raise UserError(str(error)) from None

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,8 +63,3 @@ class Recipe(ABC):
         """Generate texts, each as "prompt" and "text". Collective."""
         del strategy, model
         return []
-
-
-def unchanged(keywords: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-    """Return a context manager for keywords that need no temporary files."""
-    return nullcontext(keywords)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from par_groups import STOP_SIGNALS, block_stop_signals, read_environment
 
-from .._errors import UserError
+from .._errors import UserError, as_user_error
 from ..run.lock import NEAR, SAVED, has_come_to
 from ..run.output import say
 from ..run.stop import exit_code, handled_signals, leave_terminal
@@ -37,10 +37,8 @@ def run(options: Options) -> int:
     Raises:
         UserError: The options, the text or the output folder cannot be used.
     """
-    try:
+    with as_user_error():
         place = read_environment(os.environ)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if place.launcher != "single":
         if options.ranks not in ("auto", place.world_size):
             raise UserError(

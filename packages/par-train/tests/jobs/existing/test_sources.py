@@ -3,7 +3,7 @@
 import pytest
 
 from par_train._errors import UserError
-from par_train.jobs.existing.sources import Source, sources_of
+from par_train.jobs.existing.sources import CorpusSource, sources_of
 from par_train.jobs.options import DataOptions
 
 KEY = "model.path is 'tiny'"
@@ -11,14 +11,14 @@ KEY = "model.path is 'tiny'"
 
 def test_one_path_needs_no_weight():
     (source,) = sources_of(DataOptions(path="a.jsonl", field="body"), KEY)
-    assert source == Source(key="data.path", path="a.jsonl", weight=None, format="auto", field="body")
+    assert source == CorpusSource(key="data.path", path="a.jsonl", weight=None, format="auto", field="body")
 
 
 def test_several_have_weights_and_what_data_says_where_they_do_not():
     given = ({"path": "a.jsonl", "weight": 2, "field": "body"}, {"path": "b", "weight": 0.5, "format": "chat"})
     assert sources_of(DataOptions(sources=given, format="jsonl"), KEY) == [
-        Source(key="data.sources[0]", path="a.jsonl", weight=2.0, format="jsonl", field="body"),
-        Source(key="data.sources[1]", path="b", weight=0.5, format="chat", field="text"),
+        CorpusSource(key="data.sources[0]", path="a.jsonl", weight=2.0, format="jsonl", field="body"),
+        CorpusSource(key="data.sources[1]", path="b", weight=0.5, format="chat", field="text"),
     ]
 
 

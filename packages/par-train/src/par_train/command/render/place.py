@@ -1,7 +1,6 @@
 """The parts of a job file that all schedulers share: nodes, ranks, resources, and the command of a rank."""
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,9 +102,11 @@ def place(
             f"--host-memory is {format_bytes(chosen.host_memory)}; pass more, or lower memory.host"
         )
     gpus = 0 if options.device == "cpu" else ranks
+    # SLURM and Kubernetes allow few characters in a name.
+    usual = re.sub(r"[^a-z0-9]+", "-", Path(options.output_folder).name.lower()).strip("-")[:40]
     return Place(
         command=command,
-        name=chosen.name or _name_of(options.output_folder),
+        name=chosen.name or usual or "par",
         nodes=world // ranks,
         ranks=ranks,
         gpus=gpus,
@@ -115,16 +116,6 @@ def place(
         config=config,
         flags=[*flags, "--resume", "auto"],
     )
-
-
-def quoted(words: Sequence[str]) -> str:
-    """Quote words for a shell."""
-    return shlex.join(words)
-
-
-def _name_of(folder: str) -> str:
-    """Return a job name from the output folder, with characters that SLURM and Kubernetes allow."""
-    return re.sub(r"[^a-z0-9]+", "-", Path(folder).name.lower()).strip("-")[:40] or "par"
 
 
 def _variables(environment: Mapping[str, str], interface: str, *, gpus: bool) -> dict[str, str]:

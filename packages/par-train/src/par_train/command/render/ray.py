@@ -1,7 +1,6 @@
 """A program for a Ray cluster: one worker a rank, all started again where one is lost."""
 
 import json
-from typing import Any
 
 from ...jobs.options import RenderOptions
 from .place import Place
@@ -59,19 +58,15 @@ def ray(place: Place, options: RenderOptions) -> str:
         place: Nodes, ranks and what they run.
         options: How often lost workers are replaced.
     """
+    # JSON writes strings, numbers, lists and mappings as Python does, with double quotes.
     return _PROGRAM.format(
         summary=place.summary,
         command=place.command,
-        words=_literal(place.run()[1:]),
-        variables=_literal(dict(place.variables)),
+        words=json.dumps(place.run()[1:]),
+        variables=json.dumps(dict(place.variables)),
         world=place.world,
         use_gpu=place.gpus > 0,
-        resources=_literal({"CPU": place.cores, **({"GPU": 1} if place.gpus else {})}),
+        resources=json.dumps({"CPU": place.cores, **({"GPU": 1} if place.gpus else {})}),
         name=json.dumps(place.name),
         restarts=options.restarts,
     )
-
-
-def _literal(value: Any) -> str:
-    """Strings, numbers, lists and mappings as Python writes them, with double quotes: JSON is the same for these."""
-    return json.dumps(value)

@@ -3,7 +3,7 @@
 import shlex
 
 from ...jobs.options import RenderOptions
-from .place import Place, quoted
+from .place import Place
 
 _REQUEUED = """\
 # SLURM tells this script before its time is up; the ranks then finish their step, save, and leave with 0.
@@ -58,5 +58,5 @@ def slurm(place: Place, options: RenderOptions) -> str:
         *(f"export {name}={shlex.quote(value)}" for name, value in place.variables.items()),
         "",
     ]
-    srun = f"srun --kill-on-bad-exit=1 {quoted(place.run())}"
+    srun = f"srun --kill-on-bad-exit=1 {shlex.join(place.run())}"
     return "\n".join(lines) + "\n" + (_ARRAY if array else _REQUEUED).format(srun=srun)

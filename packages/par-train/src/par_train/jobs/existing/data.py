@@ -12,7 +12,7 @@ from ...run.stop import Stop
 from ..data import JobData, Rows
 from ..options import Options
 from .folder import ModelFolder
-from .sources import Source, sources_of
+from .sources import CorpusSource, sources_of
 
 
 def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
@@ -73,7 +73,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
     )
 
 
-def _read(source: Source, options: Options, folder: ModelFolder, stop: Stop) -> Corpus:
+def _read(source: CorpusSource, options: Options, folder: ModelFolder, stop: Stop) -> Corpus:
     """The tokens of one source, which the model's embedding must know."""
     template = options.data.template
     with as_user_error():

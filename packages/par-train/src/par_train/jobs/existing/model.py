@@ -1,8 +1,9 @@
 """A Hugging Face Transformers model, or an adapter of one, as a job trains it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,13 +16,12 @@ from par_plan import PretrainedShape, model_flops
 from par_precision import precision_of
 
 from ...run.output import end_of
-from ...strategy.pretrained.adapters import write_config
+from ...strategy.pretrained.adapters import adapter_parts, write_config
 from ...strategy.pretrained.make import make_on_meta
 from ...strategy.strategy import Strategy
 from ..data import JobData
 from ..options import Options
-from ..recipe import BatchDict, Recipe, unchanged
-from .adapter import adapter_parts, lora_config
+from ..recipe import BatchDict, Recipe
 from .folder import ModelFolder
 from .prompts import Prompts
 
@@ -48,7 +48,7 @@ class PretrainedModel(Recipe):
             self.folder.path,
             dtype=weights_dtype(self.options, self.folder),
             attention=self.options.model.attention or None,
-            adapter=lora_config(self.options, self.folder),
+            adapter=_lora_config(self.options, self.folder),
             weights=bool(self.folder.weights),
         ).train()
 
@@ -90,7 +90,7 @@ class PretrainedModel(Recipe):
         if stored is None or f"torch.{stored}" == str(written):
             names.append("config.json")  # otherwise transformers writes one with the dtype that weights have now
         copied = [self.folder.path / name for name in names if (self.folder.path / name).is_file()]
-        return unchanged({"assets": [self.folder.path, *copied]})  # the tokenizer's files are in the folder
+        return nullcontext({"assets": [self.folder.path, *copied]})  # the tokenizer's files are in the folder
 
     @contextmanager
     def _adapter_files(self, model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -135,3 +135,23 @@ def weights_dtype(options: Options, folder: ModelFolder) -> torch.dtype:
         return named
     wanted = precision_of(options.precision).weights
     return wanted if wanted is not None and str(wanted) == f"torch.{folder.dtype}" else torch.float32
+
+
+def _lora_config(options: Options, folder: ModelFolder) -> Any:
+    """Return the `LoraConfig` of peft that the options describe; None if no adapter is trained.
+
+    Args:
+        options: Options of the run.
+        folder: Folder of the model, whose path the config has.
+    """
+    adapter = options.adapter
+    if not adapter.rank:
+        return None
+    return import_module("peft").LoraConfig(
+        r=adapter.rank,
+        lora_alpha=2 * adapter.rank if adapter.alpha == "auto" else adapter.alpha,
+        target_modules=list(adapter.targets) or "all-linear",
+        lora_dropout=adapter.dropout,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(folder.path.resolve()),
+    )

@@ -15,7 +15,7 @@ _FORMATS = ("auto", "text", "jsonl", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CorpusSource:
     """One path of text.
 
     Args:
@@ -49,7 +49,7 @@ class Source:
             find_corpus_files(self.place)
 
 
-def sources_of(data: DataOptions, key: str) -> list[Source]:
+def sources_of(data: DataOptions, key: str) -> list[CorpusSource]:
     """What the options name.
 
     Args:
@@ -63,7 +63,7 @@ def sources_of(data: DataOptions, key: str) -> list[Source]:
         several = f"{len(data.sources)} path{'s' if len(data.sources) > 1 else ''}"
         raise UserError(f"data.path is {data.path!r}, and data.sources names {several}; give one of both")
     if data.path:
-        return [Source(key="data.path", path=data.path, weight=None, format=data.format, field=data.field)]
+        return [CorpusSource(key="data.path", path=data.path, weight=None, format=data.format, field=data.field)]
     if not data.sources:
         raise UserError(f"{key}, but data.path is missing; name the file to train on")
     found = [_source(f"data.sources[{number}]", each, data) for number, each in enumerate(data.sources)]
@@ -74,7 +74,7 @@ def sources_of(data: DataOptions, key: str) -> list[Source]:
     return found
 
 
-def _source(key: str, given: Mapping[str, Any], data: DataOptions) -> Source:
+def _source(key: str, given: Mapping[str, Any], data: DataOptions) -> CorpusSource:
     unknown = [name for name in given if name not in ("path", "weight", "format", "field")]
     if unknown:
         raise UserError(f"{key} has {unknown[0]!r}; it can have path, weight, format and field")
@@ -86,4 +86,4 @@ def _source(key: str, given: Mapping[str, Any], data: DataOptions) -> Source:
         raise UserError(f"{key}, {path!r}, has the format {kind!r}; it can be {', '.join(map(repr, _FORMATS))}")
     if not isinstance(field, str) or not field:
         raise UserError(f"{key}, {path!r}, has the field {field!r}; give the name of a key or a column")
-    return Source(key=key, path=path, weight=float(weight), format=str(kind), field=field)
+    return CorpusSource(key=key, path=path, weight=float(weight), format=str(kind), field=field)

@@ -185,6 +185,19 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     return {key: tensor for name, tensor in state.items() if (key := _name_in_files(name)) is not None}
 
 
+def adapter_parts(model: nn.Module) -> dict[str, Any]:
+    """Return the keywords with which par-checkpoint saves or loads an adapter, under the names of peft's files.
+
+    Args:
+        model: This rank's part of the model.
+    """
+    in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
+    named = model.state_dict(keep_vars=True).items()
+    own = {name: tensor for name, tensor in named if id(tensor) in in_files}
+    names = {name: in_files[id(tensor)] for name, tensor in own.items()}
+    return {"model": own, "format": Format(names=names, stem=FILE)}
+
+
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The other tensors, by the names that they have in the model without adapters."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
