@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .loading.synchronized import hash_order, synchronize_draws
     from .loading.workers import WorkerSignals
     from .text.corpus import Corpus, open_corpus, read_corpus
+    from .text.folder import FolderText, read_folder_text
     from .text.mixture import MixtureDataset
     from .text.packed import PackedDataset
     from .text.packing import IGNORE_INDEX, PackedLayout, Packing, pack
@@ -34,6 +35,7 @@ __all__ = [
     "IGNORE_INDEX",
     "BatchComparison",
     "Corpus",
+    "FolderText",
     "LoaderPosition",
     "MixtureDataset",
     "PackedDataset",
@@ -55,6 +57,7 @@ __all__ = [
     "open_corpus",
     "pack",
     "read_corpus",
+    "read_folder_text",
     "read_once",
     "restore_random_states",
     "split_evenly",
@@ -77,6 +80,7 @@ _LATE = {
     "loading.synchronized": ("hash_order", "synchronize_draws"),
     "loading.workers": ("WorkerSignals",),
     "text.corpus": ("Corpus", "open_corpus", "read_corpus"),
+    "text.folder": ("FolderText", "read_folder_text"),
     "text.mixture": ("MixtureDataset",),
     "text.packed": ("PackedDataset",),
     "text.packing": ("IGNORE_INDEX", "PackedLayout", "Packing", "pack"),

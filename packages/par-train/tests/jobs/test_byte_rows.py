@@ -3,11 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from par_data import split_evenly
+from par_data import FolderText, split_evenly
 from par_train._errors import UserError
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import DataOptions, ModelOptions, Options, TrainOptions
-from par_train.jobs.text import Text, check_size
+from par_train.jobs.text import check_size
 from par_train.jobs.trainer import spread
 
 
@@ -16,7 +16,7 @@ def options(batch=4, **data):
 
 
 def text_of(train, held_out, documents=None):
-    return Text(folder=Path("x"), files=1, train=train, held_out=held_out, documents=documents)
+    return FolderText(folder=Path("x"), files=1, train=train, held_out=held_out, documents=documents)
 
 
 def test_text_rows_of_windows_hold_each_byte_once():

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from par_data import FolderText
 from par_groups import Topology
 from par_train.jobs.byte_gpt import ByteGPT
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import Options, TrainOptions
 from par_train.jobs.report import print_banner, print_summary
-from par_train.jobs.text import Text
 from par_train.run.metrics import MetricsFile, read_metrics
 from par_train.run.progress import Bar, Lines, make_progress
 
@@ -78,7 +78,7 @@ def test_the_speed_is_that_of_recent_steps(capsys):
 
 
 def banner(capsys, parallel, world_size, step=0, folder="/texts", **changes):
-    text = Text(folder=Path(folder), files=2261, train=bytes(35336), held_out=bytes(1859))
+    text = FolderText(folder=Path(folder), files=2261, train=bytes(35336), held_out=bytes(1859))
     schedule = SimpleNamespace(microbatches=4) if "pipeline" in parallel else None
     options, topology = Options(output="runs/x", **changes), Topology.from_config(parallel, world_size)
     trainer = SimpleNamespace(

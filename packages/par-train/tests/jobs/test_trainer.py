@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
+from par_data import FolderText
 from par_groups import ProcessGroups, Topology, part_of
 from par_pipeline.schedules.registry import SCHEDULES
 from par_testing import once
@@ -20,7 +21,6 @@ from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.checkpoint import Origin, load_state
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
-from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer, make_optimizer, spread
 
 WHOLE_BACKWARDS = ["gpipe", "1f1b", "interleaved", "looped_bfs"]
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # relative; float32 sums over microbatches in another order
 def text():
     generator = torch.Generator().manual_seed(0)
     data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97 + 1).tolist())  # 0 is padding
-    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+    return FolderText(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
 def packed_text():

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import default_collate
 
+from par_data import FolderText
 from par_groups import ProcessGroups, Topology
 from par_layers import RouterLosses, update_correction_bias_
 from par_testing import once, storm
@@ -17,7 +18,6 @@ from par_train.jobs.byte_gpt import fill_, load_model, make_gpt
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.checkpoint import Origin, load_state
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
-from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer, make_optimizer
 
 STEPS = 20
@@ -30,7 +30,7 @@ IN_SEQUENCE = {"size": 2, "mode": "1d", "sequence_parallel": True}
 def text():
     generator = torch.Generator().manual_seed(0)
     data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97 + 1).tolist())
-    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+    return FolderText(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
 def options(**changes):

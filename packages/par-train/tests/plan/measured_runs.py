@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from par_data import FolderText
 from par_groups import ProcessGroups, Topology
 from par_plan.inputs import Machine
 from par_plan.prediction import RankPrediction, predict
@@ -17,7 +18,6 @@ from par_testing import live_bytes, live_storages
 from par_train.command.plan import configured_job
 from par_train.jobs.byte_rows import text_rows
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
-from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer
 
 MODEL = ModelOptions(width=64, layers=4, heads=4, context=16)  # all sizes divide by 16 x 4: nothing is padded
@@ -39,7 +39,7 @@ class Run:
 
 def text():
     data = bytes(range(1, 98)) * 60
-    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+    return FolderText(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from par_checkpoint import CheckpointError, Checkpoints
+from par_data import FolderText
 from par_groups import agree
 
 from .._errors import UserError
@@ -21,7 +22,6 @@ from .existing import model as pretrained
 from .existing.data import read_data
 from .existing.folder import ModelFolder
 from .options import Options
-from .text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,9 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
         _compare(_Facts(error=str(error)))
         raise
     step = None if origin is None else origin.state.step
-    _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=step))
+    _compare(_Facts(is_model=not isinstance(found, FolderText), data=digest, step=step))
     checkpoints, origin = _look_into_tiers(options, origin)
-    if isinstance(found, Text):
+    if isinstance(found, FolderText):
         folder, data = None, text_rows(options, found)
         model, kept = "", byte_gpt.kept_options(options)
     else:
@@ -117,7 +117,7 @@ def leave_if_asked(stop: Stop) -> None:
         raise StoppedEarly(number)
 
 
-def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelFolder, Origin | None]:
+def _look(options: Options, held: ExitStack) -> tuple[Lock | None, FolderText | ModelFolder, Origin | None]:
     """Take the lock on rank 0; return it with the text or the model's folder, and the checkpoint, of this rank."""
     lock = None
     if dist.get_rank() == 0:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from par_data import Corpus, PackedDataset
+from par_data import Corpus, FolderText, PackedDataset
 
 from .._errors import UserError, as_user_error
 from ..run.output import end_of
 from .data import JobData
 from .options import Options
-from .text import Lengths, Text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +22,7 @@ PADDING = 0
 """The byte that fills rows; no text file contains it."""
 
 
-def text_rows(options: Options, text: Text) -> JobData:
+def text_rows(options: Options, text: FolderText) -> JobData:
     """Make the rows of a text.
 
     Raises:
@@ -60,7 +59,7 @@ def text_rows(options: Options, text: Text) -> JobData:
     )
 
 
-def _corpus(text: bytes, lengths: Lengths) -> Corpus:
+def _corpus(text: bytes, lengths: "NDArray[np.int64]") -> Corpus:
     """Describe bytes that are in memory as a corpus; bytes after the last document belong to none."""
     tokens: NDArray[Any] = np.frombuffer(text, np.uint8)  # a quarter of the memory of the uint32 in a corpus's files
     return Corpus(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from par_data import FolderText
 from par_groups import Topology, format_bytes
 from par_pipeline import partition
 
@@ -14,7 +15,7 @@ from ..strategy.axes import EXPERTS, data_axes
 from ..strategy.settings import make_schedule, microbatches_of, read_recompute, read_steps
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
-from .text import Text, check_size, read_text
+from .text import check_size, read_text
 
 _OF_GPT = (
     *("data.folder", "data.patterns", "data.documents"),
@@ -197,13 +198,13 @@ def _check_schedule(options: Options, topology: Topology) -> None:
             partition(options.model.layers, found.stages)
 
 
-def check_files(options: Options) -> Text | ModelFolder:
+def check_files(options: Options) -> FolderText | ModelFolder:
     """Reads the text, or what describes the model, and makes sure that it, and the output folder, can be used.
 
     Raises:
         UserError: They cannot.
     """
-    found: Text | ModelFolder
+    found: FolderText | ModelFolder
     if options.model.folder:
         found = read_folder(options)
     else:
