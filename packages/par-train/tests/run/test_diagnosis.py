@@ -17,9 +17,7 @@ from torch import nn
 from par_diagnosis import Watchdog, _watchdog
 from par_diagnosis._exchange import DumpExchange
 from par_groups import FlightRecorder
-from par_train import Run, Strategy
-
-from .policies_of import policies_of
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 
 
 def made(**options):
@@ -72,7 +70,7 @@ def test_run_reports_after_sigquit_and_continues(tmp_path, monkeypatch):
     def both_are_stuck():
         return recorder.begun() != begun[0] and (tmp_path / "waits").exists()
 
-    with redirect_stderr(told), Run(folder, strategy, **policies_of(progress=False)) as run:
+    with redirect_stderr(told), Run(folder, strategy, logging=LoggingPolicy(progress=False)) as run:
         for batch in run.steps([torch.ones(3, 2)], 4):
             if run.step == 2 and dist.get_rank() == 1:
                 when(in_wait_for, (tmp_path / "waits").touch)
@@ -101,7 +99,8 @@ def test_run_without_a_hang_reports_nothing_and_leaves_no_file(tmp_path, monkeyp
     told, now, looks, state = StringIO(), [100.0], [], Watchdog._state
     monkeypatch.setattr(_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Watchdog, "_state", lambda watchdog: looks.append(1) or state(watchdog))
-    with redirect_stderr(told), Run(tmp_path / "run", strategy, **policies_of(progress=False, diagnose=0.2)) as run:
+    quiet, watched = LoggingPolicy(progress=False), MonitoringPolicy(diagnose=0.2)
+    with redirect_stderr(told), Run(tmp_path / "run", strategy, logging=quiet, monitoring=watched) as run:
         for batch in run.steps([torch.ones(3, 2)], 8):
             now[0] += 0.1
             looks.clear()
@@ -146,6 +145,6 @@ def test_run_refuses_a_timeout_that_is_not_positive(tmp_path, limit):
     strategy, *_ = made()
     with (
         pytest.raises(ValueError, match=r"monitoring\.diagnose="),
-        Run(tmp_path, strategy, **policies_of(diagnose=limit)),
+        Run(tmp_path, strategy, monitoring=MonitoringPolicy(diagnose=limit)),
     ):
         pass

@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_train import Run, Strategy
-
-from .policies_of import policies_of
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 
 A, B = {"math": 1.0}, {"code": 3.0}
 WHOLE = torch.tensor(0)
 
 
-def train(folder, logged, until=4, parallel=None, **keywords):
+def train(folder, logged, until=4, parallel=None, *, log_every):
     """Takes steps, in which each rank logs what `logged` has for the parity of the step and for the rank."""
-    with Run(folder, Strategy(parallel=parallel), **policies_of(progress=False, diagnose=None, **keywords)) as run:
+    logging, monitoring = LoggingPolicy(every=log_every, progress=False), MonitoringPolicy(diagnose=None)
+    with Run(folder, Strategy(parallel=parallel), logging=logging, monitoring=monitoring) as run:
         linear = run.strategy.layers.Linear(2, 2)
         run.strategy.initialize(linear, torch.optim.SGD(linear.parameters()))
         for _ in run.steps([0], until):

@@ -16,11 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from par_diagnosis import CollectiveWaits, PhaseClock
 from par_plan import PretrainedShape, Shape, model_flops
-from par_train import Run, Strategy
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
-
-from .policies_of import policies_of
 
 AGREEMENT = 0.02  # what the design asks of MFU and goodput
 
@@ -121,7 +119,8 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
         Run(
             tmp_path / "run",
             strategy,
-            **policies_of(goodput=True, flops=flops, peak_flops=peak, log_every=4, progress=False),
+            logging=LoggingPolicy(every=4, progress=False),
+            monitoring=MonitoringPolicy(goodput=True, flops=flops, peak_flops=peak),
         ) as run,
     ):
         made = time.monotonic()

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_train import Run, Strategy
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 from par_train.strategy.settings import read_steps
-
-from .policies_of import policies_of
 
 
 @pytest.mark.parametrize("text", ["", "10:15", "steps=5:5", "steps=-1:2", "steps=a:b"])
@@ -26,7 +24,8 @@ def test_a_run_leaves_one_trace_of_its_steps_with_the_actions_of_its_pipeline(tm
     model = strategy.build([nn.Linear(4, 4), nn.Linear(4, 4)])
     model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
     batches = [(torch.ones(4, 4), torch.ones(4, 4))]
-    with Run(tmp_path / "run", strategy, **policies_of(progress=False, profile="steps=2:4")) as run:
+    logging, monitoring = LoggingPolicy(progress=False), MonitoringPolicy(profile="steps=2:4")
+    with Run(tmp_path / "run", strategy, logging=logging, monitoring=monitoring) as run:
         for batch in run.steps(batches, 6):
             strategy.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, optimizer)
             optimizer.step()

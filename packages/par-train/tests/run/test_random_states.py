@@ -9,9 +9,7 @@ import torch.distributed as dist
 from numpy.random.mtrand import set_bit_generator
 
 from par_data import gather_random_states, restore_random_states
-from par_train import Run, Strategy
-
-from .policies_of import policies_of
+from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 
 DRAWS = {
     "torch": lambda: torch.rand(()).item(),
@@ -30,7 +28,8 @@ def train(folder, stop, draw, seed, **options):
     with Strategy(**options) as strategy:
         model = strategy.layers.Linear(4, 2)
         model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), 0.1))
-        with Run(folder, strategy, resume="auto", **policies_of(progress=False, diagnose=None)) as run:
+        logging, monitoring = LoggingPolicy(progress=False), MonitoringPolicy(diagnose=None)
+        with Run(folder, strategy, resume="auto", logging=logging, monitoring=monitoring) as run:
             for _ in run.steps([0], until=stop):
                 drawn.append(float(draw()))
                 strategy.backward(model(torch.full((1, 4), drawn[-1])).sum(), optimizer)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import Tiers, inspect
 from par_groups import STOP_SIGNALS
-from par_train import Run, Strategy
+from par_train import CheckpointPolicy, LoggingPolicy, Run, Strategy
 from par_train.run import run as run_module
 from par_train.run import trackers as trackers_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
 from par_train.run.log import Records
 
-from .policies_of import policies_of
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+QUIET = LoggingPolicy(every=1, progress=False)
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
 
 
@@ -62,7 +62,7 @@ class Loop:
             return self._train(folder, until, after_step, **keywords)
 
     def _train(self, folder, until, after_step, **keywords):
-        with Run(folder, self.strategy, **policies_of(**{"progress": False, "log_every": 1, **keywords})) as run:
+        with Run(folder, self.strategy, **{"logging": QUIET, **keywords}) as run:
             for batch in run.steps(self.loader, until):
                 loss = self.strategy.execute_pipeline(
                     iter([batch]), self.model, functional.mse_loss, self.optimizer, return_loss=True
@@ -127,7 +127,8 @@ def test_a_run_goes_on_under_another_topology(tmp_path):
 def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path):
     for async_ in (False, True):
         folder = tmp_path / str(async_)
-        Loop().train(folder, 11, checkpoint_every=3, keep_last=2, log_every=4, async_=async_)
+        checkpoint = CheckpointPolicy(every=3, keep_last=2, async_=async_)
+        Loop().train(folder, 11, checkpoint=checkpoint, logging=LoggingPolicy(every=4, progress=False))
         dist.barrier()
         assert steps_of(folder) == [9, 11]
         # Every fourth step, and where a checkpoint is, so that counts go on from there.
@@ -138,9 +139,9 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path):
 @pytest.mark.ranks(2)
 def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_last_one_has_everything(tmp_path):
     folder, near, far = (tmp_path / name for name in ("run", "near", "far"))
-    tiers = {"tiers": Tiers([near, far]), "checkpoint_every": 3, "keep_last": [1, 2]}
+    tiers = CheckpointPolicy(tiers=Tiers([near, far]), every=3, keep_last=[1, 2])
     Loop(zero=1).train(tmp_path / "whole", 9)
-    Loop(zero=1).train(folder, 9, at(7, lambda run: run.leave()), async_=True, **tiers)
+    Loop(zero=1).train(folder, 9, at(7, lambda run: run.leave()), checkpoint=replace(tiers, async_=True))
     dist.barrier()
     assert [steps_of(tier) for tier in (near, far)] == [[7], [6, 7]]
     assert not (folder / "checkpoints").exists()
@@ -152,19 +153,19 @@ def test_a_run_saves_to_memory_goes_on_from_the_nearest_tier_and_ends_when_the_l
         dist.barrier()
         said, found = io.StringIO(), case / ("far" if gone == "near" else "near")
         with redirect_stderr(said):
-            Loop(zero=1).train(
-                case / "run", 9, resume="auto", **{**tiers, "tiers": Tiers([case / "near", case / "far"])}
-            )
+            moved = replace(tiers, tiers=Tiers([case / "near", case / "far"]))
+            Loop(zero=1).train(case / "run", 9, resume="auto", checkpoint=moved)
         if dist.get_rank() == 0:
             assert f"goes on after step 7, from {found}/checkpoints/step-00000007\n" in said.getvalue()
         dist.barrier()
         assert losses_of(case / "run") == losses_of(tmp_path / "whole")
         assert [steps_of(case / tier)[-1] for tier in ("near", "far")] == [9, 9]
     with pytest.raises(ValueError, match="holds a run already, of step 7; pass resume='auto' to continue it"):
-        Loop().train(tmp_path / "other", 2, **tiers)
+        Loop().train(tmp_path / "other", 2, checkpoint=tiers)
+    copied = CheckpointPolicy(tiers=Tiers([near, far], copies=2))
     with pytest.raises(ValueError, match="copies is 2, but the ranks are on 1 host"):
-        Loop().train(tmp_path / "other", 2, tiers=Tiers([near, far], copies=2), overwrite=True)
-    Loop().train(tmp_path / "other", 2, overwrite=True, **tiers)
+        Loop().train(tmp_path / "other", 2, checkpoint=copied, overwrite=True)
+    Loop().train(tmp_path / "other", 2, overwrite=True, checkpoint=tiers)
     dist.barrier()
     assert [steps_of(tier) for tier in (near, far)] == [[2], [2]]
 
@@ -174,7 +175,7 @@ def test_a_run_may_end_early_by_itself_and_train_on_in_the_same_process(tmp_path
     loop = Loop()
     run = loop.train(tmp_path, 9, at(3, lambda run: run.leave()))
     assert (run.step, run.ended_by, run.exit_code) == (3, 0, 0)
-    with Run(tmp_path, loop.strategy, resume="auto", **policies_of(progress=False, log_every=1)) as run:
+    with Run(tmp_path, loop.strategy, resume="auto", logging=QUIET) as run:
         for until in (5, 7):  # a loop may be followed by another one
             for _ in run.steps(loop.loader, until):
                 run.log(loss=0.5)
@@ -200,13 +201,16 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
             loop.train(folder, until, **keywords)
         dist.barrier()
 
-    refused("checkpoint.every=0: it must be a whole number from 1 on, or None", checkpoint_every=0)
-    refused("checkpoint.keep_last=0: it must be a whole number from 1 on, or None", keep_last=0)
-    refused("checkpoint.keep_last='3': it must be a whole number", keep_last="3")
-    refused("logging.every=2.5: it must be a whole number from 1 on", log_every=2.5)
-    refused("logging.every=-1: it must be a whole number from 1 on", log_every=-1)
-    refused("checkpoint.format='fast': it must be a par_checkpoint.Format, or None", format="fast")
-    refused(r"checkpoint.tiers=\['a'\]: it must be a par_checkpoint.Tiers, or None", tiers=["a"])
+    for words, checkpoint in (
+        ("checkpoint.every=0: it must be a whole number from 1 on, or None", CheckpointPolicy(every=0)),
+        ("checkpoint.keep_last=0: it must be a whole number from 1 on, or None", CheckpointPolicy(keep_last=0)),
+        ("checkpoint.keep_last='3': it must be a whole number", CheckpointPolicy(keep_last="3")),
+        ("checkpoint.format='fast': it must be a par_checkpoint.Format, or None", CheckpointPolicy(format="fast")),
+        (r"checkpoint.tiers=\['a'\]: it must be a par_checkpoint.Tiers, or None", CheckpointPolicy(tiers=["a"])),
+    ):
+        refused(words, checkpoint=checkpoint)
+    for every in (2.5, -1):
+        refused(f"logging.every={every}: it must be a whole number from 1 on", logging=LoggingPolicy(every=every))
     refused("resume='auto' continues a run and overwrite=True replaces it", resume="auto", overwrite=True)
     refused("until=0: it is the step at which training ends; pass 1 or more", until=0)
     refused(
@@ -215,13 +219,13 @@ def test_what_cannot_be_is_refused_in_words_on_every_rank(taken):
     nothing = "resume='.*nothing': it holds no complete checkpoint; pass the folder of a run"
     refused(nothing, resume=taken / "nothing")
     refused("resume='.*step-00000007': it holds no complete", resume=taken / "run" / "checkpoints" / "step-00000007")
-    refused("rank 1 has other options of a Run than rank 0", log_every=1 + dist.get_rank())
+    refused("rank 1 has other options of a Run than rank 0", logging=LoggingPolicy(every=1 + dist.get_rank()))
     assert not (folder / "metrics.jsonl").exists()
 
     loop.train(folder, 2)
     refused(r"run' has a run already \(checkpoints\); pass resume='auto' to continue it", folder)
     other = taken / "other"
-    Loop().train(other, 3, checkpoint_every=1)
+    Loop().train(other, 3, checkpoint=CheckpointPolicy(every=1))
     refused(r"other' has a run already", other, resume=folder)
     refused(
         "has a checkpoint of step 3, later than step 2 of resume", other, resume=other / "checkpoints" / "step-00000002"
@@ -247,7 +251,7 @@ def test_run_at_its_last_step_says_how_to_train_on(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_another_runs_checkpoints_may_be_gone_on_from_and_a_run_replaced(tmp_path):
-    Loop().train(tmp_path / "first", 6, checkpoint_every=2)
+    Loop().train(tmp_path / "first", 6, checkpoint=CheckpointPolicy(every=2))
     ways = {"run": tmp_path / "first", "root": tmp_path / "first" / "checkpoints"}
     for name, resume in ways.items():
         assert Loop().train(tmp_path / name, 7, resume=resume).step == 7
@@ -268,10 +272,10 @@ def test_another_runs_checkpoints_may_be_gone_on_from_and_a_run_replaced(tmp_pat
 def test_ranks_that_torchrun_starts_again_go_on(tmp_path):
     os.environ["TORCHELASTIC_RUN_ID"] = "mine"
     with pytest.raises(RuntimeError, match="the fault"):
-        Loop().train(tmp_path, 5, at_every_rank(4, fail), checkpoint_every=3)
+        Loop().train(tmp_path, 5, at_every_rank(4, fail), checkpoint=CheckpointPolicy(every=3))
     dist.barrier()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    assert Loop().train(tmp_path, 5, checkpoint_every=3).step == 5
+    assert Loop().train(tmp_path, 5, checkpoint=CheckpointPolicy(every=3)).step == 5
     dist.barrier()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
     os.environ["TORCHELASTIC_RUN_ID"] = "another"
@@ -293,7 +297,7 @@ def test_a_signal_before_the_first_step_changes_nothing(tmp_path):
     dist.barrier()
     before = losses_of(tmp_path)
     loop = Loop()
-    with Run(tmp_path, loop.strategy, overwrite=True, **policies_of(progress=False)) as run:
+    with Run(tmp_path, loop.strategy, overwrite=True, logging=LoggingPolicy(progress=False)) as run:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         assert list(run.steps(loop.loader, 5)) == []
@@ -328,7 +332,7 @@ def test_lines_have_means_and_counts_of_all_data_ranks_and_go_to_trackers(tmp_pa
     said = io.StringIO()
     with (
         redirect_stderr(said),
-        Run(tmp_path, loop.strategy, **policies_of(log_every=2, trackers=[bad, good], progress=False)) as run,
+        Run(tmp_path, loop.strategy, logging=LoggingPolicy(every=2, trackers=[bad, good], progress=False)) as run,
     ):
         for _ in run.steps([0, 1], until=5):
             with NoCopyToHost():
@@ -369,7 +373,7 @@ def test_run_tracker_that_cannot_begin_raises_on_every_rank(tmp_path, monkeypatc
     loop.train(tmp_path, until=1)
     monkeypatch.setitem(trackers_module._KNOWN, "wandb", (("json",), Failing))
     with pytest.raises((ConnectionError, ValueError), match="no key"):
-        Loop().train(tmp_path, until=2, overwrite=True, trackers=["wandb"])
+        Loop().train(tmp_path, until=2, overwrite=True, logging=LoggingPolicy(trackers=["wandb"]))
     dist.barrier()
     assert steps_of(tmp_path) == [1]  # the run that was to be replaced is still there
     assert len(lines_of(tmp_path)) == 1
@@ -405,14 +409,14 @@ def test_batches_that_end_before_the_run_are_named(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
 
     def train():
-        with Run(tmp_path, loop.strategy, **policies_of(progress=False)) as run:
+        with Run(tmp_path, loop.strategy, logging=LoggingPolicy(progress=False)) as run:
             for _ in run.steps(iter(range(3)), until=9):
                 run.log(loss=math.nan)
 
     with pytest.raises(ValueError, match="there is no batch for step 4 of 9; pass something that has batches"):
         train()
     assert signal.getsignal(signal.SIGTERM) == before
-    with Run(tmp_path, loop.strategy, resume="auto", **policies_of(progress=False)):  # the lock was let go
+    with Run(tmp_path, loop.strategy, resume="auto", logging=LoggingPolicy(progress=False)):  # the lock was let go
         pass
 
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_train import Run, Strategy
+from par_train import LoggingPolicy, Run, Strategy
 from par_train.run.files import RunFiles
 from par_train.run.trackers import check_trackers, make_trackers
-
-from .policies_of import policies_of
 
 WANDB = """
     class _Run:
@@ -163,7 +161,8 @@ def test_every_rank_hears_of_an_unknown_tracker_before_anything_is_made(tmp_path
     linear = torch.nn.Linear(2, 2)
     strategy.initialize(linear, torch.optim.SGD(linear.parameters()))
     for trackers, words in ((["x"], "unknown tracker 'x'"), ("wandb", r"pass trackers=\['wandb'\]")):
-        with pytest.raises(ValueError, match=words), Run(tmp_path / "run", strategy, **policies_of(trackers=trackers)):
+        logging = LoggingPolicy(trackers=trackers)
+        with pytest.raises(ValueError, match=words), Run(tmp_path / "run", strategy, logging=logging):
             pass
     dist.barrier()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
