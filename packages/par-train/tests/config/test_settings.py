@@ -197,10 +197,6 @@ def test_parallel_is_a_free_dict(flags, parallel):
         ({"train": "5"}, ["train is a table", "train.steps"]),
         ({"train.learning_rate": "9" * 400}, ["train.learning_rate"]),
         ({"xyzzy": "1"}, ["unknown key 'xyzzy'", "train.steps"]),
-        (
-            {"model.gradient_checkpointing": "true"},
-            ["'model.gradient_checkpointing' is no more", "recompute = 'layers'"],
-        ),
         ({"train.steps": "many"}, ["train.steps", "'many'", "a whole number"]),
         ({"train.steps": "0"}, ["train.steps", "0", "at least 1"]),
         ({"train.steps": "1.5"}, ["train.steps", "1.5", "a whole number"]),

@@ -177,10 +177,7 @@ def load(options: type[OptionsType], path: Path | None, flags: Mapping[str, Any]
 
 
 def unknown_key(options: type, key: str) -> UserError:
-    """Return the error for a key that was removed, never existed, or is a table. The error names the key to use."""
-    former = getattr(options, "FORMER", {}).get(key)
-    if former is not None:
-        return UserError(f"key {key!r} is no more; use {former}")
+    """Return the error for a key that does not exist or is a table. The error names the key to use."""
     names = list(settings(options))
     tables = [one.name for one in dataclasses.fields(options) if not one.metadata]
     if key in tables:

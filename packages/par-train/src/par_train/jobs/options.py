@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from par_data import Packing
 from par_plan import ExpertLayers, Machine, OffloadTiers, Shape
@@ -250,9 +250,6 @@ class Options:
 
     `par_groups.Topology.from_config` receives `parallel` and checks it.
     """
-
-    FORMER: ClassVar[Mapping[str, str]] = {"model.gradient_checkpointing": "recompute = 'layers'"}
-    """The keys of earlier versions, with their replacements."""
 
     output: str = option(
         "",

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
-from .options import StrategyOptions
-from .plugin import Plugin
 from .pretrained.adapters import has_adapters
 from .pretrained.causal import PathLike
 from .pretrained.files import load_adapters, save_adapters, save_merged
@@ -56,8 +54,7 @@ class RunState:
         for (reference, position), saved in zip(self.loaders, state["loaders"], strict=True):
             loader = reference()
             (position if loader is None else loader).load_state_dict(saved)
-        if "random" in state:  # checkpoints of early versions lack it
-            restore_random_states(state["random"], self._replica)
+        restore_random_states(state["random"], self._replica)
 
 
 class RunCheckpoints:
@@ -183,21 +180,11 @@ class RunCheckpoints:
 
 
 class StrategyFiles(Setup):
-    """The methods of a strategy that read and write files.
+    """The methods of a strategy that read and write files."""
 
-    Args:
-        options: The keywords of `Strategy`.
-        choose_plugins: A function of the checked options that returns the plugins in their order.
-    """
-
-    def __init__(
-        self, options: Mapping[str, Any], choose_plugins: Callable[[StrategyOptions, str], list[Plugin]]
-    ) -> None:
-        super().__init__(options, choose_plugins)
-        self.randomness = StepRandomness(self.options.seed, self.groups, self.device)
-        self._bundles: list[ModelBundle] = []
-        self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
-        self._checkpoints: dict[str, RunCheckpoints] = {}
+    _bundles: list[ModelBundle]
+    _state: RunState
+    _checkpoints: dict[str, RunCheckpoints]
 
     def save(
         self,

@@ -19,7 +19,7 @@ from par_precision import MixedOptimizer
 from .batches import BatchReader
 from .bundles import ModelBundle
 from .execute import Criterion, Execution
-from .files import StrategyFiles
+from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
 from .mixture.load import loads_of, metrics_of
 from .options import StrategyOptions, takes_options_of
@@ -28,6 +28,7 @@ from .pretrained.causal import PathLike, Plan
 from .pretrained.make import make_part
 from .pretrained.sample import Ends, Prompts, joined_rows, read_request, write_on
 from .pretrained.sequence import cut_by
+from .randomness import StepRandomness
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -71,6 +72,10 @@ class Strategy(StrategyFiles):
     @takes_options_of(StrategyOptions)
     def __init__(self, **options: Any) -> None:
         super().__init__(options, choose_plugins)
+        self.randomness = StepRandomness(self.options.seed, self.groups, self.device)
+        self._bundles = []
+        self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
+        self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
