@@ -54,7 +54,7 @@ def test_the_output_is_locked_until_the_run_ends(folder):
 @pytest.mark.ranks(3)
 def test_what_one_rank_cannot_use_all_complain_about(folder):
     chosen = options(folder / "elsewhere" if dist.get_rank() == 1 else folder)
-    with pytest.raises(UserError, match=r"rank 1: data\.folder is '.+elsewhere/text'"), ExitStack() as held:
+    with pytest.raises(UserError, match=r"rank 1: data\.folder: '.+elsewhere/text'"), ExitStack() as held:
         find_start(chosen, Stop(), held)
 
 
