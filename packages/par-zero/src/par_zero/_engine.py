@@ -15,7 +15,6 @@ from par_groups import on_settle, on_written, refuse_get_state_dict, zero_grad_
 from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
-from ._order import Order
 from ._reduce import Reducer
 from ._stage import ZeroStage
 from ._torch_private import (
@@ -39,8 +38,11 @@ from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
 from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
-from .placement.recorder import Recorder
 from .placement.room import Room
+from .placement.steps import Recording, StepBook
+from .program.agreement import FLAGS, Agreement
+from .program.book import PassBook
+from .program.executor import Executor
 from .residency.count import count
 from .residency.table import Residency
 from .watch.outputs import computed
@@ -96,15 +98,14 @@ class Engine:
         if stage.shards_state and not stage.shards_parameters:
             self._arrivals = Arrivals(self._trained, self._reducer)
         self._gatherer: Gatherer | None = None
+        self._steps: StepBook | None = None
         if stage.shards_parameters:
             flags = sharers.device_of_flags(chunks[0].own.device)
-            order = Order(units, sharers.gathering, flags, self._reducer)
-            self._gatherer = Gatherer(module, units, self._reducer, order)
-        if self._gatherer is not None and room is not None:
-            other = room.other or partial(_other_bytes, units, optimizers, room)
-            sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
-            recorder = Recorder(list(sizes), other)
-            self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
+            agreement = Agreement(units, sharers.gathering, flags, self._reducer, flags=FLAGS + (room is not None))
+            self._steps = None if room is None else _steps_within(room, units, optimizers, agreement)
+            book = self._steps or PassBook([unit.outer for unit in units])
+            executor = Executor(units, book, agreement, self._reducer)
+            self._gatherer = Gatherer(module, units, self._reducer, executor)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
         self._apart: list[SliceSplitter] = []  # by number of the optimizer
         # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
@@ -215,7 +216,7 @@ class Engine:
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
         """See `par_zero.no_sync`. It is the module's method, too."""
-        keeper = self._gatherer if keep else None
+        keeper = self._gatherer if keep and self._steps is None else None  # within a budget a placement says what stays
         with self._reducer.no_sync(), nullcontext() if keeper is None else keeper.kept():
             yield
 
@@ -276,7 +277,7 @@ class Engine:
     @property
     def trace(self) -> Trace | None:
         """See `par_zero.trace`."""
-        return None if self._gatherer is None else self._gatherer.trace
+        return None if self._steps is None else self._steps.trace
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
@@ -481,6 +482,18 @@ class Engine:
         """Waits for what the latest steps have begun to gather, of some chunks, or of all."""
         if self._arrivals is not None:
             self._arrivals.wait(self._trained if chunks is None else chunks)
+
+
+def _steps_within(room: Room, units: Sequence[Unit], optimizers: Sequence[Optimizer], agreement: Agreement) -> StepBook:
+    """Programs of steps within a budget of the device."""
+    sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
+    return StepBook(
+        Recording(list(sizes), room.other or partial(_other_bytes, units, optimizers, room)),
+        PassBook([unit.outer for unit in units]),
+        place=partial(room.place, sizes),
+        resident=sum(room.resident.values()),
+        most=agreement.most,
+    )
 
 
 def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: Room) -> int:

@@ -1,11 +1,11 @@
-"""Stage 3: when a unit's parameters are gathered and freed, forward and backward.
+"""Stage 3: what the model does, as events of a program which says when units are gathered and freed.
 
-forward    a unit begins -> the units that ran before are freed, its own parameters are gathered, or have arrived
-                         -> what comes next, see `Order`, is gathered meanwhile
-backward   the gradient of a unit's output is there -> the units are freed whose gradients are all there
-                                                    -> its own parameters are gathered, or have arrived
-                                                    -> what was called behind it is reduced, see `Calls`
-           the pass is over                         -> all units are freed
+forward    a unit begins -> an event; its parameters are whole afterwards
+backward   the gradient of a unit's output is there -> what was called behind it is reduced, see `Calls`
+                                                    -> an event; its parameters are whole afterwards
+           the pass is over                         -> all units are freed, unless a program says what stays
+
+What happens at an event says `program.executor`.
 """
 
 import sys
@@ -13,62 +13,52 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._order import KINDS, End, Order
 from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
 from .calls.record import Call, Calls
-from .placement.follow import Follower
-from .placement.ledger import Placement
-from .placement.moments import Kind as PassKind
-from .placement.moments import Trace
-from .placement.recorder import Recorder
+from .program.agreement import PassEnd
+from .program.book import PassKind
+from .program.entries import BACKWARD, FORWARD, RECOMPUTE, Event
+from .program.executor import Executor
 from .watch.outputs import SideOutputs, computed, hook_, tensors_of
 
 
 class Gatherer:
-    """Gathers and frees units.
+    """Tells the executor of a module's program what the model does, and shows units whole while they run.
 
     Args:
         root: The sharded module; what belongs to no other unit stays gathered from forward to the end of backward.
         units: The units, the root's own first.
         reducer: Knows which gradients are there, and when a backward pass ends.
-        order: In which order all ranks gather.
+        executor: Gathers and frees units.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, order: Order) -> None:
-        self._units, self._reducer, self._order = tuple(units), reducer, order
+    def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, executor: Executor) -> None:
+        self._units, self._reducer, self._executor = tuple(units), reducer, executor
         self._calls = Calls(len(self._units))
         self._keepers = 0  # under no_sync: gathered once for several passes
         self._summoners = 0
         self._in_backward = False
         self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
-        self._begun: list[Unit] = []  # the units whose backward has begun
         self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
-        self._mark: object = None  # of what the units returned whose backward began last
         self.on_evaluated: Callable[[], None] = lambda: None  # is called after each pass without gradients
         self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
-        self._follower: Follower | None = None
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
-        reducer.compare_by(partial(order.end, End.BACKWARD))
+        reducer.compare_by(partial(executor.end_pass, PassEnd.BACKWARD))
         reducer.expect_last(units[0].chunks)
-        reducer.lead(order.skip_rest)
+        reducer.lead(executor.finish_program)
         reducer.at_end(self._end_backward)
-        order.on_skipped = self._pass_by
+        executor.on_skipped = self._pass_by
         for unit in units:
             unit.side = SideOutputs(_own_modules(unit, units))
-            unit.outer = frozenset(
-                other.number
-                for other in units
-                if other is not unit and any(unit.modules[0] in set(outer.modules()) for outer in other.modules)
-            )
             for module in unit.modules:
                 hook_(module, partial(self._enter, unit), partial(self._leave, unit))
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}
@@ -80,28 +70,6 @@ class Gatherer:
             if others:  # it may be called directly
                 hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
 
-    def follow(self, recorder: Recorder, place: Callable[[Trace, int], Placement], resident: int) -> None:
-        """Has each step recorded, and the next ones follow a placement of it.
-
-        Args:
-            recorder: Records what a step needs.
-            place: Makes a placement of that, with bytes that lie on the device throughout.
-            resident: How many these are on this rank.
-        """
-        order = self._order
-        self._follower = Follower(
-            self._units,
-            recorder,
-            place=place,
-            resident=resident,
-            most=order.most,
-            compare=order.compare,
-            busy=self._is_busy,
-            before=self._pass_by,
-            depart=self._depart,
-        )
-        order.follow(self._follower)
-
     def check_step(self) -> None:
         """Raises if parameters are whole for a caller, who would go on with what a step makes out of date."""
         if self._summoners:
@@ -110,20 +78,9 @@ class Gatherer:
                 "of date and written over them; leave par_zero.summon(module) before the step"
             )
 
-    @property
-    def trace(self) -> Trace | None:
-        """What the last whole step has needed, where steps are recorded."""
-        return None if self._follower is None else self._follower.trace
-
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Whatever is gathered inside stays gathered until the end of the first backward pass outside.
-
-        Not so within a budget, where a placement says what stays.
-        """
-        if self._follower is not None:
-            yield
-            return
+        """Whatever is gathered inside stays gathered until the end of the first backward pass outside."""
         self._keepers += 1
         try:
             yield
@@ -174,22 +131,19 @@ class Gatherer:
         """Frees everything, and forgets a pass that has failed."""
         self.free_all()
         self._calls.forget()
-        self._order.forget()
-        if self._follower is not None:
-            self._follower.forget()
+        self._executor.forget()
 
     def end_step(self) -> None:
         """After a step of the optimizer what is gathered is out of date."""
         self.free_all()
         self._calls.forget()
-        if self._follower is not None:
-            self._follower.end_step()
+        self._executor.end_step()
 
     def free_all(self) -> None:
         """Frees everything, but for what is summoned."""
         for unit in self._units if not self._summoners else ():
             unit.free()
-        self._forget_pass()
+        self._forget_backward()
 
     def free_hidden(self) -> None:
         """Frees what does not show, after the parts were written: what was gathered of them before is out of date."""
@@ -199,49 +153,18 @@ class Gatherer:
                 unit.free()
 
     @property
-    def _following(self) -> bool:
-        """Whether a placement says what is gathered and freed."""
-        return self._follower is not None and self._follower.following
-
-    @property
     def _is_outside(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
         return not self._in_backward and not any(unit.running for unit in self._units)
 
     def _leave_placement(self) -> None:
         """Between passes, as parameters may be written: frees what is there, and follows no placement in this step."""
-        there = any(not unit.freed for unit in self._units)
-        if self._follower is not None and self._follower.following and there and self._is_outside:
+        if self._executor.stays and self._is_outside and any(not unit.freed for unit in self._units):
             self.free_all()
-            self._follower.stop()
+            self._executor.stop()
 
-    def _leave_if_over(self) -> None:
-        """A forward begins, and the placement has no more passes: the rest of the step follows none."""
-        if self._follower is not None and self._follower.is_over and self._is_outside:
-            self.free_all()
-            self._follower.stop()
-
-    def _is_busy(self, number: int) -> bool:
-        """Whether a unit is in use: it runs, is kept, or gradients of it are still to come."""
-        unit = self._units[number]
-        if unit.running or unit.kept or self._graphed:
-            return True
-        return unit in self._begun and not all(self._reducer.has_all_gradients(chunk) for chunk in unit.chunks)
-
-    def _note(self, unit: Unit, kind: PassKind) -> None:
-        """Records that a unit has begun, with what else is there that must be."""
-        if self._follower is not None and unit.chunks:
-            others = () if self._follower.following else self._units
-            held = [other.number for other in others if other.chunks and other.gathered and other is not unit]
-            self._follower.note(kind, unit.number, held)
-
-    def _gather(self, unit: Unit, *, enters: bool = True) -> None:
-        """Makes a unit's parameters whole. All-gather over the group, unless they are there.
-
-        Args:
-            unit: The unit.
-            enters: Whether the unit itself begins, and not a module within, or once more while it runs.
-        """
+    def _gather(self, unit: Unit) -> None:
+        """Makes a unit's parameters whole for a forward. All-gather over the group, unless they are there."""
         if unit.state is not State.SHOWN and not unit.gathered and is_in_torch_func():
             raise RuntimeError(
                 f"{unit.name} is called within a transform of torch.func, such as jvp, grad or vmap, where stage 3 "
@@ -250,21 +173,16 @@ class Gatherer:
             )
         if torch.is_grad_enabled():
             self._refuse_autocast()
-        if self._follower is not None and self._follower.following:
-            if self._in_backward:
-                self._reducer.begin()
-            if unit.chunks:
-                self._follower.meet("backward" if self._in_backward else "forward", unit.number)
-            unit.wait()
-            unit.show()
-            return
+        if unit.chunks:
+            op: Literal["F", "R"] = RECOMPUTE if self._in_backward else FORWARD
+            self._meet(Event(op, unit.number, self._keepers > 0))
+        unit.show()
+
+    def _meet(self, event: Event) -> None:
+        """Has a unit whole, as it begins."""
         without = "forward" if torch.is_grad_enabled() else "evaluation"
-        kind = KINDS["backward" if self._in_backward else without, self._keepers > 0]
-        self._order.gather(unit, kind, in_backward=self._in_backward, enters=enters)
-        if unit.state is not State.SHOWN:
-            unit.show()
-        if self._keepers:
-            unit.kept = True
+        kind = PassKind("backward" if self._in_backward else without, event.keeps)
+        self._executor.meet(event, kind, in_backward=self._in_backward)
 
     def _refuse_autocast(self) -> None:
         """Raises if a forward would cast parameters.
@@ -284,28 +202,11 @@ class Gatherer:
                 )
 
     def _enter(self, unit: Unit, *_: Any) -> None:
-        """A module of a unit begins. The units that ran before are done, unless this is backward."""
+        """A module of a unit begins."""
         self._calls.begin()
-        if self._follower is not None:
-            self._leave_if_over()
-        if (
-            unit.chunks
-            and not self._keepers
-            and not self._in_backward
-            and (self._follower is None or self._frees_behind)
-        ):
-            for other in self._units[1:]:
-                if other.gathered and other is not unit and not other.running and not other.kept:
-                    other.free()
         unit.running += 1
-        self._gather(unit, enters=unit.running == 1)
-        if self._follower is not None:
-            self._note(unit, "backward" if self._in_backward else "forward")
-
-    @property
-    def _frees_behind(self) -> bool:
-        """Whether what ran before is freed, as no placement says what stays."""
-        return self._follower is None or not self._follower.following or self._follower.alone
+        if unit.running == 1 or unit.state is not State.SHOWN:
+            self._gather(unit)
 
     def _leave(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         unit.running -= 1
@@ -315,20 +216,12 @@ class Gatherer:
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
         self._calls.begin()
-        if self._follower is not None:
-            self._leave_if_over()
-        # Most modules within a unit are called while it runs, and no rank gathers it for them: they must cost little.
-        nothing = not (self._in_backward or self._order.has_within) and self._follower is None
         for unit in units:
-            if nothing and unit.running and unit.state is State.SHOWN:
+            if unit.running and unit.state is State.SHOWN:  # as most are: these calls must cost little
                 if torch.is_grad_enabled():
                     self._refuse_autocast()
-                continue
-            begins = not unit.running and unit.state is not State.SHOWN
-            if begins or self._follower is None or not self._following:
-                self._gather(unit, enters=False)
-            if begins:
-                self._note(unit, "backward" if self._in_backward else "forward")
+            else:
+                self._gather(unit)
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
         for unit in units:
@@ -349,26 +242,22 @@ class Gatherer:
             if output is None and sys.exception() is not None:  # forward has failed
                 self.reset()
                 return
-            if self._following:
-                self._order.end(End.EVALUATION)
-                self._end_followed()
-            else:
-                self.free_all()
-                self._order.end(End.EVALUATION)
+            self._executor.end_pass(PassEnd.EVALUATION)
+            self._end_pass()
             self.on_evaluated()
 
-    def _end_followed(self) -> None:
-        """A pass of a placement has ended: what stays is hidden, or all is freed if the ranks have left the placement.
+    def _end_pass(self) -> None:
+        """A pass has ended: all is freed, or hidden where a placement says that it stays.
 
         Records of parameters outside of passes are those of parts.
         """
-        if self._follower is None or not self._follower.following:
+        if not self._executor.stays:
             self.free_all()
             return
         for unit in self._units:
             unit.kept = False
             unit.hide()
-        self._follower.settle()
+        self._executor.settle()
 
     def _is_frozen(self, output: Any) -> bool:
         """Whether neither what a module returns nor any parameter wants gradients."""
@@ -418,32 +307,24 @@ class Gatherer:
                 )
 
     def _before_backward(self, unit: Unit, call: Call, mark: object, _: torch.Tensor) -> None:
-        """The gradient of a unit's output is there, so the units that began before are done, if their gradients are.
+        """The gradient of a unit's output is there.
 
-        Units that return the same tensor, such as a block and its last layer, begin together, so neither is done.
+        Units that return the same tensor, such as a block and its last layer, begin together, so neither is over.
         """
         if not self._in_backward:
-            self._order.begin_backward()
+            self._executor.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
         self._close(self._calls.left_behind(call))
-        done = [] if mark is self._mark else [begun for begun in self._begun if self._is_done(begun, unit)]
-        self._begun = [begun for begun in self._begun if begun not in done]
-        if done:
-            self._free_behind(done)  # before what comes is gathered, and what comes behind that
-        self._gather(unit)
-        if done:
-            self._free_behind(done)  # where the ranks have just left a placement that kept them
-        self._mark = mark
-        if unit not in self._begun:
-            self._begun.append(unit)
-        if self._follower is not None:
-            self._note(unit, "backward")
+        self._executor.begin_unit_backward(unit, mark, graphed=self._graphed)
+        if unit.chunks:
+            self._meet(Event(BACKWARD, unit.number, self._keepers > 0))
+        unit.show()
 
     def _close(self, numbers: Iterable[int]) -> None:
         """This pass brings no more gradients of some units, nor of those that no rank has called or comes to."""
         uncalled = self._calls.uncalled if self._calls.returned else []
-        uncalled = [number for number in uncalled if not self._order.is_to_come(number)]
+        uncalled = [number for number in uncalled if not self._executor.is_to_come(number)]
         self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
         # What the root has is used by anybody, at any time.
         closed = [chunk for number in (*numbers, *uncalled) if number for chunk in self._units[number].chunks]
@@ -455,41 +336,22 @@ class Gatherer:
         self._close([])
         self._reducer.begin(before=self._units[number].chunks)
 
-    def _depart(self) -> None:
-        """This rank needs what no placement has, and begins the reductions of the pass for the other ranks."""
-        if self._reducer.is_bounded:
-            self._reducer.begin_empty()
-
-    def _is_done(self, begun: Unit, unit: Unit) -> bool:
-        """Whether the backward of a unit that has begun is over when that of another one begins."""
-        apart = begun is not unit and begun.number and begun.number not in unit.outer
-        return bool(apart) and all(self._reducer.has_all_gradients(chunk) for chunk in begun.chunks)
-
-    def _free_behind(self, done: Iterable[Unit]) -> None:
-        """Frees units whose backward is over, unless they stay for another pass or a placement says what stays."""
-        if not self._keepers and not self._graphed and self._frees_behind:
-            for unit in done:
-                unit.free()
-
     def _end_backward(self, *, reduced: bool) -> None:
         """A backward pass has ended, with gradients reduced or not."""
         if not (reduced or self._graphed or self._keepers):
-            self._order.end(End.UNREDUCED)
+            self._executor.end_pass(PassEnd.UNREDUCED)
         if self._graphed:  # nobody would gather again what a pass through its graph needs
             for unit in self._units:
                 unit.kept |= unit.gathered
-            if self._follower is not None:
-                self._follower.stop()
-        elif self._following:
-            self._end_followed()
+            self._executor.stop()
         elif not self._keepers:
-            self.free_all()
-        self._forget_pass()
+            self._end_pass()
+        self._forget_backward()
 
-    def _forget_pass(self) -> None:
+    def _forget_backward(self) -> None:
         self._calls.end_pass(graphed=self._graphed)
-        self._in_backward, self._graphed, self._mark = False, False, None
-        self._begun.clear()
+        self._in_backward, self._graphed = False, False
+        self._executor.end_backward()
 
     def _show_parts(self, *_: Any) -> None:
         """Before a state dict outside of passes and summon: the records of parameters are those of parts.

@@ -39,7 +39,7 @@ from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.sharers import DataParallelGroup, Groups, Sharers
-from .layout.units import UnitPlace, choose_units, places, tensors_of, unit_names
+from .layout.units import UnitPlace, choose_units, outer_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.budget import fit_to_budgets
 from .offload.plan import OffloadPlan, offload_chunk_, plan_offload, plan_room
@@ -202,8 +202,11 @@ def shard(
             name,
             unit,
             [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number],
+            outer,
         )
-        for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
+        for number, (name, unit, outer) in enumerate(
+            zip(unit_names(module, modules), modules, outer_units(modules), strict=True)
+        )
     ]
     alike = tuple(shares[0].replica_ranks)
     assemblies = assemble(chunks, blocks, tensor, alike if STAGES[stage].shards_state else ranks)

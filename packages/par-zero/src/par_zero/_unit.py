@@ -7,7 +7,7 @@ A freed parameter is not left as a view of memory that is gone: it shows this ra
 keeps views of the gathered buffer, so its memory is given back and taken again under the same storage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class Unit:
         name: What errors call it, such as "'blocks.1'".
         modules: The modules, without their children.
         chunks: The chunks that hold parameters of theirs or of their children.
+        outer: Numbers of the units around it.
 
     Attributes:
         state: Where its parameters are.
@@ -64,12 +65,13 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         chunks: Sequence[Chunk],
+        outer: Iterable[int] = (),
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
         self.state = State.FREED  # as the parameters are packed
         self.kept = False
         self.running = 0
-        self.outer: frozenset[int] = frozenset()
+        self.outer = frozenset(outer)
         self.side = SideOutputs([])
         self.shares: DiskShards | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None

@@ -130,6 +130,15 @@ def unit_names(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[st
     return [" to ".join(names[id(module)] for module in dict.fromkeys((unit[0], unit[-1]))) for unit in units]
 
 
+def outer_units(units: Sequence[Sequence[nn.Module]]) -> list[frozenset[int]]:
+    """Return for each unit the numbers of the units around its first module, which run while it does."""
+    within = [{inner for module in modules for inner in module.modules()} for modules in units]
+    return [
+        frozenset(other for other, inside in enumerate(within) if other != number and modules[0] in inside)
+        for number, modules in enumerate(units)
+    ]
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
