@@ -67,12 +67,12 @@ def part(ranks):
 @pytest.mark.ranks(4)
 @for_each(stage=(0, 1, 2, 3), passes=(storm((2, False, True)), (2, True, True), (3, True, False)))
 def test_a_step_moves_what_traffic_says(stage, passes):
-    """Stage 3 saves one gathering: the unit that ends forward begins backward, unless all stay under no_sync."""
+    """Stage 3 saves two gatherings: the last two units of forward are the first of backward, and stay whole."""
     microbatches, together, keep = passes
     ranks = dist.get_world_size()
     received, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together, keep=keep)
     gathers_anew = stage == 3 and not (together and keep)
-    saved = microbatches * BLOCK * part(ranks) if gathers_anew else 0
+    saved = microbatches * 2 * BLOCK * part(ranks) if gathers_anew else 0
     assert received == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together, keep=keep) - saved
     assert flags == 2 * part(ranks) * flags_of(stage) * (microbatches if gathers_anew or not together else 1)
 
@@ -104,7 +104,7 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     far = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     received, flags = moved(*sharded(stage, near, replicas=far))
-    saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
+    saved = 2 * BLOCK * part(2) if stage == 3 else 0  # the last two units stay gathered
     assert received == traffic(stage, PARAMETERS, 2, replicas=2) - saved
     assert flags == 2 * (flags_of(stage) + 2) * part(2)  # told among the shards, then among the replicas
 
@@ -128,6 +128,6 @@ def test_what_few_ranks_share_moves_among_them_alone(stage):
         overlap={"bucket": 4 * BLOCK},
     )
     expected = traffic(stage, PARAMETERS // 2, 4) + traffic(stage, PARAMETERS // 2, 2)
-    if stage == 3:  # the last unit stays gathered from forward to backward
-        expected -= BLOCK / 2
+    if stage == 3:  # the last two units stay gathered from forward to backward: one of four ranks, and one of two
+        expected -= BLOCK * part(4) + BLOCK * part(2)
     assert moved(model, optimizer) == (expected, 2 * flags_of(stage) * Fraction(3, 4))

@@ -201,7 +201,7 @@ LOOKS = {
     "tolist() in _collectives.py:read": "whether they had in the pass before, on any rank, and which order to learn",
     "nonzero() in _reduce.py:unused": "which parameters had none anywhere",
     "tolist() in _reduce.py:unused": "the same",
-    "tolist() in _order.py:_compare": "whether all ranks end the pass alike, at stage 3",
+    "tolist() in agreement.py:compare": "whether all ranks end the pass alike, at stage 3",
 }
 """Where the host looks at numbers in a step, and at which; all of them lie on the CPU where a group has gloo for it."""
 
@@ -218,7 +218,7 @@ def test_in_a_step_the_host_looks_at_flags_alone(stage):
     inputs = batch(4, width=8)
     with step(allow=[site.rpartition(" ")[2] for site in LOOKS]) as seen:
         train(model, optimizer, [[inputs]])
-    assert set(seen.sites) <= set(LOOKS) - (set() if stage == 3 else {"tolist() in _order.py:_compare"})
+    assert set(seen.sites) <= set(LOOKS) - (set() if stage == 3 else {"tolist() in agreement.py:compare"})
 
 
 LATENCY = 0.05e-6  # seconds

@@ -204,8 +204,8 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, gradie
                 assert 0 <= held[tier]["optimizer"] + held[tier]["copies"] - expected.optimizer <= counters
                 assert tier != "disk" or held[tier]["gradients"] == expected.gradients
                 assert held[tier]["buffers"] == expected.buffers or tier == "device"
-    # Of the two units on the disk, the last one goes from forward to backward at once.
-    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1.5, precision=MixedPrecision(**dtypes))
+    # The two units on the disk are the last of forward and the first of backward, and stay whole between them.
+    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1, precision=MixedPrecision(**dtypes))
     assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, expected.written)
 
 
