@@ -366,7 +366,7 @@ def test_evaluation_has_an_order_of_its_own_and_names_what_differs():
         use = (0, 1, 2) if step == 0 or dist.get_rank() == 0 else (0, 2)
         with torch.no_grad(), count_collectives() as counted:
             assert torch.equal(module(batch(step, width=8), use), reference(batch(step, width=8), use))
-        assert len(comparisons(counted)) == (1 if step else 4)  # each unit's, and the end's; the root has nothing to gather
+        assert len(comparisons(counted)) == (1 if step else 4)  # each unit's, and the end's: the root has none
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"rank 1 runs 'branches\.3' where rank 0 ends a forward"):
         module(batch(0, width=8), ALL if dist.get_rank() == 1 else (0, 1, 2))
 

@@ -189,6 +189,7 @@ class Engine:
             self._reducer.at_end(self._raise_problem)
         if stream.shards.were_given:
             if self._gatherer is not None:
+                self._gatherer.read_ahead()
                 self._gatherer.on_evaluated = partial(stream.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
                 unit.shares = stream.shards

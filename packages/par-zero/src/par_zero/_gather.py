@@ -70,6 +70,10 @@ class Gatherer:
             if others:  # it may be called directly
                 hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
 
+    def read_ahead(self) -> None:
+        """Has shares that lie on a disk read before their unit is gathered."""
+        self._executor.on_next = Unit.expect
+
     def check_step(self) -> None:
         """Raises if parameters are whole for a caller, who would go on with what a step makes out of date."""
         if self._summoners:

@@ -12,6 +12,7 @@ placed, and when it is expected to come again, followed:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .._unit import Unit
 from ..program.book import Pass, PassBook, PassKind
 from ..program.entries import Action, Event, PassProgram, Segment
 from .ledger import Placement
@@ -167,11 +168,12 @@ class StepBook:
             return self._passes.look_up(kind, start)
         return self._program.passes[len(self._recording.ends)]
 
-    def note(self, current: Pass, event: Event, place: int | None, held: Sequence[int]) -> None:
-        """Record what an event needs: at which place of the program it is, and which other units are whole."""
+    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
+        """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
         program = self._program
         if program is None or current.program is None:
-            self._recording.note(event, held)
+            whole = (unit.number for unit in units if unit.chunks and unit.gathered)
+            self._recording.note(event, [number for number in whole if number != event.unit])
         elif place is None:
             self._recording.note(event, ())
         else:

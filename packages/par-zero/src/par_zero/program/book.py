@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from .._unit import Unit
 from .compiler import compile_pass
 from .entries import Event, PassProgram, digest_of
 
@@ -57,6 +58,23 @@ class Pass:
         self.digest = event.extend(self.digest)
 
 
+class LearnedPass:
+    """The trace of an earlier pass, and the programs that were made of it.
+
+    Args:
+        trace: Events of the pass.
+
+    Attributes:
+        trace: Events of the pass.
+        digest: Digest of the trace.
+        programs: Programs by the units that are whole when the pass begins.
+    """
+
+    def __init__(self, trace: Sequence[Event]) -> None:
+        self.trace, self.digest = tuple(trace), digest_of(trace)
+        self.programs: dict[frozenset[int], PassProgram] = {}
+
+
 class Book(Protocol):
     """Programs of passes, and what they are made of."""
 
@@ -75,8 +93,8 @@ class Book(Protocol):
     def flags(self) -> tuple[bool, ...]:
         """What the ranks tell each other at the end of a pass. As many on all ranks."""
 
-    def note(self, current: Pass, event: Event, place: int | None, held: Sequence[int]) -> None:
-        """Record what an event needs: at which place of the program it is, and which other units are whole."""
+    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
+        """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
         """Learn from a pass that has ended on all ranks.
@@ -112,47 +130,45 @@ class PassBook:
 
     def __init__(self, outer: Sequence[frozenset[int]]) -> None:
         self._outer = tuple(outer)
-        self._traces: dict[tuple[PassKind, int], tuple[Event, ...]] = {}
-        self._seen: dict[tuple[PassKind, int], tuple[Event, ...]] = {}  # another one, until a second pass confirms it
-        self._latest: dict[PassKind, tuple[Event, ...]] = {}  # that of a pass after one that was never seen before
-        self._compiled: dict[tuple[tuple[Event, ...], frozenset[int]], PassProgram] = {}
+        self._known: dict[tuple[PassKind, int], LearnedPass] = {}
+        self._seen: dict[tuple[PassKind, int], int] = {}  # digest of another trace, until a second pass confirms it
+        self._latest: dict[PassKind, LearnedPass] = {}  # that of a pass after one that was never seen before
         self._before = 0  # digest of the pass before, as all ranks know it
         self._data_decides = False  # whether the ranks have ever run different units
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
         """Return the program of a pass that begins; None if no pass of its kind was seen."""
-        trace = self._traces.get((kind, self._before), self._latest.get(kind))
-        if trace is None:
+        known = self._known.get((kind, self._before), self._latest.get(kind))
+        if known is None:
             return None
-        if (trace, start) not in self._compiled:
-            self._compiled[trace, start] = compile_pass(trace, self._outer, start)
-        return self._compiled[trace, start]
+        if start not in known.programs:
+            known.programs[start] = compile_pass(known.trace, self._outer, start)
+        return known.programs[start]
 
-    def note(self, current: Pass, event: Event, place: int | None, held: Sequence[int]) -> None:
+    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
         """Do nothing: the pass has the event already."""
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - those of the protocol
         """Take over a trace that is new, or that was twice another, so that an odd pass changes nothing."""
         self._data_decides |= not alike
-        known = None if current.program is None else current.program.trace
-        # What the ranks skip by their data they may need the next time.
-        found = known if self._data_decides else tuple(current.trace)
-        if found is None:
-            found = tuple(current.shared)
+        followed = None if current.program is None else current.program.trace
+        found: Sequence[Event] = current.trace
+        if self._data_decides:  # what the ranks skip by their data they may need the next time
+            found = current.shared if followed is None else followed
         if not found:
             return
-        key = (current.kind, self._before)
-        if key not in self._traces:
-            if len(self._traces) == _TRACES:
-                for kept in (self._traces, self._seen, self._compiled):
-                    kept.clear()
-            self._traces[key] = known or found
-        if found != self._traces[key]:
-            if self._seen.get(key) == found:
-                self._traces[key] = found
-            self._seen[key] = found
-        self._latest[current.kind] = self._traces[key]
-        self._before = digest_of(found)
+        key, digest = (current.kind, self._before), digest_of(found)
+        if key not in self._known:
+            if len(self._known) == _TRACES:
+                self._known.clear()
+                self._seen.clear()
+            self._known[key] = LearnedPass(followed or found)
+        if digest != self._known[key].digest:
+            if self._seen.get(key) == digest:
+                self._known[key] = LearnedPass(found)
+            self._seen[key] = digest
+        self._latest[current.kind] = self._known[key]
+        self._before = digest
 
     def end_step(self) -> None:
         """Do nothing: what is learned is of single passes."""

@@ -42,6 +42,7 @@ class Executor:
 
     Attributes:
         on_skipped: Called with a unit by number when other ranks come to its backward, and this one does not.
+        on_next: Called with the unit that is gathered next, whose shares can be read from a disk meanwhile.
     """
 
     def __init__(self, units: Sequence[Unit], book: Book, agreement: Agreement, reducer: Reducer) -> None:
@@ -53,6 +54,7 @@ class Executor:
         self._graphed = False
         self._at_backward = 0  # how many gatherings were compared when the latest backward began
         self.on_skipped: Callable[[int], None] = lambda _: None
+        self.on_next: Callable[[Unit], None] | None = None
 
     @property
     def is_following(self) -> bool:
@@ -125,9 +127,9 @@ class Executor:
         if event.op == BACKWARD and event.unit not in current.begun:
             current.begun.append(event.unit)
         unit.wait()
-        self._expect_next(current)
-        held = [each.number for each in self._units if each is not unit and each.chunks and each.gathered]
-        self._book.note(current, event, place, held)
+        if self.on_next is not None:
+            self._announce_next(current, self.on_next)
+        self._book.note(current, event, place, self._units)
 
     def is_to_come(self, number: int) -> bool:
         """Return whether other ranks may still come to a unit in this pass which this rank has not called."""
@@ -275,12 +277,10 @@ class Executor:
             return True
         return unit.number in current.begun and not all(self._reducer.has_all_gradients(chunk) for chunk in unit.chunks)
 
-    def _expect_next(self, current: Pass) -> None:
-        """Announce the unit that is gathered next, so that its shares can be read from a disk meanwhile."""
-        if current.program is None:
-            return
-        for segment in current.program.segments[current.at :]:
+    def _announce_next(self, current: Pass, announce: Callable[[Unit], None]) -> None:
+        """Tells which unit is gathered next."""
+        for segment in () if current.program is None else current.program.segments[current.at :]:
             for action in segment.actions:
                 if action.op == "gather":
-                    self._units[action.unit].expect()
+                    announce(self._units[action.unit])
                     return
