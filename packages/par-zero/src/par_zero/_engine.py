@@ -39,10 +39,10 @@ from .optimizer.step import rewire_
 from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
 from .placement.room import Room
-from .placement.steps import Recording, StepBook
 from .program.agreement import FLAGS, Agreement
 from .program.book import PassBook
 from .program.executor import Executor
+from .program.steps import Recording, StepBook
 from .residency.count import count
 from .residency.table import Residency
 from .watch.outputs import computed

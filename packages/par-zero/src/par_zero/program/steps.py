@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .._unit import Unit
-from ..program.book import Pass, PassBook, PassKind
-from ..program.entries import Action, Event, PassProgram, Segment
-from .ledger import Placement
-from .moments import Moment, Trace
+from ..placement.ledger import Placement
+from ..placement.moments import Moment, Trace
+from .book import Pass, PassBook, PassKind
+from .entries import Action, Event, PassProgram, Segment
 
 StepEvents = tuple[Event, ...]
 """The events of all passes of a step."""
