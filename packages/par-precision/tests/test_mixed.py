@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from par_groups import written_
-from par_precision import DynamicScale, MasterWeights, StochasticRounding, kept_buffers, mixed, precision_of
+from par_groups import kept_tensors, written_
+from par_precision import DynamicScale, Float8Linear, MasterWeights, StochasticRounding, mixed, precision_of
 from par_testing import for_each, storm
 
 from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
@@ -59,7 +59,7 @@ def test_a_buffer_that_its_module_names_keeps_its_dtype_and_bits(precision):
     before = owner.choice
     module, optimizer = mixed(module, adamw(module), precision)
     train(module, optimizer, steps=1)
-    assert {id(buffer) for buffer in kept_buffers(module)} == {id(before), id(bias)}
+    assert {id(each) for each in kept_tensors(module, torch.bfloat16).values()} == {id(before), id(bias)}
     assert owner.choice is before
     assert router.e_score_correction_bias is bias
     assert bias.dtype == torch.float32
@@ -320,3 +320,69 @@ def test_mixed_unknown_keyword_is_refused_and_a_scale_is_kept():
         mixed(module, adamw(module), "fp32", clip_nrom=1.0)
     _, optimizer = mixed(module, adamw(module), "fp16-amp", scale=DynamicScale(init=4.0))
     assert optimizer.scaling.scale.value == 4
+
+
+class Router(nn.Module):
+    """Keeps its weight in fp32, as routers of Hugging Face Transformers do."""
+
+    par_keep_dtype = ("weight",)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, given):
+        assert self.weight.dtype == torch.float32
+        return given * (given.float() @ self.weight).softmax(-1).to(given.dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-sr", "fp8"])
+def test_mixed_parameter_that_is_kept_trains_in_fp32(precision, accumulate):
+    if precision == "bf16-sr" and accumulate:
+        pytest.skip("it has no master weights")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8), Router())
+    given, expected = torch.randn(4, 8), copy.deepcopy(module)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    masters = MasterWeights(accumulate=True) if accumulate else MasterWeights()
+    kept = module[3].weight
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.1), precision, masters=masters)
+    for _ in range(3):
+        optimizer.backward(module(given).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected(given).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert module[3].weight is kept
+    assert kept.dtype == torch.float32
+    assert not torch.equal(kept, kept.bfloat16().float())  # it has digits that bf16 has not
+    torch.testing.assert_close(kept, expected[3].weight, rtol=0, atol=2e-3)  # gradients are of half-precision products
+    module.state_dict()
+
+
+def test_fp8_leaves_a_linear_alone_whose_weight_is_kept():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    module[1].par_keep_dtype = ("weight",)
+    module, _ = mixed(module, adamw(module), "fp8")
+    assert [isinstance(each, Float8Linear) for each in module] == [True, False]
+
+
+@pytest.mark.ranks(2)
+def test_mixed_kept_parameter_in_a_unit_of_fsdp2_raises_by_name():
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Sequential(nn.Linear(8, 8), Router())
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'1.weight' stays in fp32, as its model declares, and FSDP2 gathers it with"):
+        mixed(module, optimizer, "bf16", group=dist.group.WORLD)
+    assert module[0].weight.dtype == torch.float32
+    module = nn.Sequential(nn.Linear(8, 8), Router())
+    fully_shard(module[1], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = mixed(module, optimizer, "bf16", group=dist.group.WORLD)
+    optimizer.backward(module(torch.ones(2, 8)).sum())
+    optimizer.step()
+    assert [parameter.dtype for parameter in module.parameters()] == [torch.bfloat16, torch.bfloat16, torch.float32]

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from par_testing import for_each
-from par_zero import shard
+from par_zero import shard, summon
 
 from .helpers import (
     OPTIMIZERS,
@@ -331,3 +331,56 @@ def test_without_an_optimizer_gradients_are_none_of_ours():
         module, nothing = shard(mlp(), stage=stage, group=dist.group.WORLD)
         assert nothing is None
         assert_same({"": module(batch(0, width=8))}, {"": mlp()(batch(0, width=8))})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offload", [None, {"optimizer": "host"}, {"optimizer": {"host": 0.3, "disk": 0.3}}])
+@pytest.mark.parametrize("stage", STAGES)
+def test_shard_parameter_that_is_kept_is_used_in_fp32(stage, offload, tmp_path):
+    """A router in fp32 within a module in bf16: the same numbers as casts in the forward give."""
+    seen = []
+
+    class Router(nn.Linear):
+        par_keep_dtype = ("weight",)
+
+        def forward(self, given):
+            seen.append(self.weight.dtype)
+            return nn.functional.linear(given.float(), self.weight, self.bias.float()).to(given.dtype)
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), Router(8, 8), nn.Linear(8, 1)).to(torch.float32)
+
+    module, optimizer = make(), None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    shard(
+        module,
+        optimizer,
+        stage=stage,
+        group=dist.group.WORLD,
+        precision=precision,
+        offload=offload and {**offload, "path": str(tmp_path)},
+    )
+    expected = make()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(2):
+        given = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        module(given.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        half = [
+            parameter if name == "1.weight" else parameter.bfloat16() for name, parameter in expected.named_parameters()
+        ]
+        names = [name for name, _ in expected.named_parameters()]
+        output = torch.func.functional_call(expected, dict(zip(names, half, strict=True)), given.bfloat16())
+        output.float().square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert set(seen) == {torch.float32}
+    with summon(module):
+        found = dict(module.named_parameters())
+        assert found["0.weight"].dtype == torch.bfloat16
+        # bf16 gradients of the parameters that are cast are added up in another order
+        torch.testing.assert_close(found["1.weight"], expected[1].weight, rtol=0, atol=1e-4)
+        assert not torch.equal(found["1.weight"], found["1.weight"].bfloat16().float())

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         written_,
     )
     from .sharding.joint import JointOptimizer
+    from .sharding.kept_dtype import kept_tensors
     from .sharding.optimizers import has_stepped, zero_grad_
     from .sharding.ownership import check_owned
     from .sharding.segments import (
@@ -112,6 +113,7 @@ __all__ = [
     "has_stepped",
     "is_called_by_state_dict_of_dcp",
     "is_library_path",
+    "kept_tensors",
     "launch",
     "on_settle",
     "on_written",
@@ -165,6 +167,7 @@ _MODULE_OF = {
             *("refuse_get_state_dict", "settle_", "written_"),
         ),
         "sharding.joint": ("JointOptimizer",),
+        "sharding.kept_dtype": ("kept_tensors",),
         "sharding.optimizers": ("has_stepped", "zero_grad_"),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": (

@@ -160,6 +160,11 @@ def tensor_members() -> dict[str, Any]:
     return dict(vars(torch._C.TensorBase))
 
 
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that its state dict leaves out; since torch 1.6."""
+    return module._non_persistent_buffers_set
+
+
 def without_torch_functions() -> AbstractContextManager[None]:
     """Return a context in which operations treat a tensor of a subclass like any other tensor.
 

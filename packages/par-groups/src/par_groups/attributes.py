@@ -64,7 +64,7 @@ LABEL: Attribute[str] = Attribute("par_label")
 # On modules
 
 KEEP_DTYPE: Attribute[tuple[str, ...]] = Attribute("par_keep_dtype")
-"""Names of a module's buffers that no cast of the model may change."""
+"""Names of a module's own parameters and buffers whose dtype no cast of the model may change."""
 
 PRETRAINED: Attribute[Any] = Attribute("par_pretrained")
 """The Hugging Face Transformers model of which a module, such as a pipeline stage, holds parameters; None: no model."""

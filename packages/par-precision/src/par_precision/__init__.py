@@ -1,7 +1,6 @@
 """Mixed precision and gradient clipping that agree on every rank."""
 
 from ._float8 import Float8Linear, convert_to_float8_
-from ._kept import kept_buffers
 from ._mixed import MasterWeights, StochasticRounding, mixed
 from ._optimizer import MixedOptimizer, Step
 from ._precisions import Precision, check_device, precision_of
@@ -25,7 +24,6 @@ __all__ = [
     "clip_grad_value_",
     "convert_to_float8_",
     "grad_norm",
-    "kept_buffers",
     "mixed",
     "precision_of",
     "stochastic_round_",

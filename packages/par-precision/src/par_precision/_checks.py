@@ -7,7 +7,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, Sharding, agree, attributes, check_alike, has_stepped, segments_of, slots_of
+from par_groups import (
+    JointOptimizer,
+    Sharding,
+    agree,
+    attributes,
+    check_alike,
+    has_stepped,
+    kept_tensors,
+    segments_of,
+    slots_of,
+)
 
 from ._dtensor import is_dtensor
 from ._float8 import check_chosen, float8_layers
@@ -65,6 +75,7 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise ValueError(f"{precision!r} casts parameters, which DDP has laid into buckets; mix first, then wrap")
     elif is_own(module, optimizer):
         _check_cast(optimizer, precision, accumulates=accumulates)
+        _check_units(module, precision)
     else:
         _check_foreign(module, optimizer, precision, accumulates=accumulates)
 
@@ -81,6 +92,30 @@ def _check_left(optimizer: Optimizer, precision: str, *, accumulates: bool) -> N
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)} has dtype {tensor.dtype}, and {precision!r} trains fp32 "
                 f"ones; use {name!r}, which makes fp32 masters, or call module.float() first"
+            )
+
+
+def _check_units(module: nn.Module, precision: str) -> None:
+    """Raise ValueError if FSDP2 shards a parameter that stays in fp32 together with parameters that are cast.
+
+    FSDP2 gathers the parameters of a module that was passed to `fully_shard` in one dtype, and raises in the forward.
+    """
+    kept = kept_tensors(module, precision_of(precision).weights or torch.float32)
+    if not any(name in kept and is_dtensor(parameter) for name, parameter in module.named_parameters()):
+        return
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - only a model of DTensors pays for the import
+
+    unit_of: dict[str, str] = {}
+    for unit, part in module.named_modules():  # the outer units first
+        if issubclass(type(part), FSDPModule):
+            unit_of |= {f"{unit}.{name}" if unit else name: unit for name, _ in part.named_parameters()}
+    cast = {unit for name, unit in unit_of.items() if name not in kept}
+    for name, unit in unit_of.items():
+        if name in kept and unit in cast:
+            raise ValueError(
+                f"{name!r} stays in fp32, as its model declares, and FSDP2 gathers it with parameters that "
+                f"{precision!r} casts; call fully_shard on the module of {name!r} first, or remove the name from "
+                "par_keep_dtype or _keep_in_fp32_modules_strict"
             )
 
 
@@ -103,17 +138,18 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
     """Check a precision if the optimizer holds another package's tensors, which are then the masters."""
     chosen = precision_of(precision)
     wanted = chosen.weights if chosen.rounded else torch.float32
+    kept = kept_tensors(module, chosen.weights) if chosen.weights is not None else {}
     remedy = "cast the module before it is sharded"
     if not chosen.rounded:
         remedy = f"shard an fp32 module with precision=MixedPrecision(param_dtype={chosen.weights})"
     for tensor in tensors_in(optimizer):
-        if tensor.dtype != wanted:
+        if tensor.dtype != wanted and not (kept and tensor.dtype == torch.float32):
             raise ValueError(
                 f"the optimizer holds tensors of dtype {tensor.dtype} that are not the module's parameters, and "
                 f"{precision!r} needs {wanted}; {remedy}"
             )
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != chosen.weights:
+        if parameter.is_floating_point() and parameter.dtype != chosen.weights and name not in kept:
             raise ValueError(
                 f"{name!r} has dtype {parameter.dtype}, and its optimizer holds other tensors, so {precision!r} cannot "
                 f"cast it; shard with precision=MixedPrecision(param_dtype={chosen.weights})"

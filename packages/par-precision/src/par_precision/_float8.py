@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from par_groups import WeightGradHook, WeightGradient, weight_and_hook
+from par_groups import WeightGradHook, WeightGradient, kept_tensors, weight_and_hook
 
 from ._torch_private import child_modules, scaled_mm
 
@@ -160,12 +160,13 @@ def convert_to_float8_(
 
 def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None = None) -> dict[str, Any]:
     """Return the layers that `convert_to_float8_` changes, by name."""
+    kept = {id(tensor) for tensor in kept_tensors(module, torch.bfloat16).values()}  # routers, whose choice is exact
     head_of: Any = getattr(module, "get_output_embeddings", None)
     head = None if head_of is None else head_of()
 
     def fits(name: str, layer: nn.Linear) -> bool:
         is_head = layer is head or name.rpartition(".")[2] == "lm_head"
-        return _fits(layer.in_features, layer.out_features) and not is_head
+        return _fits(layer.in_features, layer.out_features) and not is_head and id(layer.weight) not in kept
 
     choose = chosen or fits
     return {

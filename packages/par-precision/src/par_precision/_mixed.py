@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import check_owned
+from par_groups import check_owned, kept_tensors
 
 from ._checks import check, check_all, check_cut, is_own, lack_of_layers, recorded
 from ._float8 import convert_to_float8_
 from ._float8 import float8_layers as layers_of
-from ._kept import cast_
 from ._masters import Link, Masters
 from ._optimizer import Clip, MixedOptimizer
 from ._policy import Policy
 from ._precisions import Precision, precision_of
+from ._torch_private import apply_
 from ._weights import OwnWeights, RoundedWeights, Weights
 from .norm.clip import check_limit
 from .norm.norm import device_of
@@ -165,6 +165,18 @@ def mixed(
     return module, MixedOptimizer(optimizer, weights, scaling, clip=clip, policy=policy, group=group, device=device)
 
 
+def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters and buffers in place, except for `kept_tensors`."""
+    kept = {id(tensor) for tensor in kept_tensors(module, dtype).values()}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) in kept:  # a buffer stays the same object; a parameter takes over the data of what is returned
+            return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    apply_(module, cast)
+
+
 def _scale_of(precision: Precision, scale: DynamicScale | float | None) -> DynamicScale | None:
     """Return the loss scale that the user's number, scale or None stands for.
 
@@ -201,7 +213,7 @@ def _prepared(
     if precision.masters and own:  # copied before the cast, so that the masters keep all digits
         copies = Masters(module, optimizer, ownership, accumulate=masters.accumulate, bucket=masters.bucket)
     if own:
-        cast_(module, precision.weights)
+        _cast_(module, precision.weights)
     if precision.float8 and layers_of(module, float8_layers):
         module = convert_to_float8_(module, float8_layers)
     if copies is not None:

@@ -15,6 +15,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "apply_",
     "bare_step",
     "child_modules",
     "foreach_clamp_max_",
@@ -110,6 +111,14 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 # Modules and their arguments
+
+
+def apply_(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the values of all parameters and buffers by what a function makes of them, as `module.to` does.
+
+    `nn.Module._apply`, since 0.2. `to` casts all of them, and FSDP2 and layers of other packages extend this method.
+    """
+    module._apply(change)
 
 
 def inside_ddp() -> bool:

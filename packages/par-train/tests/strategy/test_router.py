@@ -43,3 +43,34 @@ def test_the_bias_of_the_choice_stays_in_fp32_where_weights_do_not(precision):
         moved = torch.sign(load.sum() - 4 * load) * 1e-3
         assert moved.any()
         assert torch.equal(model.gate.e_score_correction_bias, torch.full((4,), 1.0 + 1e-3).add_(moved))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "bf16-sr"])
+@pytest.mark.parametrize(
+    ("parallel", "zero"), [({}, 0), ({}, 2), ({}, 3), ({"pipeline": 2}, 1), ({"tensor": {"size": 2, "mode": "1d"}}, 1)]
+)
+def test_router_of_transformers_stays_in_fp32_as_it_declares(parallel, zero, precision):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
+    torch.manual_seed(0)
+    model = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**sizes, **experts))
+    assert model._keep_in_fp32_modules_strict == {"gate.weight", "moe_statics"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Strategy(parallel=parallel, precision=precision, zero=zero) as strategy:
+        model, optimizer = strategy.initialize(model, optimizer)
+        ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            if "pipeline" in parallel:
+                strategy.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), model, None, optimizer)
+            else:
+                strategy.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        kept = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+        declared = {name for name in tensors if name.endswith(("gate.weight", "e_score_correction_bias", "inv_freq"))}
+        assert kept == declared
+        assert sum(name.endswith("gate.weight") for name in kept) == (1 if "pipeline" in parallel else 2)

@@ -143,7 +143,7 @@ def shard(
             filler = Filler(module, choose_units(module, units, unit_bytes), start.init_fn)
         place_of = places(module, modules)
         parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
-        members = members_of(module, stepped, STAGES[stage], shares, parts)
+        members = members_of(module, stepped, STAGES[stage], shares, parts, options.precision.param_dtype)
         if not members:
             raise ValueError(
                 f"module={type(module).__name__}: it has no parameters to shard; pass a module with parameters, or do "

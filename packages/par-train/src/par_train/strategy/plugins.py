@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, agree, attributes, together
+from par_groups import JointOptimizer, agree, attributes, kept_tensors, together
 from par_layers import initialize, parallelize
 from par_pipeline import PipelineStages, build_model_stages, build_stages, remove_foreign_parameters_
 from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
-from par_precision import kept_buffers, mixed, precision_of
+from par_precision import mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import (
     DataParallelGroup,
@@ -29,7 +29,6 @@ from par_zero import (
     sync_module_states_,
 )
 
-from .._torch_private import buffers_of, unsaved_buffers_of
 from .handlers import kinds_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
@@ -289,7 +288,7 @@ class ZeroPlugin(Plugin):
         precision = precision_of(options.precision_name)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
-            stay = _computed_buffers(model) | {id(buffer) for buffer in kept_buffers(model)}
+            stay = {id(tensor) for tensor in kept_tensors(model, dtype).values()}
             for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts trained parameters
                 if id(tensor) in stay:
                     continue
@@ -354,10 +353,3 @@ class PrecisionPlugin(Plugin):
                 "layer in an nn.Sequential"
             )
         return found
-
-
-def _computed_buffers(model: nn.Module) -> set[int]:
-    """Return the `id`s of buffers that transformers computes from a config, such as rotary frequencies, in fp32."""
-    if pretrained_of(model) is None:
-        return set()
-    return {id(buffers_of(module)[name]) for module in model.modules() for name in unsaved_buffers_of(module)}

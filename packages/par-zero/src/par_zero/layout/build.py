@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Sharding
+from par_groups import Sharding, kept_tensors
 
 from .._param_groups import ParamGroup
 from .._policies import ShardOptions
@@ -26,6 +26,7 @@ def members_of(
     stage: ZeroStage,
     shares: Sequence[DataParallelGroup] = (),
     tensor: Sequence[int] = (),
+    param_dtype: torch.dtype | None = None,
 ) -> list[Member]:
     """The parameters that are packed.
 
@@ -37,6 +38,7 @@ def members_of(
         stage: The ZeRO stage.
         shares: Who shares what. Empty: all parameters belong to one share.
         tensor: The ranks that may have other parts of a parameter.
+        param_dtype: Dtype of the parameters that the module computes with. None: their own dtype.
 
     Raises:
         ValueError: A parameter belongs to no share, or is to be put together and does not belong to the first.
@@ -45,6 +47,7 @@ def members_of(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group.settings["params"]}
+    kept = set() if param_dtype is None else {id(each) for each in kept_tensors(module, param_dtype).values()}
     members = []
     for parameter, all_names in names.items():
         number = numbers.get(parameter, -1)
@@ -65,6 +68,7 @@ def members_of(
                 assembled=assembled,
                 share=_share_of(parameter, all_names[0], shares, assembled=assembled) if shares else 0,
                 shape=parameter.shape,
+                kept=id(parameter) in kept,
             )
         )
     return members
@@ -157,10 +161,15 @@ class ChunkPlan:
         """Dtype of the parameters, as the optimizer steps them."""
         return self.members[0].parameter.dtype
 
+    @property
+    def kept(self) -> bool:
+        """Whether the module computes with its parameters in their own dtype, whatever `param_dtype` is."""
+        return self.members[0].kept
+
     def dtype_in_use(self, options: ShardOptions) -> torch.dtype:
         """Dtype of the parameters as the module uses them; complex ones keep theirs, and their gradients too."""
         wanted = options.precision.param_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
 
 
 def plan_chunks(
@@ -175,7 +184,8 @@ def plan_chunks(
 ) -> list[ChunkPlan]:
     """Deals parameters out to chunks, the last first: their gradients come first.
 
-    A chunk holds parameters of one share, place, dtype and device that are trained, by one optimizer, or that are not.
+    A chunk holds parameters of one share, place, dtype and device that are trained, by one optimizer, or that are not,
+    and that the module computes with in one dtype.
     What ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike
     there. All chunks have one order, whoever shares them.
 
@@ -194,7 +204,7 @@ def plan_chunks(
         parameter = member.parameter
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
-        stepped = (trained, member.owner, member.atomic, member.assembled)
+        stepped = (trained, member.owner, member.atomic, member.assembled, member.kept)
         where = (member.share, place_of[parameter], parameter.dtype, parameter.device)
         kind = (*where, *stepped, None if member.assembled else copies)
         kinds.setdefault(kind, []).append(member)

@@ -32,6 +32,7 @@ class Member:
         assembled: Whether it is put together for that, from the parts that tensor ranks have, or from several boxes.
         share: Number of the share that it belongs to: 0 for the ranks of `shard(group=...)`, then `others`.
         shape: Shape of the parameter on this rank, before it is cut.
+        kept: Whether the module computes with it in its own dtype, whatever `param_dtype` is.
     """
 
     parameter: nn.Parameter
@@ -42,6 +43,7 @@ class Member:
     assembled: bool = False
     share: int = 0
     shape: torch.Size
+    kept: bool = False
 
 
 @dataclass(eq=False, kw_only=True)

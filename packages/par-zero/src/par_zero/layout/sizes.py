@@ -65,7 +65,8 @@ def chunk_sizes(
     if cuts.shards_parameters:
         units = choose_units(module, options.units, options.overlap.bucket_of(ranks))
     share_of = {parameter: number for number, (shared, _) in enumerate(expert_groups, 1) for parameter in shared}
-    members = [replace(member, share=share_of.get(member.parameter, 0)) for member in members_of(module, groups, cuts)]
+    found = members_of(module, groups, cuts, param_dtype=options.precision.param_dtype)
+    members = [replace(member, share=share_of.get(member.parameter, 0)) for member in found]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
     plans = plan_chunks(
         members, places(module, units), records, cuts, [ranks, *(number for _, number in expert_groups)], options

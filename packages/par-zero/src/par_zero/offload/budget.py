@@ -94,9 +94,9 @@ class PeakMemory:
                     found[home.gradients]["gradients"] += stepped * plan.dtype.itemsize
             for part in tiers.pieces:
                 if part.tier != "disk":
-                    size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype].values())
+                    size = sum(dtype.itemsize for dtype in self._slots[part.group, plan.dtype, plan.kept].values())
                     found[part.tier]["optimizer"] += (part.stop - part.start) * size
-                found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype]
+                found["device"]["optimizer"] += self._counter_bytes[part.group, plan.dtype, plan.kept]
             if in_use != plan.dtype:  # master copies include the chunk's padding
                 padding = _elements(plan, sharded=self._stage.shards_state) - stepped
                 found["device"]["optimizer"] += padding * plan.dtype.itemsize

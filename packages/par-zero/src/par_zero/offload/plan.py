@@ -58,8 +58,8 @@ class OffloadPlan:
 UpdatedSlices = Sequence[Sequence[SliceRange]]
 """Slices that a rank's optimizers update, for each chunk that an optimizer has, in forward order."""
 
-SlotsByGroup = Mapping[tuple[int, torch.dtype], Slots]
-"""Slots that an optimizer stores per element, by param group and dtype of the parameters."""
+SlotsByGroup = Mapping[tuple[int, torch.dtype, bool], Slots]
+"""Slots that an optimizer stores per element, by param group, dtype of the parameters, and `ChunkPlan.kept`."""
 
 
 def plan_offload(
@@ -126,7 +126,7 @@ def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], opt
         options: Dtypes. Parameters that are used in another dtype have a master copy, which is the first slot.
     """
     return {
-        (group, plan.dtype): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
+        (group, plan.dtype, plan.kept): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
         | state_slots(groups[group].optimizer, groups[group].settings, plan.dtype)
         for plan in _stepped(plans)
         for group in {member.group for member in plan.members}
@@ -166,7 +166,7 @@ def assign_tiers(
     laid_out = lay_out_blocks(
         (
             part.stop - part.start,
-            slots[part.group, plan.dtype] if part.tier == "disk" else {},
+            slots[part.group, plan.dtype, plan.kept] if part.tier == "disk" else {},
             plan.dtype if homes[plan].gradients == "disk" else None,
         )
         for plan, part in in_file
@@ -289,7 +289,7 @@ def resident_bytes(
         if home.gradients == "device":
             found["gradients"] += (high - low) * (options.precision.reduce_dtype or used).itemsize
         for part in plan.layout.slices(low, high):
-            element = sum(dtype.itemsize for dtype in slots[part.group, plan.dtype].values())
+            element = sum(dtype.itemsize for dtype in slots[part.group, plan.dtype, plan.kept].values())
             found["optimizer"] += round((part.stop - part.start) * element * offload.parts["device"])
     return found
 
