@@ -150,3 +150,18 @@ def test_a_model_without_routers_has_no_losses():
     losses.scale = 3.0
     assert losses.take() == losses.load() == {}
     update_correction_bias_(nn.Linear(2, 2))
+
+
+@pytest.mark.ranks(2)
+def test_take_with_groups_reduces_the_metrics_of_all_ranks():
+    def counted(seed):
+        model = Model()
+        model(numbers(4, LENGTH, HIDDEN, seed=seed)).square().sum().backward()
+        return RouterLosses(model)
+
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        taken = counted(dist.get_rank()).take(groups)
+        alone = [counted(rank).take() for rank in range(2)]
+        assert taken.keys() == {"aux", "imbalance"}
+        torch.testing.assert_close(taken["aux"], sum(each["aux"].double() for each in alone) / 2)
+        assert taken["imbalance"] == max(each["imbalance"].double() for each in alone)

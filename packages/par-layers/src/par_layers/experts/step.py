@@ -1,5 +1,7 @@
 """Operations on all routers of a model: the scale of their losses, and the update of correction biases per step."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,14 +56,19 @@ class RouterLosses:
             raise ValueError(f"scale has {given.numel()} elements: it is one factor; pass one number")
         self._scale.value = given.reshape(())
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self, groups: ProcessGroups | None = None) -> dict[str, Tensor]:
         """Return the losses and the load since the last call, without synchronizing with the device.
+
+        Args:
+            groups: Live groups of all ranks of the model, which then reduce their values: two small all-reduces over
+                the world. Default: the values of this rank, without communication.
 
         Returns:
             "aux" and "z": losses that all routers added, coefficient included, mean over this rank's microbatches.
             "imbalance": tokens of the busiest expert over the mean of its layer, maximum over layers; tokens of all
             ranks if `update_correction_bias_` has ended a step, else of this rank. "dropped": routed tokens of this
-            rank that a capacity dropped. Entries that were not measured are missing.
+            rank that a capacity dropped. Entries that were not measured are missing. With groups, fp64 scalars that are
+            identical on all ranks: the mean of "aux" and "z", the highest "imbalance", and the sum of "dropped".
         """
         counters = [router.load for router in self._routers.values()]
         taken: dict[str, Tensor] = {}
@@ -79,16 +86,66 @@ class RouterLosses:
             taken["dropped"] = torch.stack(dropped).sum()
         for counter in counters:
             counter.total, counter.losses, counter.microbatches, counter.dropped = None, {}, 0, None
-        return taken
+        if groups is None:
+            return taken
+        # Tensor ranks that do not split tokens drop the same ones.
+        splits_tokens = any(counter.axes.partial for counter in counters)
+        return _reduced(taken, groups, copies=1 if splits_tokens else groups.size("tensor"))
 
-    def load(self) -> dict[str, Tensor]:
+    def load(self, groups: ProcessGroups | None = None) -> dict[str, Tensor]:
         """Return the tokens of each expert in the last step, summed over all ranks, by name of the router.
+
+        Args:
+            groups: Live groups. The routers of all stages of the pipeline are then included, on the CPU, by an
+                all-gather over its ranks. Default: the routers of this rank.
 
         Returns:
             int64 [E] per router. Routers for which `update_correction_bias_` has not yet ended a step are missing.
         """
         latest = {name: router.load.latest for name, router in self._routers.items()}
-        return {name: counts for name, counts in latest.items() if counts is not None}
+        mine = {name: counts for name, counts in latest.items() if counts is not None}
+        if groups is None:
+            return mine
+        mine = {name: counts.cpu() for name, counts in mine.items()}
+        if groups.size("pipeline") == 1:
+            return mine
+        every: list[dict[str, Tensor]] = [{}] * groups.size("pipeline")
+        dist.all_gather_object(every, mine, group=groups["pipeline"])
+        return {name: counts for stage in every for name, counts in stage.items()}
+
+
+_MEANS, _SUMS, _HIGHEST = ("aux", "z"), ("dropped",), ("imbalance",)
+"""The metrics of routers by how the values of several ranks become one."""
+
+
+def _reduced(taken: Mapping[str, Tensor], groups: ProcessGroups, *, copies: int) -> dict[str, Tensor]:
+    """Reduce the metrics of a model's routers over all its ranks.
+
+    Args:
+        taken: Metrics of this rank.
+        groups: Live groups.
+        copies: Number of ranks that have counted the same dropped tokens.
+    """
+    device, ranks_of_stage = groups.device, dist.get_world_size() / groups.size("pipeline")
+
+    def shared(names: Sequence[str], divisor: float) -> list[Tensor]:
+        # Behind the values a flag for each: whether any rank has measured it, since each stage has routers of its own.
+        values = [taken.get(name) for name in names]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        numbers = [zero if value is None else value.to(device, torch.float64) / divisor for value in values]
+        return [*numbers, *(zero if value is None else zero + 1 for value in values)]
+
+    sums = torch.stack([*shared(_MEANS, ranks_of_stage), *shared(_SUMS, copies)])
+    dist.all_reduce(sums)
+    highest = torch.stack(shared(_HIGHEST, 1))
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    means, has_means, dropped, has_dropped = sums.split([len(_MEANS), len(_MEANS), len(_SUMS), len(_SUMS)])
+    rows = [
+        *zip(_MEANS, means, has_means, strict=True),
+        *zip(_HIGHEST, highest[:1], highest[1:], strict=True),
+        *zip(_SUMS, dropped, has_dropped, strict=True),
+    ]
+    return {name: value for name, value, present in rows if present}
 
 
 @torch.no_grad()

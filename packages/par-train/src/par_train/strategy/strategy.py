@@ -21,7 +21,6 @@ from .bundles import ModelBundle
 from .execute import Criterion, Execution
 from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
-from .mixture.load import loads_of, metrics_of
 from .options import StrategyOptions, takes_options_of
 from .plugins import choose_plugins, spend_measured
 from .pretrained.causal import PathLike, Plan
@@ -384,7 +383,8 @@ class Strategy(StrategyFiles):
             microbatches and ranks. "imbalance": the tokens of the busiest expert of a layer divided by the layer's
             mean, the highest of all layers. "dropped": tokens beyond an expert's capacity, of all ranks.
         """
-        return metrics_of(RouterLosses(model), self._bundle_with(model).module, self.groups)
+        self._bundle_with(model)
+        return RouterLosses(model).take(self.groups)
 
     def expert_load(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tokens of each expert in the latest step, over all ranks, by the router's name. Collective.
@@ -396,7 +396,7 @@ class Strategy(StrategyFiles):
             int64 [E] on the CPU for each router of all stages; empty before the first step.
         """
         self._bundle_with(model)
-        return loads_of(RouterLosses(model), self.groups)
+        return RouterLosses(model).load(self.groups)
 
     # The end
 
