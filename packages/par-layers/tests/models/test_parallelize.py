@@ -321,7 +321,7 @@ def test_styles():
 @pytest.mark.ranks(2)
 def test_logits_stay_cut_or_are_gathered():
     with live() as groups:
-        whole, cut = both(groups, logits="cut")
+        whole, cut = both(groups, logits="sharded")
         known, local = parallelization_of(cut), cut(IDS)
         assert local.shape[-1] == 7
         close(known.gather(local), whole(IDS))
@@ -402,8 +402,8 @@ def test_a_second_call_changes_nothing():
             parallelize(cut, others, PLAN)
         with pytest.raises(ValueError, match="by another plan"):
             parallelize(cut, groups, {**PLAN, "head": "replicate"})
-        with pytest.raises(ValueError, match="cut with logits='auto', not 'cut'"):
-            parallelize(cut, groups, PLAN, logits="cut")
+        with pytest.raises(ValueError, match="cut with logits='auto', not 'sharded'"):
+            parallelize(cut, groups, PLAN, logits="sharded")
 
 
 @pytest.mark.ranks(2)
@@ -635,3 +635,51 @@ def test_a_model_that_is_cut_over_ranks_is_not_pickled():
 def test_transformers_is_never_imported():
     code = "import par_layers, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, from full logits, and returns it in one of several ways."""
+
+    def __init__(self, gives):
+        super().__init__()
+        self.gives = gives
+        torch.manual_seed(0)
+        self.emb, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+
+    def forward(self, ids, targets=None, *, labels=None):
+        hidden = self.emb(ids)
+        logits = self.head(hidden)
+        given = targets if labels is None else labels
+        auxiliary = hidden.square().mean()  # as of routers; no loss of logits
+        if given is None:
+            return logits, auxiliary
+        return self.gives(logits, nn.functional.cross_entropy(logits.flatten(0, 1), given.flatten()), auxiliary)
+
+
+GIVES = {
+    "tuple": lambda logits, loss, auxiliary: (logits, loss),
+    "loss": lambda logits, loss, auxiliary: loss + auxiliary,
+    "dict": lambda logits, loss, auxiliary: {"logits": logits, "losses": [auxiliary, loss]},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["targets", "labels"])
+@pytest.mark.parametrize("gives", GIVES)
+def test_own_loss_of_sharded_logits_raises_on_every_rank(gives, name):
+    ids = torch.arange(6).view(2, 3)  # classes of the first rank, so that its part of the logits would do
+    plan = {"head": "colwise_gather_output"}
+    with live() as groups:
+        model = parallelize(OwnLoss(GIVES[gives]), groups, plan, logits="sharded")
+        local, auxiliary = model(ids)  # without a loss of logits
+        (local.sum() + auxiliary).backward()
+        with pytest.raises(ValueError, match=r"OwnLoss computes its loss itself, and .* pass logits='auto' to parall"):
+            model(ids, **{name: ids})
+        assert model(ids)[0].shape[-1] == 6
+        model = parallelize(OwnLoss(GIVES["loss"]), groups, plan)
+        with (
+            parallelization_of(model).sharded_logits(),
+            pytest.raises(ValueError, match="OwnLoss computes its loss its"),
+        ):
+            model(ids, **{name: ids})
+        close(model(ids, **{name: ids}), OwnLoss(GIVES["loss"])(ids, **{name: ids}))

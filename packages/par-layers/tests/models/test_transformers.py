@@ -54,12 +54,12 @@ def test_logits_are_cut_where_labels_come_in_training():
         evaluated = cut(input_ids=tokens(), labels=labels(2))
         assert evaluated.logits.shape[-1] == VOCABULARY
         close(evaluated.loss, whole(input_ids=tokens(), labels=labels(2)).loss)
-        whole, cut = pair(groups, logits="whole")
+        whole, cut = pair(groups, logits="full")
         assert_steps_equal(whole, cut, groups)
         assert cut(input_ids=tokens(), labels=labels(2)).logits.shape[-1] == VOCABULARY
-        whole, cut = pair(groups, logits="cut")
+        whole, cut = pair(groups, logits="sharded")
         assert_steps_equal(whole, cut, groups)
-        with pytest.raises(RuntimeError, match=r"generate needs whole logits.*logits='auto'"):
+        with pytest.raises(RuntimeError, match=r"generate needs full logits.*logits='auto'"):
             cut.generate(tokens())
 
 

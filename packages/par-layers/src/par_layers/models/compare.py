@@ -81,7 +81,7 @@ def verify_plan(
         for tensor in (*whole.parameters(), *whole.buffers()):
             dist.broadcast(tensor.data, dist.get_global_rank(group, 0), group=group)
     computes_own = isinstance(batch, Mapping) and "labels" in batch and shifts_labels(whole) is None
-    cut = parallelize(copy.deepcopy(whole), layers, plan, logits="whole" if computes_own else "cut")
+    cut = parallelize(copy.deepcopy(whole), layers, plan, logits="full" if computes_own else "sharded")
     known = parallelization_of(cut)
     over = None if known is None else known.over
     loss = logits = 0.0

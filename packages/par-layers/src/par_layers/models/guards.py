@@ -1,8 +1,9 @@
 """Errors instead of silently wrong results: for models that cannot be sharded, and for calls on a sharded model."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import attributes
@@ -65,12 +66,12 @@ class NoShape:
         """Return None."""
 
 
-def guard_(model: nn.Module, *, cut_logits: bool) -> None:
+def guard_(model: nn.Module, *, sharded_logits: bool) -> None:
     """Replace methods of a model, on the instance, that would be silently wrong after sharding.
 
     Args:
         model: A sharded model.
-        cut_logits: Whether its logits are always sharded, so that it cannot generate.
+        sharded_logits: Whether its logits are always sharded, so that it cannot generate.
     """
     part = "would write this rank's part alone; use par_checkpoint.save(path, model=model)"
     whole = "would make whole weights in a model that is cut; do it before parallelize"
@@ -81,8 +82,8 @@ def guard_(model: nn.Module, *, cut_logits: bool) -> None:
         "add_adapter": whole,
         "load_adapter": whole,
     }
-    if cut_logits:
-        reasons["generate"] = "needs whole logits, and this model was cut with logits='cut'; use logits='auto'"
+    if sharded_logits:
+        reasons["generate"] = "needs full logits, and this model was cut with logits='sharded'; use logits='auto'"
     for name, why in reasons.items():
         if hasattr(type(model), name):
             model.__dict__[name] = Refusal(name, why)
@@ -98,6 +99,8 @@ class ModelEntry(Hook):
         axes: Axes of the tensor group.
         logits: Switch of the head, which gathers logits or not; None if the head needs no switch.
         labels: Position of `labels` among the model's arguments; None if the model has no such argument.
+        is_switched: Whether logits stay sharded exactly in training with labels.
+        is_loss_own: Whether the model's own code computes its loss, for which logits must be full.
         sequence: Switch for activations split along the sequence; None if they never are.
         heads: Whether attentions are sharded by heads.
     """
@@ -109,22 +112,31 @@ class ModelEntry(Hook):
         *,
         logits: GatheredLogits | None,
         labels: int | None,
+        is_switched: bool,
+        is_loss_own: bool,
         sequence: CutSequence | None,
         heads: bool,
     ) -> None:
         super().__init__(grid, axes)
         self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
+        self.is_switched, self.is_loss_own = is_switched, is_loss_own
+        if logits is not None:
+            logits.watched = is_loss_own
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set both switches for this forward: logits stay sharded in training with labels.
 
         Raises:
-            ValueError: The caller requests hidden states, which are split along the sequence, or attention weights, of
+            ValueError: The caller passes labels to a model that would compute its own loss from sharded logits. Or the
+                caller requests hidden states, which are split along the sequence, or attention weights, of
                 which this rank has only its own heads.
         """
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
-            self.logits.cut = module.training and given is not None
+            if self.is_switched:
+                self.logits.cut = module.training and given is not None
+            elif self.is_loss_own and given is not None and self.logits.is_sharded:
+                self._refuse_own_loss(module)
         is_cut = False
         if self.sequence is not None:
             self.sequence.begin(module)
@@ -141,15 +153,58 @@ class ModelEntry(Hook):
             )
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Reset both switches, so that the head gathers logits when it is called without the model."""
-        del args, output
-        if self.logits is not None and self.labels is not None:
-            self.logits.cut = False
+        """Reset both switches, so that the head gathers logits when it is called without the model.
+
+        Raises:
+            ValueError: The model's own code has computed a loss from sharded logits.
+        """
+        del args
         if self.sequence is not None:
             self.sequence.end(module)
+        if self.logits is None:
+            return
+        sharded, self.logits.latest = self.logits.latest, None
+        if self.is_switched:
+            self.logits.cut = False
+        if not self.is_loss_own or sharded is None or sharded.grad_fn is None:
+            return
+        # Other scalars, such as losses of routers, are right, so the graph says which ones come from the logits.
+        if _depend((each for each in _tensors_in(output) if each.dim() == 0 and each.grad_fn is not None), sharded):
+            self._refuse_own_loss(module)
+
+    def _refuse_own_loss(self, module: nn.Module) -> NoReturn:
+        raise ValueError(
+            f"{type(module).__name__} computes its loss itself, and its logits are sharded over the vocabulary on "
+            f"{self.grid.size(self.axes)} ranks, so that each rank would get the loss of its own classes; pass "
+            "logits='auto' to parallelize instead of 'sharded', or compute the loss by "
+            "parallelization_of(model).cross_entropy(logits, labels)"
+        )
 
 
 def _is_asked(output: str, model: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return whether a call requests an output, by a keyword argument or else by the model's config."""
     asked = kwargs.get(output)
     return bool(getattr(getattr(model, "config", None), output, False) if asked is None else asked)
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a model's output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from _tensors_in(value)
+
+
+def _depend(tensors: Iterable[Tensor], on: Tensor) -> bool:
+    """Return whether autograd would reach a tensor from any of the others."""
+    pending = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set(pending)
+    while pending:
+        node = pending.pop()
+        if node is on.grad_fn:
+            return True
+        found = [each for each, _ in node.next_functions if each is not None and each not in seen]  # type: ignore[union-attr]
+        seen.update(found)
+        pending += found
+    return False

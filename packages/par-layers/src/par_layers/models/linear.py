@@ -51,10 +51,19 @@ class GatheredLogits:
 
     Attributes:
         held: Whether it is for now, whatever the model's entry says.
+        watched: Whether the sharded output of the running forward is wanted.
+        latest: The sharded output of the running forward, if it is wanted.
     """
 
     def __init__(self, cut: bool = False) -> None:
         self.cut, self.held = cut, False
+        self.watched = False
+        self.latest: Tensor | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the next output stays sharded."""
+        return self.cut or self.held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return itself: every forward sets its state first."""
@@ -234,11 +243,13 @@ class AdoptedColumn(_Adopted):
         group = self.grid.group(self.axes)
         local = y.shape[-1]
         padding = local * group.size() - self.out_features
-        if self.logits is not None and (self.logits.cut or self.logits.held):
-            if not padding:
-                return y
-            real = self.out_features - self.grid.index(self.axes) * local
-            return y.masked_fill(torch.arange(local, device=y.device) >= real, -torch.inf)
+        if self.logits is not None and self.logits.is_sharded:
+            if padding:
+                real = self.out_features - self.grid.index(self.axes) * local
+                y = y.masked_fill(torch.arange(local, device=y.device) >= real, -torch.inf)
+            if self.logits.watched:
+                self.logits.latest = y
+            return y
         whole = gather_from(y, group, -1)
         return whole[..., : self.out_features].contiguous() if padding else whole
 

@@ -15,7 +15,7 @@ from .linear import GatheredLogits
 from .loss import VocabularyLoss
 from .plans.styles import Style
 
-LogitsLayout = Literal["auto", "whole", "cut"]
+LogitsLayout = Literal["auto", "full", "sharded"]
 
 KEPT_AS = "par_parallel"
 """Attribute of a model that was sharded in place."""
@@ -29,8 +29,8 @@ class Parallelization:
         plan: Style of each module and parameter that has one, by name.
         unmatched: Patterns of the model's own plan without a match.
         layers: Layer set whose tensor group shards the model.
-        logits: Layout of the logits: "cut" is sharded over the vocabulary, "whole" is gathered, and "auto" is sharded
-            only in training with labels.
+        logits: Layout of the logits: "sharded" over the vocabulary, "full" for gathered, and "auto" for sharded only
+            in training with labels.
         vocabulary: Number of classes of the logits; None for a model without logits.
         table: Lines about the parameters: name, style, full shape, local shape, and axes of partial gradients.
         over: Losses of sharded logits; None for a model without logits.
@@ -86,7 +86,7 @@ class Parallelization:
         return self._losses.summed(logits, labels, shift=shift)
 
     @contextmanager
-    def cut_logits(self) -> Iterator[None]:
+    def sharded_logits(self) -> Iterator[None]:
         """Leave logits sharded over the vocabulary inside a `with` block, for the loss by `cross_entropy`."""
         before = self.head is not None and self.head.held
         if self.head is not None:

@@ -67,8 +67,9 @@ def parallelize(
         groups: The live groups, whose topology specifies the tensor ranks; or a layer set of mode 1d.
         plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` matches a number. "auto" uses the
             plan that is registered for the family of a Transformers model, or else the model's own plan.
-        logits: "cut" leaves logits sharded over the vocabulary, and "whole" gathers them. "auto" leaves them sharded
-            only in training with labels, and computes the model's own loss over the ranks.
+        logits: "sharded" leaves logits sharded over the vocabulary, and "full" gathers them. "auto" leaves them sharded
+            only in training with labels, and computes the loss over the ranks. A forward of a model whose code computes
+            a loss from sharded logits itself raises an error.
 
     Returns:
         The model.
@@ -97,8 +98,8 @@ def parallelize(
             raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
         if layers.rules.residual.context:
             _check_context(inner, grid.size(layers.rules.residual.context))
-        if logits not in ("auto", "whole", "cut"):
-            raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
+        if logits not in ("auto", "full", "sharded"):
+            raise ValueError(f"logits is {logits!r}; it is 'auto', 'full' or 'sharded'")
         before = parallelization_of(inner)
         if before is None:
             check_prompts(model)
@@ -126,7 +127,7 @@ def parallelize(
             make_alike_(model, grid.group(axes), grid.groups.device)
         _Adoption(inner, layers, found, logits, digest).apply()
         if inner is not model and (axes or found.experts):
-            guard_(model, cut_logits=logits == "cut")
+            guard_(model, sharded_logits=logits == "sharded")
     return model
 
 
@@ -232,7 +233,7 @@ class _Adoption:
         for name, parameter in self.model.named_parameters():
             keep_part_(parameter, self.found.parts[name])
         regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
-        head = GatheredLogits(self.logits == "cut") if vocabulary is not None else None
+        head = GatheredLogits(self.logits == "sharded") if vocabulary is not None else None
         if self.axes:
             self._adopt_modules(regions, gives_logits, head)
             self._cut_the_sequence()
@@ -417,16 +418,26 @@ class _Adoption:
             is_loss_ours = True
         forward = inspect.unwrap(type(self.model).forward)
         names = [name for name in inspect.signature(forward).parameters if name != "self"]
-        labels = names.index("labels") if "labels" in names and is_loss_ours and self.logits == "auto" else None
+        labels = names.index("labels") if "labels" in names else None
+        is_switched = labels is not None and is_loss_ours and self.logits == "auto"
         sequence = None if self.found.layers is None else self.sequence
         heads = any(region.heads for region in self.found.regions.values())
-        if self.axes and (labels is not None or sequence is not None or heads):
-            entry = ModelEntry(self.grid, self.axes, logits=head, labels=labels, sequence=sequence, heads=heads)
+        if self.axes and (is_switched or sequence is not None or heads or (head is not None and not is_loss_ours)):
+            entry = ModelEntry(
+                self.grid,
+                self.axes,
+                logits=head,
+                labels=labels,
+                is_switched=is_switched,
+                is_loss_own=not is_loss_ours,
+                sequence=sequence,
+                heads=heads,
+            )
             self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
             self.model.register_forward_hook(entry.after, always_call=True)  # also if the forward raises
         if self.axes or self.found.experts:
-            guard_(self.model, cut_logits=self.logits == "cut")
-        if self.axes and self.logits != "cut" and hasattr(type(self.model), "generate"):
+            guard_(self.model, sharded_logits=self.logits == "sharded")
+        if self.axes and self.logits != "sharded" and hasattr(type(self.model), "generate"):
             self.model.__dict__["generate"] = Generation(self.model, self.grid, self.axes, self.sequence)
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)

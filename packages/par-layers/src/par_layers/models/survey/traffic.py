@@ -52,7 +52,7 @@ def communication_volumes(
     tokens: int,
     plan: str | Plan = "auto",
     *,
-    logits: Literal["cut", "whole"] = "cut",
+    logits: Literal["sharded", "full"] = "sharded",
     experts_per_token: int | None = None,
 ) -> dict[str, CommunicationVolume]:
     """Return the communication of each module after `parallelize` in mode 1d. Pure, without live groups.
@@ -66,7 +66,7 @@ def communication_volumes(
         topology: The topology, whose tensor mode is 1d.
         tokens: Number of tokens, batch x sequence.
         plan: Rules by pattern, or "auto".
-        logits: "cut" computes the loss from sharded logits, as models do in training; "whole" gathers the logits.
+        logits: "sharded" computes the loss from sharded logits, as models do in training; "full" gathers the logits.
         experts_per_token: Number of experts per token; None uses `num_experts_per_tok` of the model's config.
 
     Returns:
@@ -83,7 +83,7 @@ def communication_volumes(
         return {}
     are_whole = grid.seen_as(EXPERTS).size(("expert_tensor",)) == 1
     made = _TrafficCounter(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token, are_whole=are_whole)
-    return made.all(is_cut=logits == "cut")
+    return made.all(is_cut=logits == "sharded")
 
 
 class _TrafficCounter:

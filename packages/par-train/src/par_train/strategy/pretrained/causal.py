@@ -168,7 +168,7 @@ class CausalModel:
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is sharded over tensor ranks returns sharded logits, which `loss` takes."""
-        return nullcontext() if self._known is None else self._known.cut_logits()
+        return nullcontext() if self._known is None else self._known.sharded_logits()
 
     def loss(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the token losses and the number of labelled tokens.
