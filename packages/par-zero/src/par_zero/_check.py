@@ -140,12 +140,12 @@ def check_offload(
         )
     _ = POLICIES[offload.policy]  # somebody provides it
     for name in ("parameters", "gradients"):
-        if name in (*offload.away, *offload.auto) and not STAGES[stage].shards_parameters:
+        if name in (*offload.offloaded, *offload.auto) and not STAGES[stage].shards_parameters:
             raise ValueError(
                 f"{name}={getattr(offload, name)!r} needs stage 3, where units are gathered before they run; this is "
                 f"stage {stage}"
             )
-    for name, given in offload.away.items():
+    for name, given in offload.offloaded.items():
         for label, parameter in module.named_parameters():
             place = device or parameter.device
             if place.type not in ("cpu", "meta"):
@@ -155,13 +155,13 @@ def check_offload(
                 )
     if offload.uses_disk:
         check_room(offload.folder, 0)
-    if "optimizer" in offload.away and not groups:
+    if "optimizer" in offload.offloaded and not groups:
         raise ValueError(
             f"offload has optimizer {offload.optimizer!r}, but there is no optimizer; give the one that steps the "
             "module, or leave offload out"
         )
     for group in groups:
-        if group.atomic and (offload.uses_disk or "optimizer" in (*offload.away, *offload.auto)):
+        if group.atomic and (offload.uses_disk or "optimizer" in (*offload.offloaded, *offload.auto)):
             fix = {
                 UpdateScope.ELEMENT: ", or remove atomic",
                 UpdateScope.UNKNOWN: ", or pass update=dict(elementwise=True) if it updates each element separately",

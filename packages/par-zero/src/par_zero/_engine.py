@@ -150,9 +150,9 @@ class Engine:
             self._writes.watch(number, optimizer)
             held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             on_settle(held, partial(self._follow_module_writes, number))
-        self._stream = None if offload is None else self._streamed(offload)
-        if self._stream is not None:
-            self._attend(self._stream, units)
+        self._disk_tier = None if offload is None else self._make_disk_tier(offload)
+        if self._disk_tier is not None:
+            self._attend(self._disk_tier, units)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
@@ -167,39 +167,39 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
-    def _streamed(self, offload: OffloadPlan) -> DiskTier | None:
+    def _make_disk_tier(self, offload: OffloadPlan) -> DiskTier | None:
         """Return what steps state on the disk, after moving state that the optimizers have made to the file."""
         if offload.disk is None:
             return None
-        stream = DiskTier(offload, offload.disk, self._chunks, self._optimizers, self._sharers.agreeing)
+        tier = DiskTier(offload, offload.disk, self._chunks, self._optimizers, self._sharers.agreeing)
         for number, optimizer in enumerate(self._optimizers):
-            stream.adopt_(number)
-            on_settle(stream.tensors(number), stream.settle)
-            on_settle(stream.tensors(number), partial(self._writes.settled, number))
-            optimizer.register_state_dict_pre_hook(stream.settle)
-            optimizer.register_load_state_dict_pre_hook(stream.settle)
-            optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
-        return stream
+            tier.adopt_(number)
+            on_settle(tier.tensors(number), tier.settle)
+            on_settle(tier.tensors(number), partial(self._writes.settled, number))
+            optimizer.register_state_dict_pre_hook(tier.settle)
+            optimizer.register_load_state_dict_pre_hook(tier.settle)
+            optimizer.register_load_state_dict_post_hook(partial(tier.adopt_, number))
+        return tier
 
-    def _attend(self, stream: DiskTier, units: Sequence[Unit]) -> None:
-        """Has the stream told of passes, of units that are gathered, and of who looks at parameters."""
-        self._reducer.at_start(stream.prefetch)
-        if stream.shards.were_given or stream.gradients.were_given:
-            stream.errors.on_lost = self._drop_gradients
+    def _attend(self, tier: DiskTier, units: Sequence[Unit]) -> None:
+        """Connect the disk tier to passes, to units that are gathered, and to readers of parameters."""
+        self._reducer.at_start(tier.prefetch)
+        if tier.shards.were_given or tier.gradients.were_given:
+            tier.errors.on_lost = self._drop_gradients
             self._reducer.at_end(self._raise_problem)
-        if stream.shards.were_given:
+        if tier.shards.were_given:
             if self._gatherer is not None:
                 self._gatherer.read_ahead()
-                self._gatherer.on_evaluated = partial(stream.errors.raise_together, *self._sharers.beside_replicas)
+                self._gatherer.on_evaluated = partial(tier.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
-                unit.shares = stream.shards
-        if stream.runner.is_late:
+                unit.shards = tier.shards
+        if tier.runner.is_late:
             for unit in units:
-                unit.on_read = stream.runner.wait_for
+                unit.on_read = tier.runner.wait_for
             for part in self._module.modules():
-                part.register_state_dict_pre_hook(stream.settle)
-                part.register_load_state_dict_pre_hook(stream.settle)
-            on_settle([member.parameter for chunk in self._trained for member in chunk.members], stream.settle)
+                part.register_state_dict_pre_hook(tier.settle)
+                part.register_load_state_dict_pre_hook(tier.settle)
+            on_settle([member.parameter for chunk in self._trained for member in chunk.members], tier.settle)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """The module is made: from now on it is known as sharded, and what is read and written of it is watched.
@@ -228,8 +228,8 @@ class Engine:
         for number in range(len(self._optimizers)):
             self._follow_module_writes(number)
         self._writes.publish()
-        if self._stream is not None:
-            self._stream.finish()
+        if self._disk_tier is not None:
+            self._disk_tier.finish()
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
             with nullcontext() if self._gatherer is None else self._gatherer.summon(self._raise_lost):
@@ -237,8 +237,8 @@ class Engine:
                 self._packed.check(whole=True)
         finally:
             written = [(chunk, old) for chunk, old in before if not torch.equal(chunk.own, old)]
-            if written and self._stream is not None:
-                self._stream.settle()
+            if written and self._disk_tier is not None:
+                self._disk_tier.settle()
             for chunk, old in written:
                 for part, exact in chunk.copies():
                     exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
@@ -247,13 +247,13 @@ class Engine:
 
     def _raise_lost(self) -> None:
         """Raises on all ranks, if parameters that have just been gathered could not be read on any."""
-        if self._stream is not None and self._stream.shards.were_given:
-            self._stream.errors.raise_together()
+        if self._disk_tier is not None and self._disk_tier.shards.were_given:
+            self._disk_tier.errors.raise_together()
 
     def _raise_problem(self, *, reduced: bool) -> None:
         """After a backward pass, in which a disk may have failed."""
-        if self._stream is not None and reduced:
-            self._stream.errors.raise_together()
+        if self._disk_tier is not None and reduced:
+            self._disk_tier.errors.raise_together()
 
     def _drop_gradients(self) -> None:
         """What was computed is NaN: nobody is to step by it."""
@@ -265,15 +265,15 @@ class Engine:
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
         buffers = self._reducer.buffers
-        return count(self._module, self._optimizers, self._chunks, buffers, self._stream, self._meter)
+        return count(self._module, self._optimizers, self._chunks, buffers, self._disk_tier, self._meter)
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""
-        return DiskUsage() if self._stream is None else self._stream.measure()
+        return DiskUsage() if self._disk_tier is None else self._disk_tier.measure()
 
     def reload_state(self, size: int) -> int:
         """See `par_zero.reload_state`."""
-        return 0 if self._stream is None else self._stream.reload_state(size)
+        return 0 if self._disk_tier is None else self._disk_tier.reload_state(size)
 
     @property
     def trace(self) -> Trace | None:
@@ -299,10 +299,10 @@ class Engine:
         """Waits, where gradients of some optimizers are about to be written that a step may still need."""
         for number in numbers:
             self._apart[number].leave()
-        if self._stream is not None:
-            self._stream.drop_hidden_gradients(numbers)
+        if self._disk_tier is not None:
+            self._disk_tier.drop_hidden_gradients(numbers)
             if not set_to_none:
-                self._stream.join()
+                self._disk_tier.join()
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
@@ -322,14 +322,14 @@ class Engine:
             self._closer.forget()
         if self._gatherer is not None:
             self._gatherer.reset()
-        if self._stream is not None:
-            self._stream.settle()
+        if self._disk_tier is not None:
+            self._disk_tier.settle()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
         self._wait_for_parameters()
-        if self._stream is not None:
-            self._stream.settle()
+        if self._disk_tier is not None:
+            self._disk_tier.settle()
         if self._gatherer is not None:
             self._gatherer.free_hidden()
         with torch.no_grad():
@@ -365,8 +365,8 @@ class Engine:
             self._wait_for_parameters(chunks)
             self._follow_module_writes(number)
             self._writes.begin_step(number)
-            if self._stream is not None:
-                self._stream.before_step(number)
+            if self._disk_tier is not None:
+                self._disk_tier.before_step(number)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
                 self._packed.look()
             self._reducer.look_before_step(chunks)
@@ -374,8 +374,8 @@ class Engine:
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
             self._apart[number].look(unused)
-            if self._stream is not None:
-                self._stream.step(number, self._apart[number])
+            if self._disk_tier is not None:
+                self._disk_tier.step(number, self._apart[number])
             self._apart[number].enter()
 
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
@@ -402,8 +402,8 @@ class Engine:
         """Brings what an optimizer has updated to the parameters, and to the other ranks."""
         if is_within_step(optimizer):
             return
-        if self._stream is not None:
-            self._stream.end_step(number)
+        if self._disk_tier is not None:
+            self._disk_tier.end_step(number)
         self._writes.put_back_(number)
         self._publish(number)
         if self._closer is not None:
@@ -411,8 +411,8 @@ class Engine:
         if self._gatherer is not None:
             self._gatherer.end_step()
         self._meter.end_step()
-        if self._stream is not None and not self._stream.runner.is_late:
-            self._stream.errors.raise_together()
+        if self._disk_tier is not None and not self._disk_tier.runner.is_late:
+            self._disk_tier.errors.raise_together()
 
     def _publish(self, number: int, *, anew: bool = False) -> None:
         """Brings what an optimizer holds to the parameters, and to the other ranks.
@@ -451,8 +451,8 @@ class Engine:
         found = list(dict.fromkeys([*written, *aliased]))
         if found:
             self._wait_for_parameters(found)
-            if self._stream is not None:
-                self._stream.settle()
+            if self._disk_tier is not None:
+                self._disk_tier.settle()
             self._module_writes.follow_(found)
             self._writes.agree(number)
 
@@ -468,8 +468,8 @@ class Engine:
         if written := self._module_writes.find(self._stepped[number]):
             self._refuse_both_writes(number, written[0])
         self._wait_for_parameters()
-        if self._stream is not None:
-            self._stream.settle()
+        if self._disk_tier is not None:
+            self._disk_tier.settle()
         if self._gatherer is not None:
             self._gatherer.free_hidden()
         self._publish(number, anew=True)

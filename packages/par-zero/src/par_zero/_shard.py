@@ -393,7 +393,7 @@ def _plan_offload(
             unpacked=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
             is_on_cpu=device_of(module, device).type == "cpu",
         )
-    if not offload.away:
+    if not offload.offloaded:
         return offload, None
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
         return offload, plan_offload(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)

@@ -132,8 +132,8 @@ class Offload:
         return _parts_of("gradients", self.gradients)
 
     @property
-    def away(self) -> dict[str, Parts]:
-        """Options whose data is, or may be, outside of the device: their values by name."""
+    def offloaded(self) -> dict[str, Parts]:
+        """Options whose data is, or may be, offloaded from the device: their values by name."""
         far = self.furthest
         parts = {"optimizer": far.parts, "parameters": far.parameter_parts, "gradients": far.gradient_parts}
         return {name: getattr(self, name) for name, by_tier in parts.items() if by_tier["device"] < 1}
@@ -220,7 +220,7 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
             raise TypeError(f"{name} is {given!r}; {remedy}")
         if tier not in TIERS or not 0 <= part <= 1:
             raise ValueError(f"{name} is {given!r}; {remedy}")
-    away = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
+    offloaded = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
     total = sum(mapping.values())
     if total > 1 + 1e-9:
         raise ValueError(f"{name} is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
@@ -229,7 +229,7 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
             f"{name} is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has the "
             "rest, or give parts whose sum is 1"
         )
-    return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
+    return {"device": max(0.0, 1 - offloaded["host"] - offloaded["disk"]), **offloaded}
 
 
 def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:

@@ -55,7 +55,7 @@ class Unit:
         running: Number of calls of forward that are under way.
         outer: Numbers of the units around it.
         side: What its modules leave in attributes instead of returning it.
-        shares: Where this rank's parts are read from, as far as they lie on a disk; None: they are in memory.
+        shards: Reader of this rank's shards that are on a disk. None: all are in memory.
         on_read: Called with its chunks before this rank's parts of them are read: a step of them may be under way.
     """
 
@@ -73,7 +73,7 @@ class Unit:
         self.running = 0
         self.outer = frozenset(outer)
         self.side = SideOutputs([])
-        self.shares: DiskShards | None = None
+        self.shards: DiskShards | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._handles: list[Handle] = []
 
@@ -124,16 +124,16 @@ class Unit:
 
     def _share(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a chunk in memory: what comes from a disk is read to its place among all parts."""
-        if self.shares is None or not self.shares.has(chunk):
+        if self.shards is None or not self.shards.has(chunk):
             return chunk.own
         share = chunk.share_in(flat)
-        self.shares.fetch_(chunk, share)
+        self.shards.fetch_(chunk, share)
         return share
 
     def expect(self) -> None:
         """Begins to read this rank's parts, if they lie on a disk and the unit is freed: it is gathered next."""
-        if self.shares is not None and self.freed:
-            self.shares.prefetch(self.chunks)
+        if self.shards is not None and self.freed:
+            self.shards.prefetch(self.chunks)
 
     def take_part(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Gives the other ranks this one's shares, which has no need of theirs. All-gathers.
@@ -196,5 +196,5 @@ class Unit:
         for chunk in self.chunks:
             low, high = chunk.share
             part = chunk.flat[low:high]
-            if self.shares is None or not self.shares.has(chunk) or not torch.equal(chunk.own, part):
+            if self.shards is None or not self.shards.has(chunk) or not torch.equal(chunk.own, part):
                 chunk.own.copy_(part)

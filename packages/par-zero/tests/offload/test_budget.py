@@ -1,4 +1,4 @@
-"""What is "auto" lies elsewhere as far as budgets ask for: within every tier, with the same bits, or refused."""
+"""Options that are "auto": data stays within every budget, with the same bits, or `shard` raises."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ WITHIN = {
 
 @pytest.mark.ranks(2)
 @for_each(case=WITHIN)
-def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, tmp_path):
+def test_auto_fits_every_tier_and_changes_no_number(case, tmp_path):
     stage, dtypes, rooms, less = WITHIN[case]
     plain, most, _ = trained(stage, None, **dtypes)
     # A budget counts what gloo's reduce-scatters receive for the two chunks in flight; other backends need no such
@@ -89,7 +89,7 @@ def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, tmp_path)
 
 
 @pytest.mark.ranks(2)
-def test_what_has_room_stays_on_the_device(tmp_path):
+def test_auto_within_budget_stays_on_the_device(tmp_path):
     offload = Offload(optimizer="auto", path=tmp_path, budget={"device": "1MB", "disk": "1MB"})
     found, most, _ = trained(2, offload)
     assert_same(found, trained(2, None)[0])
@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.ranks(2)
 @for_each(what=REFUSED)
-def test_a_budget_that_is_too_small_is_refused_on_all_ranks_before_anything_is_changed(what, tmp_path):
+def test_budget_too_small_raises_on_all_ranks_before_a_change(what, tmp_path):
     stage, options, words = REFUSED[what]
     module = Model()
     optimizer = small([each for each in module.parameters() if each.requires_grad])
@@ -160,12 +160,12 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_before_anything_is_c
         ({"budget": {"host": "much"}}, r"budget\['host'\]='much': a size is a number and one of B, KB"),
     ],
 )
-def test_options_that_are_refused(options, words):
+def test_offload_invalid_budget_raises(options, words):
     with pytest.raises(ValueError, match=words):
         Offload(**options)
 
 
-def test_nobody_is_told_bytes_of_what_is_auto():
+def test_memory_of_auto_raises():
     with pytest.raises(ValueError, match=r"optimizer is 'auto', which becomes parts of tiers in shard\(\); give parts"):
         memory(1, 1000, 2, offload=Offload(**AUTO, budget="1MB"))
 
@@ -190,7 +190,7 @@ def two_optimizers(parameters):
 
 @pytest.mark.ranks(4)
 @for_each(case=((1, False), storm((3, False)), (3, True)), several=(False, True))
-def test_auto_with_replicas_a_late_step_and_several_optimizers(case, several, tmp_path):
+def test_auto_with_replicas_and_two_optimizers_fits(case, several, tmp_path):
     (stage, overlap), (group, replicas) = case, hybrid()
 
     def run(offload):

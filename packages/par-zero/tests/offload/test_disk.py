@@ -1,4 +1,4 @@
-"""The file: what is read and written directly, and what others see of it."""
+"""The scratch file: direct reads and writes, mapped tensors, and folders that cannot hold it."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkeypatch):
+def test_disk_writes_are_read_by_file_and_by_mapping(direct, tmp_path, monkeypatch):
     if not direct:
         original = fcntl.fcntl
 
@@ -47,7 +47,7 @@ def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkey
         assert into.tensor(0, torch.float32, 6)[5] == -1
 
 
-def test_where_a_file_system_makes_no_file_without_a_name_it_is_taken_away_at_once(tmp_path, monkeypatch):
+def test_disk_without_unnamed_files_unlinks_its_file(tmp_path, monkeypatch):
     original = os.open
 
     def refuse(path, flags, *mode):
@@ -65,7 +65,7 @@ def test_where_a_file_system_makes_no_file_without_a_name_it_is_taken_away_at_on
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_calls_of_the_kernel_that_move_less_than_they_are_told_to_go_on(name, tmp_path, monkeypatch):
+def test_disk_short_kernel_calls_are_continued(name, tmp_path, monkeypatch):
     original = getattr(os, name)
     monkeypatch.setattr(os, name, lambda file, parts, start: original(file, [parts[0][:8192]], start))
     disk = Disk(str(tmp_path), MIB, threads=1)
@@ -76,7 +76,7 @@ def test_calls_of_the_kernel_that_move_less_than_they_are_told_to_go_on(name, tm
     assert torch.equal(into.tensor(0, torch.int32, 10_240), torch.arange(10_240))
 
 
-def test_a_file_has_all_of_its_room_from_the_beginning_and_threads_of_others_keep_their_stacks(tmp_path):
+def test_disk_allocates_at_once_and_keeps_the_stack_size(tmp_path):
     before = threading.stack_size(MIB)
     disk = Disk(str(tmp_path), 3 * MIB, threads=1)
     assert threading.stack_size(before) == MIB
@@ -87,7 +87,7 @@ def test_a_file_has_all_of_its_room_from_the_beginning_and_threads_of_others_kee
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="there, a fork takes nothing from a direct read")
-def test_a_process_that_is_forked_has_no_part_in_buffers():
+def test_staging_buffer_is_absent_in_a_forked_process():
     """Else what is read directly while it begins may end in its copy of a page."""
     buffer = StagingBuffer(2 * MIB)
     first = f"{buffer.tensor(0, torch.uint8, 1).data_ptr():x}-"
@@ -96,7 +96,7 @@ def test_a_process_that_is_forked_has_no_part_in_buffers():
     assert "dc" in next(line for line in lines if line.startswith("VmFlags:")).split()
 
 
-def test_nothing_is_read_after_a_write_that_failed(tmp_path, monkeypatch):
+def test_disk_read_behind_a_failed_write_reads_nothing(tmp_path, monkeypatch):
     disk = Disk(str(tmp_path), MIB, threads=1)
     buffer = StagingBuffer(MIB)
     buffer.tensor(0, torch.float32, 1).fill_(7)
@@ -118,12 +118,12 @@ def test_nothing_is_read_after_a_write_that_failed(tmp_path, monkeypatch):
         ("/nowhere", r"path '/nowhere' is no folder; give a folder on a local disk"),
     ],
 )
-def test_a_folder_that_is_none_or_in_memory_is_refused(path, problem):
+def test_disk_missing_or_in_memory_folder_raises(path, problem):
     with pytest.raises(ValueError, match=problem):
         Disk(path, MIB, threads=1)
 
 
-def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, monkeypatch):
+def test_disk_too_small_raises_with_both_sizes(tmp_path, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (MIB, limits[1])
@@ -143,7 +143,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_disk_without_posix_fallocate_is_refused(tmp_path, monkeypatch):
+def test_disk_without_posix_fallocate_raises(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate")
     with pytest.raises(ValueError, match=r"cannot reserve the bytes of a file; use Linux, or offload to the host"):
         Disk(str(tmp_path), MIB, threads=1)

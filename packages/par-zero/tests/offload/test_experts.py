@@ -1,4 +1,4 @@
-"""What lies elsewhere of experts and of all else: other groups share them, and no bit changes by where they lie."""
+"""Offload of experts, which other process groups shard: no bit changes, and ranks keep one order."""
 
 import pytest
 import torch
@@ -105,14 +105,14 @@ AT_3 = {
 
 @for_each(case=[(stage, BELOW[name]) for stage, name in ((0, "disk"), (1, "all tiers"), (2, "all tiers"))])
 @pytest.mark.ranks(2)
-def test_state_of_experts_and_of_all_else_lies_elsewhere(case, tmp_path):
+def test_offloaded_state_of_experts_changes_no_number(case, tmp_path):
     stage, given = case
     check(2, stage, tmp_path, uneven=True, **given)
 
 
 @for_each(case=AT_3)
 @pytest.mark.ranks(2)
-def test_parameters_and_gradients_of_experts_and_of_all_else_lie_elsewhere(case, tmp_path):
+def test_offloaded_parameters_of_experts_change_no_number(case, tmp_path):
     check(2, 3, tmp_path, uneven=True, **AT_3[case])
 
 
@@ -123,13 +123,13 @@ def test_parameters_and_gradients_of_experts_and_of_all_else_lie_elsewhere(case,
     deferred=(False, True),
 )
 @pytest.mark.ranks(4, timeout=240)
-def test_experts_lie_elsewhere_however_many_ranks_have_copies(case, layout, deferred, tmp_path):
+def test_offloaded_experts_with_replicas_change_no_number(case, layout, deferred, tmp_path):
     (stage, given), (parallel, uneven) = case, layout
     check(parallel, stage, tmp_path, uneven=uneven, deferred=deferred, **given)
 
 
 @pytest.mark.ranks(2, backend="strict", strict=Strict(slots=1))
-def test_at_stage_3_what_is_read_and_written_keeps_the_order_of_all_ranks(tmp_path):
+def test_reads_and_writes_at_stage_3_keep_the_order_of_ranks(tmp_path):
     check(2, 3, tmp_path, uneven=True, **EVERYTHING, overlap=True)
 
 
@@ -142,7 +142,7 @@ def most_of(size):
 
 @for_each(case=((1, "host"), (2, "disk"), (3, "disk")), uneven=(False, True))
 @pytest.mark.ranks(2)
-def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, uneven, tmp_path):
+def test_auto_with_experts_fits_every_tier(case, uneven, tmp_path):
     """The ranks choose alike, though one of them may have more experts and so more to keep."""
     stage, tier = case
     limited = {"inflight": 2} if stage == 3 else {}  # below, a rank that waits in backward may wait for one that waits
@@ -162,7 +162,7 @@ def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, uneven, t
 
 
 @pytest.mark.ranks(2)
-def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
+def test_budget_too_small_on_one_rank_raises_on_all_ranks():
     """The rank with more experts has too much for its device and its host, and both say so."""
     module = Routed(2, uneven=True)
     optimizer = small(module.parameters())
@@ -176,7 +176,7 @@ def test_a_budget_within_which_one_rank_has_too_little_room_is_refused_on_all():
 
 
 @pytest.mark.ranks(2)
-def test_a_placement_of_units_with_experts_is_the_same_on_all_ranks():
+def test_placement_with_experts_is_the_same_on_all_ranks():
     """Within a budget units stay gathered as there is room, of which one rank has less."""
     plain, *_ = together(2, True, 3, None)
     for device in (40_000, 60_000):

@@ -77,7 +77,7 @@ def run(where, limited, folder):
 
 @pytest.mark.storm  # three processes, each of which imports torch
 @pytest.mark.skipif(sys.platform != "linux", reason="this limit leaves out memory that lies in files on Linux alone")
-def test_a_model_of_twelve_times_the_room_is_made_and_trains(tmp_path):
+def test_model_of_twelve_times_the_memory_limit_trains(tmp_path):
     expected = run("memory", "free", tmp_path)
     assert expected.returncode == 0, expected.stderr
     refused = run("memory", "limited", tmp_path)

@@ -1,4 +1,4 @@
-"""What programs do in the midst of it: hooks that fail, copies, forks, cleared state, optimizers of their own."""
+"""Programs that fail, fork, copy, pickle or clear state in the middle of offloaded steps."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def stumble(*_):
 
 @for_each(how=STREAMED, where=("hook", "step"))
 @pytest.mark.ranks(1)
-def test_a_step_that_fails_in_a_hook_or_in_memory_is_made_when_it_is_called_again(how, where, tmp_path):
+def test_failed_step_is_made_when_called_again(how, where, tmp_path):
     """Pieces that were stepped before it failed are not stepped twice, and gradients stay for what is added to them."""
 
     def failing():
@@ -111,7 +111,7 @@ class Ignoring(torch.optim.Optimizer):
 
 @for_each(how=STREAMED)
 @pytest.mark.ranks(1)
-def test_an_optimizer_that_ignores_closures_and_makes_state_later_has_it_on_the_disk(how, tmp_path):
+def test_optimizer_with_late_state_and_no_closure_is_offloaded(how, tmp_path):
     compare(Ignoring, tmp_path, how)
 
     def lies_there():
@@ -193,13 +193,13 @@ LOOPS = {
 
 @for_each(how=STREAMED, loop=LOOPS)
 @pytest.mark.ranks(1)
-def test_what_programs_do_between_steps_changes_no_number(how, loop, tmp_path):
+def test_program_actions_between_steps_change_no_number(how, loop, tmp_path):
     make, step = LOOPS[loop]
     compare(make, tmp_path, how, step)
 
 
 @pytest.mark.ranks(1)
-def test_optimizers_and_their_state_dicts_are_copied_and_pickled_as_without(tmp_path):
+def test_offloaded_optimizer_is_copied_and_pickled(tmp_path):
     module = mlp()
     optimizer = small(module.parameters())
     shard(
@@ -230,7 +230,7 @@ def test_optimizers_and_their_state_dicts_are_copied_and_pickled_as_without(tmp_
 
 @for_each(how=STREAMED)
 @pytest.mark.ranks(1)
-def test_when_nobody_holds_a_model_its_files_buffers_and_threads_are_gone(how, tmp_path):
+def test_deleted_model_closes_files_buffers_and_threads(how, tmp_path):
     def there():
         return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
 

@@ -1,4 +1,4 @@
-"""Where state lies: every element once, in as many as each tier is to have, in pieces that kernels step alike."""
+"""Splitting into pieces and laying them out in a file: each element once, fractions by tier, aligned slots."""
 
 import torch
 from hypothesis import given
@@ -13,7 +13,7 @@ CHUNKS = st.lists(
 
 
 @given(chunks=CHUNKS, host=st.integers(0, 10), disk=st.integers(0, 10), limit=st.integers(1, 200))
-def test_every_element_is_in_one_piece_and_tiers_have_their_parts(chunks, host, disk, limit):
+def test_split_into_pieces_covers_each_element_once(chunks, host, disk, limit):
     disk = min(disk, 10 - host)
     parts = {"device": (10 - host - disk) / 10, "host": host / 10, "disk": disk / 10}
     ranges = []
@@ -44,7 +44,7 @@ def _elements(piece):
     return [(piece.group, element) for element in range(piece.start, piece.stop)]
 
 
-def test_slots_lie_side_by_side_each_from_the_beginning_of_a_page():
+def test_lay_out_blocks_aligns_each_slot_to_pages():
     slots = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
     first, second = lay_out_blocks([(1024, slots, None), (1040, slots, None)])
     assert (first.start, first.size) == (0, PAGE + PAGE)

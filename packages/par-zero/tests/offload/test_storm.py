@@ -98,7 +98,7 @@ def run(script, stage, offload, patch=None, **options):
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.ranks(1, timeout=400)
-def test_any_script_leaves_the_same_bits(overlap, faults, tmp_path):
+def test_drawn_scripts_leave_the_same_bits(overlap, faults, tmp_path):
     for seed in range(40):
         draw = random.Random(seed)
         script = [

@@ -20,7 +20,7 @@ def count(
     optimizers: Sequence[Optimizer],
     chunks: Sequence[Chunk],
     buffers: Iterable[torch.Tensor],
-    stream: DiskTier | None,
+    disk_tier: DiskTier | None,
     meter: Meter,
 ) -> Residency:
     """Bytes now, and at the fullest moment of the latest step. Nothing waits, and no rank asks another.
@@ -30,7 +30,7 @@ def count(
         optimizers: The optimizers of its parameters.
         chunks: All of its chunks.
         buffers: Buffers that no chunk has borrowed.
-        stream: What steps what lies on a disk; None: nothing does.
+        disk_tier: Data on a disk. None: there is none.
         meter: What has counted what comes and goes.
     """
     now = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
@@ -43,11 +43,11 @@ def count(
             now[tier][kind] += storage.nbytes()
 
     on_disk: set[nn.Parameter] = set()
-    if stream is not None:
-        on_disk = stream.tensors_on_disk
-        now["host"][BUFFERS] = stream.buffer_bytes
-        now["disk"] |= stream.stored_bytes
-        seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if stream.shards.has(chunk)}
+    if disk_tier is not None:
+        on_disk = disk_tier.tensors_on_disk
+        now["host"][BUFFERS] = disk_tier.buffer_bytes
+        now["disk"] |= disk_tier.stored_bytes
+        seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if disk_tier.shards.has(chunk)}
     for chunk in chunks:
         for each in chunk.memory():
             add(*each)

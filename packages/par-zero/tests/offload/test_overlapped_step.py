@@ -30,7 +30,7 @@ def late(path, **options):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_ends_in_the_next_forward_changes_no_number(tmp_path):
+def test_overlapped_step_changes_no_number(tmp_path):
     assert_same(with_everything(3, late(tmp_path), Slow), with_everything(3, None, Slow))
     mixed = late(tmp_path, parts={"host": 0.2, "disk": 0.6})
     assert_same(with_copies(3, mixed), with_copies(3, None))
@@ -82,12 +82,12 @@ def evaluated(step, module, optimizer):
 
 @for_each(look=(gradients_stay, gradients_become_zeros, state_dicts, evaluated))
 @pytest.mark.ranks(1)
-def test_who_looks_right_after_a_step_sees_all_of_it(look, tmp_path):
+def test_overlapped_step_is_complete_for_all_readers(look, tmp_path):
     assert_same(looked_at(late(tmp_path), look), looked_at(None, look))
 
 
 @pytest.mark.ranks(1)
-def test_what_an_optimizer_counts_is_counted_once(tmp_path):
+def test_overlapped_step_counts_settings_once(tmp_path):
     results = []
     for offload in (None, late(tmp_path, parts={"disk": 0.6}), late(tmp_path)):
         module, optimizer = sharded(mlp(), 3, Counting, offload=offload, elementwise=True)
@@ -115,7 +115,7 @@ class Gated(torch.optim.AdamW):
 
 
 @pytest.mark.ranks(1)
-def test_a_step_returns_at_once_and_a_unit_waits_for_its_own_pieces_alone(tmp_path):
+def test_overlapped_step_lets_a_unit_wait_for_its_pieces_only(tmp_path):
     module = mlp(depth=4)
     optimizer = Gated(module.parameters(), lr=1e-2)
     offload = late(tmp_path, piece=2048)  # a piece a unit
@@ -145,7 +145,7 @@ def test_a_step_returns_at_once_and_a_unit_waits_for_its_own_pieces_alone(tmp_pa
 
 @for_each(then=("step", "summon"))
 @pytest.mark.ranks(2)
-def test_a_read_that_fails_late_is_told_on_all_ranks_by_what_follows(then, tmp_path):
+def test_overlapped_step_failed_read_raises_later_on_all_ranks(then, tmp_path):
     module, optimizer = sharded(mlp(), 3, small, offload=late(tmp_path))
     tensors = optimizer.param_groups[0]["params"]
     with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +167,7 @@ def test_a_read_that_fails_late_is_told_on_all_ranks_by_what_follows(then, tmp_p
 
 
 @pytest.mark.ranks(2)
-def test_a_write_that_fails_late_loses_nothing(tmp_path):
+def test_overlapped_step_failed_write_loses_nothing(tmp_path):
     def train(offload):
         module, optimizer = sharded(mlp(), 3, small, offload=offload)
         raised = []
@@ -192,7 +192,7 @@ def test_a_write_that_fails_late_loses_nothing(tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_overlap_is_refused_before_stage_3(tmp_path):
+def test_overlap_below_stage_3_raises(tmp_path):
     with pytest.raises(ValueError, match=r"overlap=True, which needs stage 3, .*; this is stage 2; leave overlap out"):
         sharded(mlp(), 2, adamw, offload=late(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Parameters and gradients elsewhere at stage 3: the same losses, parameters and moments as without, bytes as told."""
+"""Parameters and gradients on a disk, with state or without it: the same bits, and errors on all ranks."""
 
 import copy
 import errno
@@ -33,8 +33,8 @@ from par_zero import (
 
 from ..helpers import assert_same, batch, loss_of, mlp, policies, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
-from .test_stream import MAKERS
-from .test_stream import trained as of_uneven
+from .test_state import MAKERS
+from .test_state import trained as of_uneven
 
 FP32 = {}
 WIDTH, BLOCKS = 64, 4
@@ -42,7 +42,7 @@ WIDTH, BLOCKS = 64, 4
 
 @for_each(option=("parameters", "gradients"))
 @pytest.mark.ranks(2)
-def test_what_units_are_gathered_from_lies_elsewhere_at_stage_3_alone(option, tmp_path):
+def test_offloaded_parameters_below_stage_3_raise(option, tmp_path):
     for stage in range(3):
         module = mlp()
         optimizer = small(module.parameters())
@@ -77,7 +77,7 @@ def even(offload, dtypes):
 
 @for_each(dtypes=(FP32, BF16))
 @pytest.mark.ranks(2)
-def test_on_a_cpu_the_host_has_its_part_and_the_device_the_rest(dtypes):
+def test_host_parts_on_a_cpu_are_counted_separately(dtypes):
     parts = {"parameters": 0.5, "gradients": 0.75}
     assert_same(trained(Offload(optimizer=0.25, **parts), dtypes), trained(None, dtypes))
     offload = Offload(optimizer=0.25, **parts)
@@ -113,13 +113,13 @@ PLACES = (
 
 @for_each(dtypes=(storm(FP32), BF16, storm(BF16 | {"reduce_dtype": torch.float32})), places=PLACES)
 @pytest.mark.ranks(2)
-def test_what_lies_on_a_disk_changes_no_number(dtypes, places, tmp_path):
+def test_all_on_disk_changes_no_number(dtypes, places, tmp_path):
     assert_same(trained(elsewhere(tmp_path, *places), dtypes), trained(None, dtypes))
 
 
 @for_each(gradients=(storm("device"), "disk"))
 @pytest.mark.ranks(2)
-def test_what_lies_on_a_disk_beside_everything_else(gradients, tmp_path):
+def test_all_on_disk_with_all_other_options(gradients, tmp_path):
     offload = elsewhere(tmp_path, gradients=gradients)
     assert_same(with_everything(3, offload), with_everything(3, None))
     assert_same(with_copies(3, offload), with_copies(3, None))
@@ -128,7 +128,7 @@ def test_what_lies_on_a_disk_beside_everything_else(gradients, tmp_path):
 
 @for_each(gradients=("device", "disk"))
 @pytest.mark.ranks(2)
-def test_gradients_are_added_up_clipped_and_dropped_where_they_lie(gradients, tmp_path):
+def test_disk_gradients_are_accumulated_clipped_and_dropped(gradients, tmp_path):
     def run(offload):
         module, optimizer = sharded(mlp(), 3, small, offload=offload)
         tensors = optimizer.param_groups[0]["params"]
@@ -176,7 +176,7 @@ def counted(patch):
 
 @for_each(dtypes=(FP32, BF16), gradients=("device", {"disk": 0.5}))
 @pytest.mark.ranks(2)
-def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, gradients, tmp_path):
+def test_step_bytes_equal_the_formulas(dtypes, gradients, tmp_path):
     offload = elsewhere(tmp_path, {"disk": 0.5}, {"host": 0.25, "disk": 0.5}, gradients, piece=8192)
     module, optimizer = even(offload, dtypes)
     dtype = dtypes.get("param_dtype")
@@ -220,7 +220,7 @@ class Slow(torch.optim.AdamW):
 
 @for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}), gradients=(storm("device"), "disk"))
 @pytest.mark.ranks(2)
-def test_a_unit_waits_until_a_thread_has_stepped_and_written_its_parameters(parameters, gradients, tmp_path):
+def test_unit_waits_for_its_own_stepped_parameters(parameters, gradients, tmp_path):
     late = elsewhere(tmp_path, parameters, gradients=gradients, overlap=True)
     assert_same(with_everything(3, late, Slow), with_everything(3, None, Slow))
     assert_same(with_copies(3, late), with_copies(3, None))
@@ -255,7 +255,7 @@ def with_faults(offload, dtypes, name, call):
 
 @for_each(dtypes=(storm(FP32), BF16), call=(1, storm(2), 5), overlap=(False, True))
 @pytest.mark.ranks(2)
-def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(dtypes, call, overlap, tmp_path):
+def test_failed_write_raises_on_all_ranks_and_loses_nothing(dtypes, call, overlap, tmp_path):
     _, expected = with_faults(None, dtypes, "pwritev", call)
     raised, found = with_faults(elsewhere(tmp_path, overlap=overlap), dtypes, "pwritev", call)
     assert len(raised) == 1
@@ -307,7 +307,7 @@ def dead(*_):
 
 @for_each(overlap=(False, True))
 @pytest.mark.ranks(2)
-def test_a_share_that_cannot_be_read_raises_on_all_ranks_and_leaves_nothing_to_step_by(overlap, tmp_path):
+def test_unreadable_shard_raises_on_all_ranks_without_gradients(overlap, tmp_path):
     module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path, optimizer="device", overlap=overlap))
     reference, other = sharded(mlp(), 3, small)
 
@@ -340,7 +340,7 @@ def test_a_share_that_cannot_be_read_raises_on_all_ranks_and_leaves_nothing_to_s
 
 
 @pytest.mark.ranks(2)
-def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_touched(tmp_path):
+def test_step_with_unreadable_parameters_raises_before_a_change(tmp_path):
     module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path))
     for step in range(2):
         loss_of(module, batch(step, width=8)).backward()
@@ -360,7 +360,7 @@ def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_t
 
 
 @pytest.mark.ranks(2)
-def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_changed(tmp_path):
+def test_disk_too_small_for_parameters_raises_before_a_change(tmp_path):
     def small_disk(_):
         return SimpleNamespace(f_bavail=0, f_bfree=0, f_blocks=9, f_frsize=4096)
 
@@ -377,7 +377,7 @@ def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_c
 
 
 @pytest.mark.ranks(2)
-def test_a_model_that_is_only_run_and_one_that_is_frozen_have_parameters_on_a_disk(tmp_path):
+def test_evaluated_and_frozen_models_have_parameters_on_disk(tmp_path):
     module, _ = shard(
         mlp(),
         stage=3,
@@ -395,7 +395,7 @@ def test_a_model_that_is_only_run_and_one_that_is_frozen_have_parameters_on_a_di
 
 
 @pytest.mark.ranks(2)
-def test_who_looks_at_parameters_between_steps_sees_them_and_may_write_them(tmp_path):
+def test_parameters_between_steps_are_readable_and_writable(tmp_path):
     def run(offload):
         module, optimizer = sharded(mlp(), 3, small, offload=offload)
         seen = {}
@@ -428,7 +428,7 @@ def test_who_looks_at_parameters_between_steps_sees_them_and_may_write_them(tmp_
 
 
 @pytest.mark.ranks(2)
-def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
+def test_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
     def make(offload):
         with torch.device("meta"):
             module = mlp()
@@ -458,7 +458,7 @@ def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
 
 @for_each(call=(1, storm(2), 4), overlap=(False, True))
 @pytest.mark.ranks(2)
-def test_a_gradient_that_cannot_be_written_stays_in_memory(call, overlap, tmp_path):
+def test_unwritable_gradient_stays_in_memory(call, overlap, tmp_path):
     def run(offload):
         module, optimizer = sharded(mlp(), 3, small, offload=offload)
         raised = []
@@ -483,7 +483,7 @@ def test_a_gradient_that_cannot_be_written_stays_in_memory(call, overlap, tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_gradients_that_cannot_be_read_to_add_to_them_raise_on_all_ranks_and_are_dropped(tmp_path):
+def test_unreadable_earlier_gradients_raise_and_are_dropped(tmp_path):
     module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path, "device", "device", "disk"))
     loss_of(module, batch(0, width=8)).backward()
     with pytest.MonkeyPatch.context() as patch:
@@ -512,7 +512,7 @@ def compare(make, path):
 
 @for_each(name=("fused", "sgd"))
 @pytest.mark.ranks(2)
-def test_all_of_a_model_on_a_disk_of_which_no_size_is_even(name, tmp_path):
+def test_uneven_sizes_on_disk_change_no_number(name, tmp_path):
     offload = elsewhere(tmp_path, gradients="disk", piece=80_000)
     assert_same(of_uneven(3, MAKERS[name], offload), of_uneven(3, MAKERS[name], None))
 
@@ -520,26 +520,26 @@ def test_all_of_a_model_on_a_disk_of_which_no_size_is_even(name, tmp_path):
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS))
 @pytest.mark.ranks(1, timeout=400)
-def test_every_optimizer_in_a_world_of_one(name, tmp_path):
+def test_every_optimizer_on_one_rank(name, tmp_path):
     compare(MAKERS[name], tmp_path)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS))
 @pytest.mark.ranks(2, timeout=400)
-def test_every_optimizer_in_a_world_of_two(name, tmp_path):
+def test_every_optimizer_on_two_ranks(name, tmp_path):
     compare(MAKERS[name], tmp_path)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS))
 @pytest.mark.ranks(4, timeout=400)
-def test_every_optimizer_in_a_world_of_four(name, tmp_path):
+def test_every_optimizer_on_four_ranks(name, tmp_path):
     compare(MAKERS[name], tmp_path)
 
 
 @pytest.mark.ranks(2)
-def test_within_a_budget_shares_are_read_as_often_as_simulate_says(tmp_path):
+def test_shards_within_a_budget_are_read_as_often_as_simulated(tmp_path):
     unit, share = WIDTH**2 * 4, WIDTH**2 * 2  # bytes of a unit that is whole, and of this rank's part
     resident = BLOCKS * share * 3  # gradients and Adam's slots; parameters are on the disk
     offload = Offload(parameters="disk", path=tmp_path, piece=8192, budget=resident + 3 * unit)

@@ -58,38 +58,38 @@ def compare(name, stage, path, *, parts=PARTS, steps=3):
 
 @for_each(case=(("fused", 1), storm(("foreach", 2)), ("amsgrad", 0), storm(("sgd", 3)), ("adagrad", 3)))
 @pytest.mark.ranks(2)
-def test_state_on_a_disk_changes_no_number(case, tmp_path):
+def test_state_on_disk_changes_no_number(case, tmp_path):
     compare(*case, tmp_path)
 
 
 @pytest.mark.ranks(2)
-def test_state_on_the_host_is_cut_and_changes_no_number(tmp_path):
+def test_state_on_host_changes_no_number(tmp_path):
     compare("fused", 2, tmp_path, parts=("host", 0.5))
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(1, timeout=400)
-def test_every_optimizer_at_every_stage_in_a_world_of_one(name, stage, tmp_path):
+def test_every_optimizer_and_stage_on_one_rank(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(2, timeout=400)
-def test_every_optimizer_at_every_stage_in_a_world_of_two(name, stage, tmp_path):
+def test_every_optimizer_and_stage_on_two_ranks(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(4, timeout=400)
-def test_every_optimizer_at_every_stage_in_a_world_of_four(name, stage, tmp_path):
+def test_every_optimizer_and_stage_on_four_ranks(name, stage, tmp_path):
     compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.ranks(4)
-def test_hybrid_sharding_and_state_on_a_disk(tmp_path):
+def test_hybrid_sharding_with_state_on_disk(tmp_path):
     """Two groups of two, each of which keeps the whole state; a rank's replica is in the other."""
     rank = dist.get_rank()
     near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -111,7 +111,7 @@ def test_hybrid_sharding_and_state_on_a_disk(tmp_path):
 
 @for_each(stage=(0, storm(1), storm(2), 3))
 @pytest.mark.ranks(2)
-def test_groups_schedules_clipping_accumulation_and_what_is_unused_or_frozen(stage, tmp_path):
+def test_state_on_disk_with_all_other_options(stage, tmp_path):
     expected = with_everything(stage, None)
     assert_same(with_everything(stage, on_disk(tmp_path)), expected)
 
@@ -128,7 +128,7 @@ def started(tmp_path, make=small, steps=2, **options):
 
 
 @pytest.mark.ranks(1)
-def test_gradients_that_are_dropped_after_a_step_are_gone(tmp_path):
+def test_dropped_gradients_are_freed_after_a_step(tmp_path):
     module, optimizer = sharded(mlp(), 2, small, offload=on_disk(tmp_path), **BF16)  # which are cast for the optimizer
     loss_of(module, batch(0, width=8).bfloat16()).backward()
     optimizer.step()
@@ -139,12 +139,12 @@ def test_gradients_that_are_dropped_after_a_step_are_gone(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_two_models_adapters_and_two_optimizers_of_one_model(tmp_path):
+def test_two_models_and_two_optimizers_of_one_model(tmp_path):
     assert_same(two_models(1, on_disk(tmp_path)), two_models(1, None))
 
 
 @pytest.mark.ranks(1)
-def test_hooks_run_once_and_see_and_change_what_they_would_without(tmp_path):
+def test_step_hooks_run_once_and_see_all_gradients(tmp_path):
     def run(offload):
         module = mlp()
         optimizer = small(module.parameters())
@@ -183,7 +183,7 @@ def test_hooks_run_once_and_see_and_change_what_they_would_without(tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_a_skipped_step_leaves_the_state_as_it_is(tmp_path):
+def test_skipped_step_moves_no_bytes(tmp_path):
     module, optimizer = started(tmp_path)
     before = whole(module) | moments(optimizer)
     settle_(optimizer.param_groups[0]["params"])
@@ -206,7 +206,7 @@ def test_a_skipped_step_leaves_the_state_as_it_is(tmp_path):
 
 @for_each(parts=PARTS)
 @pytest.mark.ranks(1)
-def test_what_an_optimizer_counts_is_counted_once(parts, tmp_path):
+def test_step_counts_settings_once(parts, tmp_path):
     results = []
     for offload in (None, on_disk(tmp_path, parts)):
         module, optimizer = sharded(mlp(), 2, Counting, offload=offload, elementwise=True)
@@ -221,7 +221,7 @@ def test_what_an_optimizer_counts_is_counted_once(parts, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_state_is_read_and_written_between_steps_as_ever(tmp_path):
+def test_state_between_steps_is_readable_and_writable(tmp_path):
     results = []
     for offload in (None, on_disk(tmp_path)):
         module, optimizer = sharded(mlp(), 0, small, offload=offload)
@@ -244,7 +244,7 @@ def test_state_is_read_and_written_between_steps_as_ever(tmp_path):
 
 @for_each(call=(1, 2, 4))
 @pytest.mark.ranks(2)
-def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(call, tmp_path):
+def test_failed_write_raises_on_all_ranks_and_loses_nothing(call, tmp_path):
     def step(number):
         optimizer.zero_grad()
         loss_of(module, batch(number, width=8)).backward()
@@ -271,7 +271,7 @@ def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(call, tmp_path
 
 
 @pytest.mark.ranks(2)
-def test_a_read_that_fails_raises_on_all_ranks_before_its_piece_is_touched(tmp_path):
+def test_failed_read_raises_before_its_piece_is_changed(tmp_path):
     _, optimizer = started(tmp_path)
     tensors = optimizer.param_groups[0]["params"]
     settle_(tensors)
@@ -290,7 +290,7 @@ def test_a_read_that_fails_raises_on_all_ranks_before_its_piece_is_touched(tmp_p
 
 @for_each(case=((0, FP32), (2, BF16), (3, BF16)))
 @pytest.mark.ranks(2)
-def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path):
+def test_step_bytes_equal_the_formulas(case, tmp_path):
     """Sizes of which nothing is rounded up: 4 layers of 8192 elements, pieces of 1024 of them."""
     stage, dtypes = case
     module = nn.Sequential(*(nn.Linear(64, 128, bias=False) for _ in range(4)))
@@ -348,7 +348,7 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path
 
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param(STAGES, marks=pytest.mark.storm)], ids=["typical", "all"])
 @pytest.mark.ranks(2)
-def test_copies_of_parameters_lie_on_the_disk_with_every_bit(stages, tmp_path):
+def test_master_copies_on_disk_keep_every_bit(stages, tmp_path):
     for stage in stages:
         compare_copies(stage, tmp_path)
 
@@ -360,7 +360,7 @@ def compare_copies(stage, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_reading_begins_with_backward_and_is_done_again_where_state_was_written_since(tmp_path):
+def test_prefetch_begins_with_backward_and_repeats_after_writes(tmp_path):
     calls = []
     original = os.preadv
 

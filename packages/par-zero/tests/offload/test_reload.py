@@ -36,7 +36,7 @@ def trained(stage, offload, sizes=(), **options):
 
 @for_each(case=((0, {}), storm((1, BF16)), storm((2, {})), (3, BF16)), late=(False, True))
 @pytest.mark.ranks(2)
-def test_what_comes_back_changes_no_number(case, late, tmp_path):
+def test_reloaded_state_changes_no_number(case, late, tmp_path):
     stage, options = case
     if late and stage < 3:
         return
@@ -52,7 +52,7 @@ def test_what_comes_back_changes_no_number(case, late, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_what_has_come_back_moves_no_byte_and_is_loaded_in_memory(tmp_path, monkeypatch):
+def test_reloaded_state_moves_no_bytes_and_loads_in_memory(tmp_path, monkeypatch):
     _, module, optimizer = trained(1, on_disk(tmp_path), (0, 10**9))
     saved = copy.deepcopy(optimizer.state_dict())
     expected = {name: value.clone() for name, value in moments(optimizer).items()}
@@ -65,7 +65,7 @@ def test_what_has_come_back_moves_no_byte_and_is_loaded_in_memory(tmp_path, monk
 
 
 @pytest.mark.ranks(1)
-def test_a_disk_is_looked_at_and_where_there_is_none_nothing_comes_back(tmp_path):
+def test_disk_usage_and_reload_with_and_without_a_disk(tmp_path):
     module, _ = sharded(mlp(), 1, small, offload=on_disk(tmp_path))
     found = look(module)
     assert len(found.pieces) > 3
