@@ -334,6 +334,7 @@ def _tier_ends(
 
 def _last_that_fits(numbers: range, fits: Callable[[int], bool]) -> int:
     """Return the last number that fits, or the first if none does. All numbers before one that fits do, too."""
+    # Bisection, as each try lays out all chunks of all ranks.
     if fits(numbers[-1]):
         return numbers[-1]
     low, high = numbers[0], numbers[-1]

@@ -79,6 +79,7 @@ class DiskErrors:
             OSError: A read or write failed on this rank or on another rank.
         """
         groups = groups or self._groups
+        # Two numbers tell whether anything failed. Only then `agree` exchanges texts, which costs more messages.
         failed = torch.tensor([self._error is not None, self._is_lost], dtype=torch.int32)
         for group in groups:
             all_reduce(failed, group, dist.ReduceOp.MAX).wait()
@@ -87,7 +88,7 @@ class DiskErrors:
         error, self._error, self._stopped = self._error, None, None
         self._is_lost = False
         if failed[1]:
-            self.on_lost()
+            self.on_lost()  # before the error, so that a program that catches it cannot step by NaN
         try:
             agree(error, None, *groups)
         except ValueError as other:  # `agree` gives ranks without an error a ValueError that names the failed rank

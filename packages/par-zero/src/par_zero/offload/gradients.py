@@ -66,7 +66,7 @@ class DiskGradients:
         pieces, in_memory = self._pieces[chunk], self._unwritten.pop(chunk, None)
         for number, piece in enumerate(pieces):
             piece.tensor.grad = piece.gradient if in_memory is None else in_memory[number]
-        if in_memory is not None:
+        if in_memory is not None:  # a disk that has failed once is not tried again
             del self._pieces[chunk]
             chunk.keep_sums_in_memory()
 
@@ -81,6 +81,7 @@ class DiskGradients:
             if in_file:  # else the program has set a gradient of its own
                 handle += self._disk.read(piece.block.start + piece.block.size, memory)
             found.append((piece, values if in_file else piece.tensor.grad))
+        # Memory that nothing was read into is added, too: NaN replaces the sum below.
         error = handle.error()
         for piece, gradient in found:
             if gradient is not None:
@@ -111,6 +112,7 @@ class DiskGradients:
         handle, buffer = self._writes.pop(chunk)
         error = handle.error()
         if error is not None:
+            # Clones, because the buffer returns to the pool and the program may keep gradients for long.
             self._unwritten[chunk] = [values.clone() for _, values, _ in self._split(buffer, self._pieces[chunk])]
             self._errors.add_unwritten(error)
         self._pool.give_back(buffer)

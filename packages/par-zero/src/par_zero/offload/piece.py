@@ -124,6 +124,7 @@ class DiskPiece:
 
     def versions(self, state: State) -> list[tuple[int, int]]:
         """Return identities and versions of all tensors that a read of the piece covers: a write changes them."""
+        # Identities too, because a program may replace a slot by a new tensor of the same version.
         seen = [self.tensor, *(state[name] for name in self.views if state.get(name) is not None)]
         if self.start is not None and self.in_use is None:
             seen += [self.chunk.own, *(member.parameter for member in self.chunk.members)]
@@ -132,6 +133,7 @@ class DiskPiece:
     def adopt_(self, state: State) -> None:
         """Copy state that somebody has made in memory to the piece's place in the file, and show it from there."""
         for name, view in () if self.in_memory else self.views.items():
+            # The master copy is the tensor itself, which was moved to the file before it had state.
             value = state.get(name) if name != COPY else None
             if value is None or value is view:
                 continue
@@ -152,7 +154,7 @@ class DiskPiece:
         state.update({name: slot.clone() for name, slot in slots.items()})
         if self.in_use is not None:
             self.tensor.data = self.tensor.detach().clone()
-        set_slots(self.tensor, {})
+        set_slots(self.tensor, {})  # else checkpoints would load state into the file
         self.in_memory = True
 
     def keep_parameters_in_memory_(self) -> None:

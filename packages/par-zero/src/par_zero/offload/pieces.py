@@ -77,6 +77,7 @@ def tiers_of(sizes: Sequence[int], parts: Mapping[str, float]) -> list[str]:
     total, done = sum(sizes), 0
     found = []
     for size in sizes:
+        # By the middle, each tier holds its fraction up to half an item.
         middle = (done + size / 2) / total if total else 0
         fraction = 0.0
         for number, tier in enumerate(TIERS):

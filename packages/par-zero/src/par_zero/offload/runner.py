@@ -45,6 +45,7 @@ class StepRunner:
             finally:  # a forward must not wait for pieces that an error has left out
                 self._change({chunk: -self._pending[chunk] for chunk in chunks})
 
+        # Before the thread starts: a forward that comes first must find its pieces pending.
         self._change(Counter(chunks))
         if self._thread is None:
             run()

@@ -80,6 +80,7 @@ class DiskShards:
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Start to read the shards of the unit that is gathered next."""
         on_disk = [chunk for chunk in chunks if chunk in self._starts]
+        # A shard that is stepped would be read too early. Its own `fetch_` comes after a wait for the step.
         if on_disk and not self._is_stepping(on_disk):
             for other in [chunk for chunk in self._reads if chunk not in on_disk]:
                 self._drop(other)  # the prediction was wrong; its buffers serve this unit
@@ -96,6 +97,7 @@ class DiskShards:
             self._begin(chunk)
         read = self._reads[chunk]
         error = read.handle.error()
+        # The other ranks are on their way to this all-gather, so an error here would leave them waiting.
         if error is None:
             into.copy_(read.buffer.tensor(0, into.dtype, into.numel()))
         else:
