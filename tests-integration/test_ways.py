@@ -10,8 +10,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
-    "save": (12, 43),  # four of them: turns of threads, the roll of ranks, what is no tensor, quantised weights
-    "load": (11, 44),  # one declares the attributes that packages set on tensors
+    # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
+    "save": (12, 44),
+    "load": (11, 45),  # one declares the attributes that packages set on tensors
     "zero-step": (17, 17),  # one counts bytes, one finds writes outside of a step, one keeps stand-ins for gradients
     "pipeline-step": (17, 17),
     "strategy-step": (43, 43),  # two of them pass the loss factor to routers; one seeds the next step
