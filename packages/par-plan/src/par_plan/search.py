@@ -151,15 +151,15 @@ class _Search:
                 made, problem = cheapest(way, variant, within)
             except ValueError:  # a schedule that does not take these sizes
                 continue
-            if problem is not None and not best:
-                self._note(made, problem)
+            # If nothing fits, the error describes the configuration that lacks the fewest bytes.
+            if (
+                problem is not None
+                and not best
+                and (self.nearest is None or _lacks(made, problem) < _lacks(self.nearest, self.short))
+            ):
+                self.nearest, self.short = made, problem
             if problem is None and (name not in best or _order(made) < _order(best[name])):
                 best[name] = made
-
-    def _note(self, made: Prediction, problem: TooSmallError) -> None:
-        """Store a prediction that does not fit, if it lacks fewer bytes than the last one."""
-        if self.nearest is None or _lacks(made, problem) < _lacks(self.nearest, self.short):
-            self.nearest, self.short = made, problem
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ class Report:
     def __str__(self) -> str:
         """Format a table of the layers, and the sum."""
         rows: list[tuple[str, ...]] = [("layer", "predicted", "counted", "on host", "again")]
-        rows += [
-            (line.layer or "(model)", *map(_text, (line.predicted, line.counted, line.on_host)), _names(line.dropped))
-            for line in self.lines
-        ]
+        for line in self.lines:
+            again = "the layer" if WHOLE in line.dropped else ", ".join(line.dropped) or "nothing"
+            sizes = map(_text, (line.predicted, line.counted, line.on_host))
+            rows.append((line.layer or "(model)", *sizes, again))
         rows.append(("all", *map(_text, (self.predicted, self.counted, self.on_host)), ""))
         if not self.on_host:
             rows = [(*row[:3], row[4]) for row in rows]
@@ -164,7 +164,3 @@ def _line(layer: Layer) -> Line:
 
 def _text(size: int | None) -> str:
     return "-" if size is None else format_bytes(size)
-
-
-def _names(dropped: tuple[str, ...]) -> str:
-    return "the layer" if WHOLE in dropped else ", ".join(dropped) or "nothing"

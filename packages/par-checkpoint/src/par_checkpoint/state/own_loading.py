@@ -65,7 +65,11 @@ class ModuleLoading:
         self._by_root = self._root is not None and is_foreign(self._root.load_state_dict)
         modules = {} if self._root is None else dict(self._root.named_modules(remove_duplicate=False))
         self._versions: Mapping[str, Mapping[str, Any]] = {}  # of the formats of modules, by name
-        self._loaders = {name for name, module in modules.items() if _loads_itself(module)}
+        self._loaders = {
+            name
+            for name, module in modules.items()
+            if is_foreign(module._load_from_state_dict) or any(map(is_foreign, pre_load_hooks(module)))
+        }
         self._hooked = {name for name, module in modules.items() if any(map(is_foreign, post_load_hooks(module)))}
 
     def __bool__(self) -> bool:
@@ -95,16 +99,14 @@ class ModuleLoading:
         for name, value in self._root.state_dict(keep_vars=True).items():
             tensor = own.get(name)
             is_other = tensor is not None and value is not tensor and storage_of(value) != storage_of(tensor)
-            if is_other and self._is_loaded(name):
+            if is_other and (
+                self._by_root or any(not loader or name.startswith(f"{loader}.") for loader in self._loaders)
+            ):
                 raise ValueError(
                     f"{name!r} in the state dict is another tensor than in the module, whose own loading (a pre-hook "
                     "of load_state_dict, _load_from_state_dict or load_state_dict) cannot be called with it; load "
                     "before the module is sharded, or use a post-hook of load_state_dict"
                 )
-
-    def _is_loaded(self, name: str) -> bool:
-        """Return whether a tensor belongs to a module that loads itself, or that is inside such a module."""
-        return self._by_root or any(not loader or name.startswith(f"{loader}.") for loader in self._loaders)
 
     def run_(self, objects: Mapping[str, object], *, strict: bool) -> None:
         """Load modules that load themselves from their own tensors; set objects, and call hooks.
@@ -168,11 +170,6 @@ class ModuleLoading:
             if is_foreign(hook):
                 hook(module, incompatible_keys(missing, unexpected))
         return problems + [f"nobody takes {key!r}" for key in unexpected]
-
-
-def _loads_itself(module: nn.Module) -> bool:
-    """Return whether a module's own code reads the state dict."""
-    return is_foreign(module._load_from_state_dict) or any(map(is_foreign, pre_load_hooks(module)))
 
 
 def _apart(value: object) -> object:

@@ -77,7 +77,9 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
         if pickled is None:
             equal = _equal_bytes(folder, places[first], places[second])
         else:
-            equal = _equal_tensors(pickled[first], pickled[second])
+            one, other = pickled[first], pickled[second]
+            is_like = (one.dtype, one.shape) == (other.dtype, other.shape)
+            equal = is_like and bytes_of(one.contiguous()) == bytes_of(other.contiguous())
         if not equal:
             raise CheckpointError(
                 f"{first!r} and {second!r} are one tensor in the model, but differ in {folder.url!r}; untie them in "
@@ -197,10 +199,6 @@ def wrong_blocks(
                     if place.file == name and place.begin < end and place.end > begin
                 ]
                 yield number, corrupt_block(f"{folder.url}/{name}", number, begin, tensors)
-
-
-def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
 
 
 def _equal_bytes(folder: Folder, a: StoredTensor, b: StoredTensor) -> bool:

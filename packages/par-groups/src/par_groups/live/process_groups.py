@@ -335,11 +335,7 @@ def _is_splittable(device: torch.device) -> bool:
     world = _world()
     if device.type == "cpu" or world.bound_device_id is None or not can_split(world, device):
         return False
-    return _are_names_alike(device)
-
-
-def _are_names_alike(device: torch.device) -> bool:
-    """Return whether every rank has the same number of groups; torch derives a split group's rendezvous key from it."""
+    # torch derives a split group's rendezvous key from the number of groups, so it must be equal on every rank.
     return _is_same_everywhere(number_of_groups(), device)
 
 

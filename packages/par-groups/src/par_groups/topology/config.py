@@ -70,7 +70,11 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
     if folded:
         given["expert"] = own_axis(given, folded["tensor"])
     sizes = _infer(given, world_size)
-    chosen = {name: axis.mode or _default_mode(name, sizes[name], axis.options) for name, axis in axes.items()}
+    # An axis of size 1 without options needs no mode; an axis without a default leaves the choice to the user.
+    chosen = {
+        name: axis.mode or (DEFAULT_MODES.get(name) if sizes[name] > 1 or axis.options else None)
+        for name, axis in axes.items()
+    }
     modes = {name: (mode, axes[name].options) for name, mode in chosen.items() if mode is not None}
     experts: Mapping[str, int] = {}
     if folded or sizes["expert"] > 1:
@@ -113,11 +117,6 @@ def _parse_axis(name: str, value: object) -> AxisConfig:
     if mode is not None and not isinstance(mode, str):
         raise ValueError(f"parallel[{name!r}] has mode={mode!r}; {suggest(str(mode), MODES[name].names())}")
     return AxisConfig(size=size, mode=mode, options=options)
-
-
-def _default_mode(name: str, size: int, options: Mapping[str, Any]) -> str | None:
-    """Return the mode of an axis whose mode is not set; None if the axis needs none, or if the user must choose."""
-    return DEFAULT_MODES.get(name) if size > 1 or options else None
 
 
 def _parse_size(what: str, size: object) -> int | None:

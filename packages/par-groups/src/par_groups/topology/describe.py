@@ -27,7 +27,8 @@ def describe(topology: "Topology") -> str:
         f"{each.count} private communicator{'s' * (each.count > 1)} over {' x '.join(each.axes)}"
         for each in topology.channels
     ]
-    lines += [_mode(axis, name, options) for axis, (name, options) in topology.modes.items()]
+    for axis, (mode, options) in topology.modes.items():
+        lines.append(f"{axis} mode: {mode}" + (f" {options}" if options else ""))
     return "\n".join(lines)
 
 
@@ -53,7 +54,3 @@ def _align(rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-
-
-def _mode(axis: str, mode: str, options: object) -> str:
-    return f"{axis} mode: {mode}" + (f" {options}" if options else "")

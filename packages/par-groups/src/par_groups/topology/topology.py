@@ -222,7 +222,9 @@ class Topology:
             rank: Global rank.
             view: Name of the view whose axes are used. Default: this topology's own axes.
         """
-        home = self if view is None else self._view(view)
+        if view is not None and view not in self._views:
+            raise ValueError(f"there is no view {view!r}; {suggest(view, self._views or ['none'])}")
+        home = self if view is None else self._views[view]
         self._check_rank(rank)
         return {name: rank // axis.stride % axis.size for name, axis in home._axes.items()}
 
@@ -426,11 +428,6 @@ class Topology:
             if name not in known:
                 raise ValueError(f"there is no axis {name!r}; {suggest(name, known)}")
         raise ValueError(f"axes {names} belong to different factorisations; name axes of one view only")
-
-    def _view(self, name: str) -> "Topology":
-        if name not in self._views:
-            raise ValueError(f"there is no view {name!r}; {suggest(name, self._views or ['none'])}")
-        return self._views[name]
 
     def _located(self, axes: Axes) -> list[Axis]:
         home = self._home((axes,) if isinstance(axes, str) else tuple(axes))

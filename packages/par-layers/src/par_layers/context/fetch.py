@@ -163,7 +163,7 @@ class Fetch:
     def buffered(self, batch: int) -> list[int]:
         """Return the number of fetched tokens of each sequence of the batch."""
         numbers = [sum(stop - start for start, stop in runs) for runs in self.keys]
-        return self._spread(numbers, batch)
+        return numbers * self._copies(batch)
 
     def receive_splits(self, batch: int) -> list[int]:
         """Return the number of rows that this rank receives from each rank, for a batch of `batch` sequences."""
@@ -226,9 +226,6 @@ class Fetch:
         if self._rows not in {1, batch}:
             raise ValueError(f"tokens have documents for {self._rows} rows, but the batch has {batch}")
         return batch if self._rows == 1 else 1
-
-    def _spread(self, numbers: list[int], batch: int) -> list[int]:
-        return numbers * self._copies(batch)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _split_leaf(leaf: Any, microbatches: int, rows: int | None) -> Sequence[Any]
         return split(leaf, microbatches, split_rows)
     if isinstance(leaf, Tensor):
         return torch.tensor_split(leaf, microbatches) if leaf.dim() else [leaf] * microbatches
-    if _has_rows(leaf):
+    if not isinstance(leaf, type) and callable(getattr(leaf, "rows", None)):
         if rows is None:
             raise ValueError(
                 f"a batch has a {type(leaf).__name__}, which is split by its rows, but no tensor on this rank says how "
@@ -145,10 +145,6 @@ def check_visible(outputs: Any) -> None:
 def first_rows(batch: Any) -> int | None:
     """Return the number of rows of an unsplit batch, from its first tensor with dims; None without such a tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
-
-
-def _has_rows(leaf: Any) -> bool:
-    return not isinstance(leaf, type) and callable(getattr(leaf, "rows", None))
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -33,9 +33,11 @@ class PinnedStore:
 
     def store(self, tensor: Tensor) -> "Tensor | PinnedTensor":
         """Begin to copy a tensor out."""
-        module = self._module_of(tensor.device)
+        module = self._module
         if module is None:
-            return tensor
+            if tensor.is_cpu:
+                return tensor
+            module = torch.get_device_module(tensor.device)
         if tensor.device not in self._streams:
             self._streams[tensor.device] = module.Stream(tensor.device), module.Stream(tensor.device)
         out, back = self._streams[tensor.device]
@@ -58,11 +60,6 @@ class PinnedStore:
     def load(stored: "Tensor | PinnedTensor") -> Tensor:
         """Return the tensor on its device; the current stream waits for the copy back."""
         return stored.take() if isinstance(stored, PinnedTensor) else stored
-
-    def _module_of(self, device: torch.device) -> Any:
-        if self._module is not None or device.type == "cpu":
-            return self._module
-        return torch.get_device_module(device)
 
 
 @dataclass

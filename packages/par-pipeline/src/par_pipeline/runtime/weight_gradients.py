@@ -91,7 +91,9 @@ class SplitBackward:
             own[name] = stand_ins[parameter]
             undo.append(partial(_put_back, own, name, stand_ins[parameter], parameter))
         if replaced and hasattr(layer, "weight_grad_hook"):  # which also has weights of other names
-            undo.append(partial(_restore, layer, "weight_grad_hook", _own(layer, "weight_grad_hook")))
+            # Usually only the class has the attribute, and the instance must be without it again.
+            before = {name: value for name, value in layer.__dict__.items() if name == "weight_grad_hook"}
+            undo.append(partial(_restore, layer, "weight_grad_hook", before))
             layer.__dict__["weight_grad_hook"] = self._put_off
             # A layer with this hook calls it for each of its weights, so its forward stays.
             return
@@ -234,11 +236,6 @@ def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Pa
     # A user's hook may have assigned a new parameter during the step, which must not be overwritten.
     if own.get(name) is stand_in:
         own[name] = parameter
-
-
-def _own(layer: nn.Module, name: str) -> dict[str, Any]:
-    """Return a dict with a layer's instance attribute of a name; empty if only its class has the attribute."""
-    return {name: layer.__dict__[name]} if name in layer.__dict__ else {}
 
 
 def _restore(layer: nn.Module, name: str, before: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The sizes of a layer of experts. No torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 Load = float | tuple[float, ...]
@@ -61,9 +60,6 @@ def imbalance_of(load: Load, ranks: int) -> float:
     """
     if not isinstance(load, tuple):
         return min(load, float(ranks))
-    return max(_of_ranks(load, ranks)) * ranks / sum(load)
-
-
-def _of_ranks(load: Sequence[float], ranks: int) -> list[float]:
     own = len(load) // ranks
-    return [sum(load[rank * own : (rank + 1) * own]) for rank in range(ranks)]
+    busiest = max(sum(load[rank * own : (rank + 1) * own]) for rank in range(ranks))
+    return busiest * ranks / sum(load)

@@ -99,7 +99,7 @@ class OffloadedCall:
 
     def _pack(self, tensor: Tensor) -> "tuple[OffloadedCall, Packed]":
         elements = self._elements(tensor)
-        return self, self._stay(tensor) if elements is None else use(Part(elements, Geometry.of(tensor)))
+        return self, Kept(*self._staying(tensor)) if elements is None else use(Part(elements, Geometry.of(tensor)))
 
     def _unpack(self, packed: "tuple[OffloadedCall, Packed]") -> Tensor:
         self._away.approach(self)
@@ -127,9 +127,6 @@ class OffloadedCall:
     def _fixed(self) -> set[int]:
         tensors = (*self._module.parameters(), *self._module.buffers())
         return {identity_of(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
-
-    def _stay(self, tensor: Tensor) -> Kept:
-        return Kept(*self._staying(tensor))
 
     def _staying(self, tensor: Tensor) -> tuple[Any, Any, int, str]:
         """Return the arguments of `Kept` for a tensor that stays or is passed to the hooks around the layer."""

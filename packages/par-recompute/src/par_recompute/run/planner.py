@@ -234,7 +234,7 @@ class Planner:
         ratios = []
         for layer, seconds in self.ran_again:
             table = None if layer.current is None else layer.seen[layer.current].table
-            if table is not None and (assumed := _seconds(layer, table)):
+            if table is not None and (assumed := table.flops / RATE + table.moved / _bandwidth(layer)):
                 ratios.append(seconds / assumed)
         slower = statistics.median(ratios) if ratios else 1.0
         return Choices(
@@ -261,7 +261,9 @@ class Planner:
         for layer, each in calls:
             names = self._named(layer, each.table)
             named = named or bool(names)
-            each.dropped = _useful(each.table, names)
+            # Backward does not call every named module again; the other ones need no hook.
+            again = replay(each.table, names).again
+            each.dropped = frozenset(each.table.events[number][0] for number in again)  # type: ignore[misc]
         if calls and not named:
             raise ValueError(self._none(calls))
 
@@ -348,21 +350,10 @@ def kind_of(
     return kind, tuple(tensor.shape for tensor in tensors)
 
 
-def _useful(table: Table, names: Sequence[str]) -> frozenset[str]:
-    """Return the dropped modules that backward really calls again; the other modules need no hook."""
-    again = replay(table, names).again
-    return frozenset(table.events[number][0] for number in again)  # type: ignore[misc]
-
-
 def _bandwidth(layer: Known) -> float:
     """Return the bytes per second that match `RATE` operations per second."""
     device = next((parameter.device.type for parameter in layer.module.parameters()), "cpu")
     return RATE / FLOPS_PER_BYTE.get(device, 100.0)
-
-
-def _seconds(layer: Known, table: Table) -> float:
-    """Return the seconds for running a layer again at `RATE`."""
-    return table.flops / RATE + table.moved / _bandwidth(layer)
 
 
 def _elements(sizes: Sequence[torch.Size]) -> int:

@@ -37,21 +37,19 @@ def save_requests(
     """
     parts = [part_count(record) for record in files.values()]
     several = [count for count in parts if count > 1]
+    counts = {
+        "ListObjectsV2": _pages(before) + _pages(before + len(files) + beside),
+        "GetObject": 1 if replaced else 0,  # the manifest; later the list tells that it is the same
+        "ListMultipartUploads": 1,
+        "CreateMultipartUpload": len(several),
+        "UploadPart": sum(several),
+        "ListParts": sum(map(_pages, several)),
+        "CompleteMultipartUpload": len(several),
+        "PutObject": len(parts) - len(several) + 2 * (beside + model) + 1,
+        "DeleteObjects": -(-replaced // PAGE),
+    }
     return Requests(
-        _without_zeros(
-            {
-                "ListObjectsV2": _pages(before) + _pages(before + len(files) + beside),
-                "GetObject": 1 if replaced else 0,  # the manifest; later the list tells that it is the same
-                "ListMultipartUploads": 1,
-                "CreateMultipartUpload": len(several),
-                "UploadPart": sum(several),
-                "ListParts": sum(map(_pages, several)),
-                "CompleteMultipartUpload": len(several),
-                "PutObject": len(parts) - len(several) + 2 * (beside + model) + 1,
-                "DeleteObjects": -(-replaced // PAGE),
-            }
-        ),
-        sum(record.size for record in files.values()),
+        {kind: count for kind, count in counts.items() if count}, sum(record.size for record in files.values())
     )
 
 
@@ -79,7 +77,3 @@ def part_count(record: FileRecord) -> int:
 
 def _pages(count: int) -> int:
     return max(1, -(-count // PAGE))
-
-
-def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
-    return {kind: count for kind, count in counts.items() if count}

@@ -76,7 +76,12 @@ def check_decoder(model: nn.Module) -> None:
                 f"{type(child).__name__}, which is then not told how its tokens are cut; hand **kwargs on, or give the "
                 "ranks of 'sequence' to data, tensor or pipeline"
             )
-    in_layers = {type(each): name for name, each in model.named_modules() if each in of_text and _is_in_layers(name)}
+    # A number in a module's name is its position in a list of layers.
+    in_layers = {
+        type(each): name
+        for name, each in model.named_modules()
+        if each in of_text and any(part.isdigit() for part in name.split("."))
+    }
     for kind_of_layer, name in in_layers.items():
         if _computes_with_mask(kind_of_layer):
             raise ValueError(
@@ -174,11 +179,6 @@ def check_outputs(model: nn.Module, args: object, output: object) -> None:
             f"{type(model).__name__} gave logits {list(logits.shape)} of whole rows, each rank those of its own "
             "tokens; use a head that scores tokens, or give the ranks of 'sequence' to data, tensor or pipeline"
         )
-
-
-def _is_in_layers(name: str) -> bool:
-    """Return whether a module's name is inside a list of layers."""
-    return any(part.isdigit() for part in name.split("."))
 
 
 def _computes_with_mask(kind: type[nn.Module]) -> bool:

@@ -61,16 +61,12 @@ def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tenso
         setattr(module, NAME, context)
         if hasattr(type(module), "generate"):
             module.__dict__["generate"] = NoGeneration()
-        if isinstance(module, transformers.PreTrainedModel) and _takes_places(module):
+        is_model = isinstance(module, transformers.PreTrainedModel)
+        if is_model and {"position_ids", "attention_mask"} <= set(signature(type(module).forward).parameters):
             module.register_forward_pre_hook(partial(_with_places, context, highest), with_kwargs=True)
         if _rotates_by_length(module):
             module.register_forward_pre_hook(partial(_with_last_position, highest), with_kwargs=True)
             module.register_forward_hook(_without_last_position)
-
-
-def _takes_places(module: nn.Module) -> bool:
-    """Return whether the forward of a model has the parameters `position_ids` and `attention_mask`."""
-    return {"position_ids", "attention_mask"} <= set(signature(type(module).forward).parameters)
 
 
 def _with_places(

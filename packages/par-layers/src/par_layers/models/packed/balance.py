@@ -50,7 +50,8 @@ def sync_aux_loss_(model: M, groups: ProcessGroups | dist.ProcessGroup) -> M:
             "num_experts and num_experts_per_tok what loss of balance it adds; for routers of your own use "
             "Router(balance=LoadBalancing(..., scope='step'))"
         )
-    if not any(isinstance(hook, _GlobalAuxLoss) for hook in map(_owner, found[0]._forward_hooks.values())):
+    owners = [getattr(hook, "__self__", None) for hook in found[0]._forward_hooks.values()]
+    if not any(isinstance(owner, _GlobalAuxLoss) for owner in owners):
         found[0].register_forward_hook(_GlobalAuxLoss(found[0], groups).after, with_kwargs=True)
     return model
 
@@ -123,7 +124,3 @@ def _factor_of(module: nn.Module) -> float | None:
     """Return the coefficient of a model's load-balancing loss; None for a module without one, such as an adapter."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
     return next((vars(module)[name] for name in names if name in vars(module)), None)
-
-
-def _owner(hook: Any) -> Any:
-    return getattr(hook, "__self__", None)

@@ -44,7 +44,8 @@ class RoutedForward:
         finally:
             self._run = None
         if run.kept is None and run.found:
-            graph = next((y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _has_graph(y)), None)
+            every = outputs if isinstance(outputs, tuple) else (outputs,)
+            graph = next((y for y in every if isinstance(y, Tensor) and y.grad_fn is not None), None)
             if graph is not None or not torch.is_grad_enabled():
                 flat = torch.cat([ids.flatten() for ids in run.found])
                 choice = SavedRouting(narrow(flat, run.largest))
@@ -140,7 +141,3 @@ class _WatchedRun(TorchFunctionMode):
                 f"its forward kept {0 if kept is None else len(kept)}; it must take the same way both times"
             )
         return kept[begin : self._taken].view(shape).long()
-
-
-def _has_graph(y: Any) -> bool:
-    return isinstance(y, Tensor) and y.grad_fn is not None

@@ -130,7 +130,9 @@ class _TrafficCounter:
         activations = self.one * self.tokens
         if isinstance(style, ColumnParallel):
             out, inner = features_of(module)
-            if not self._is_entered(name):
+            # A Column at its region's entry receives a gathered input, so it has no collective of its own.
+            around = self.found.region_around(name)
+            if not (around in self.found.regions and self.found.has_entry(around)):
                 self._add(name, 2 * activations * inner)  # backward sums the gradient of the input
             if style.gather and gathers:
                 self._add(name, activations * out)
@@ -177,11 +179,6 @@ class _TrafficCounter:
         self._add(f"{layers}.{names[-1]}", width)
         for block in self.found.blocks:
             self._add(block, 2 * self.one * self.tokens * self._width(), 2)
-
-    def _is_entered(self, column: str) -> bool:
-        """Return whether a Column receives its input from its region's entry, without a collective of its own."""
-        name = self.found.region_around(column)
-        return name in self.found.regions and self.found.has_entry(name)
 
     def _entering(self, name: str, region: RegionPlan) -> int:
         """Return the number of input features of a region: those of linears before its Columns, or of a Column."""

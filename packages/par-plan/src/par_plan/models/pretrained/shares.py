@@ -88,7 +88,7 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
     def share(names: Collection[str], modules: tuple[str, ...]) -> LayerShard:
         every = {name: sum(map(math.prod, shapes[name])) for name in names}
         sizes = {name: size for name, size in every.items() if name not in dealt}
-        own = [name for name in traffic if _is_inside(name, modules)]
+        own = [name for name in traffic if any(name == each or name.startswith(f"{each}.") for each in modules)]
         partial = [
             (box.sum_over, 2 * (1 - 1 / topology.size(box.sum_over)) * math.prod(box.size))
             for name in names
@@ -132,11 +132,6 @@ def look(structure: Structure, split: TensorSplit) -> RankShard | str:
 def in_runs(part: ModelSlice, shares: tuple[LayerShard, ...]) -> list[tuple[LayerShard, int]]:
     """Return the shards of all layers of a rank, with the number of layers of each."""
     return [(shares[kind], times) for run in part.runs for kind, times in run]
-
-
-def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
-    """Return whether a name belongs to one of these modules, or to a submodule."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _sizes(record: Sharding) -> list[tuple[int, ...]]:

@@ -49,7 +49,7 @@ class Structure:
         self.config: Any = self.model.config.get_text_config()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        self.table = self._name_of(table.weight)
+        self.table = next(name for name, parameter in self.parameters.items() if parameter is table.weight)
         self.head = next((name for name, module in self.model.named_modules() if module is head), None)
         self.vocabulary, self.width = (int(size) for size in table.weight.shape)
         self.tied = head is not None and head.weight is table.weight
@@ -107,9 +107,6 @@ class Structure:
     def have_experts(self) -> tuple[bool, ...]:
         """Whether each kind of layer has experts."""
         return tuple(any(name in self.experts for name in names) for names in self.of_samples)
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, own in self.parameters.items() if own is parameter)
 
     def _with_samples_alone(self) -> Any:
         """Return a copy of the model with only the sampled layers, which keep their numbers."""
