@@ -180,7 +180,7 @@ def test_a_loop_of_ones_own_over_a_folder_and_padded_rows(tmp_path):
             strategy.backward(loss, optimizer)
             found.append((loss.item(), float(optimizer.step().grad_norm)))
             optimizer.zero_grad()
-        with pytest.raises(ValueError, match=r"generate\(\) goes on from tokens of earlier calls"):
+        with pytest.raises(ValueError, match=r"generate\(\) reads cached keys of earlier tokens"):
             model.generate(torch.ones(1, 3, dtype=torch.int64))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=TOLERANCE)

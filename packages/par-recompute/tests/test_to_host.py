@@ -374,8 +374,8 @@ def test_copies_and_pickles_of_a_model_have_hosts_of_their_own(reference):
         ({"resident": "much"}, ValueError, "resident='much': a size is a number and one of"),
         ({"resident": 0.5}, TypeError, "resident is 0.5; give bytes, or a text"),
         ({"ahead": -1}, ValueError, "ahead is -1 layers; give 0 or more"),
-        ({"store": torch.clone}, ValueError, "give store and load together"),
-        ({"fetch": torch.clone}, ValueError, r"of store, load and fetch \['fetch'\] alone is given"),
+        ({"store": torch.clone}, ValueError, "set store and load together"),
+        ({"fetch": torch.clone}, ValueError, r"only \['fetch'\] of store, load and fetch is set"),
     ],
 )
 def test_what_options_refuse(keywords, error, message):

@@ -144,7 +144,7 @@ def test_what_cannot_be_cut(arguments, words):
         ({"multiple": 3}, "length 16 does not divide by 4 ranks x 3; use 24"),
         ({"multiple": 0}, "multiple must be 1 at least; it is 0"),
         ({"inner": 3}, "4 ranks do not divide into groups of inner=3"),
-        ({"chunks": 2}, "chunks=2 is the number of chunks of a rank for the cut 'balanced' alone"),
+        ({"chunks": 2}, "chunks=2: it must be 1 or more, and only cut='balanced' supports it"),
         ({"documents": []}, r"documents=\[\] is empty; leave it out for rows of one document"),
         ({"documents": [[]]}, r"documents must have 1 token at least each; their lengths are \[\]"),
         ({"documents": [16, 0]}, r"documents must have 1 token at least each; their lengths are \[16, 0\]"),

@@ -319,7 +319,7 @@ def test_what_a_mode_cannot_share_is_refused_before_anything_is_changed():
         with pytest.raises(ValueError, match="Linear is no model of transformers"):
             context.check_transformers(torch.nn.Linear(2, 2))
         context.transformers_(model)
-        with pytest.raises(ValueError, match=r"generate\(\) goes on from tokens of earlier calls"):
+        with pytest.raises(ValueError, match=r"generate\(\) reads cached keys of earlier tokens"):
             model.generate(torch.ones(1, 3, dtype=torch.int64))
         mine, _ = context.cut(batch_of(), compare=False)
         again, _ = context.cut(batch_of())

@@ -116,7 +116,7 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
         "an embedding, a head or experts": {"target_modules": ["lm_head"]},
         "an embedding, a head or": {"target_modules": ["embed_tokens"]},
         "with DoRA": {"use_dora": True},
-        "'lm_head' is trained whole beside its adapters .* but the plan cuts it": {"modules_to_save": ["lm_head"]},
+        "'lm_head' is trained in full next to its adapters .* but the plan shards it": {"modules_to_save": ["lm_head"]},
         "trains some rows of the embedding.*remove trainable_token_indices": {"trainable_token_indices": [3, 99]},
     }
     with live() as groups:
@@ -143,7 +143,7 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
                 parallelize(model, groups)
             assert sum(parameter.numel() for parameter in model.parameters()) == before
         cut = parallelize(make("llama"), groups)
-        with pytest.raises(ValueError, match="came after this model was cut"):
+        with pytest.raises(ValueError, match="was added after this model was sharded"):
             parallelize(adapted("llama", model=cut), groups)
         cut = parallelize(adapted("llama"), groups)
         with pytest.raises(RuntimeError, match="save_pretrained would write this rank's part"):

@@ -80,7 +80,9 @@ def test_families_that_are_cut_in_both_ways(family):
 def test_what_would_see_its_own_tokens_alone_is_refused():
     plan, config = {"up": "colwise", "down": "rowwise"}, {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}}
     with ProcessGroups(Topology.from_config(config, 4)) as groups:
-        with pytest.raises(ValueError, match=r"would see tokens of one alone; call context\.transformers_\(model\)"):
+        with pytest.raises(
+            ValueError, match=r"would only see a rank's own tokens; call context\.transformers_\(model\)"
+        ):
             parallelize(make("llama"), groups)
         with pytest.raises(ValueError, match="or keep the Context as an attribute of the module that attends with it"):
             parallelize(Mlp(), groups, plan)

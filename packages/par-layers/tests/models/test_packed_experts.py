@@ -138,7 +138,9 @@ def test_each_expert_is_cut_where_no_axis_deals_them_out():
 def test_a_norm_after_each_expert_would_see_parts_of_sums():
     with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
         plan = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
-        with pytest.raises(ValueError, match=r"'experts' has a norm after each expert, .* cannot be cut over 2 ranks"):
+        with pytest.raises(
+            ValueError, match=r"'experts' has a norm after each expert, .* cannot be sharded over 2 ranks"
+        ):
             parallelize(block(norm=True), groups, plan)
 
 
@@ -311,5 +313,5 @@ def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="'experts': num_experts=4: not a multiple of the 8 ranks"):
         plan_shardings(block(), topology, 0, DEALT)
     topology = Topology.from_config({"expert": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)
-    with pytest.raises(ValueError, match="'experts' has a norm after each expert, which needs whole outputs"):
+    with pytest.raises(ValueError, match="'experts' has a norm after each expert, which needs full outputs"):
         plan_shardings(block(norm=True), topology, 0, DEALT)

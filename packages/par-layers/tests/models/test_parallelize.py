@@ -398,7 +398,7 @@ def test_a_second_call_changes_nothing():
         for name, parameter in cut.named_parameters():
             assert torch.equal(parameter, before[name])
         assert_gradients_equal(whole, cut, IDS, groups)
-        with pytest.raises(ValueError, match=r"was cut over .*, and is now to be cut over"):
+        with pytest.raises(ValueError, match=r"is already sharded over .*, not over"):
             parallelize(cut, others, PLAN)
         with pytest.raises(ValueError, match="by another plan"):
             parallelize(cut, groups, {**PLAN, "head": "replicate"})
@@ -449,7 +449,7 @@ def test_models_that_cannot_be_cut():
         fused.use_kernels = True
         with pytest.raises(TypeError, match=r"Mlp runs fused kernels, .* use_kernels=False"):
             parallelize(fused, groups, PAIR)
-        with pytest.raises(ValueError, match="logits is 'all'"):
+        with pytest.raises(ValueError, match="logits='all'"):
             parallelize(make(kind=Mlp), groups, PAIR, logits="all")
 
 
@@ -458,7 +458,7 @@ def test_other_modes():
     square, few = ({"tensor": each} for each in ({"size": 4, "mode": "2d"}, {"size": 4, "mode": "1d"}))
     with (
         ProcessGroups(Topology.from_config(square, 4)) as groups,
-        pytest.raises(ValueError, match=r"mode '2d' cuts activations.*use mode='1d'"),
+        pytest.raises(ValueError, match=r"mode '2d' splits activations.*use mode='1d'"),
     ):
         parallelize(make(), groups, PLAN)
     with (

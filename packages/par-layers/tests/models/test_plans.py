@@ -243,7 +243,7 @@ def test_a_style_of_latents_asks_the_module_around_the_linear():
 
 def test_other_modes_and_models_that_have_no_layers():
     square = Topology.from_config({"tensor": {"size": 4, "mode": "2d"}}, 4)
-    with pytest.raises(ValueError, match=r"mode '2d' cuts activations.*use mode='1d'"):
+    with pytest.raises(ValueError, match=r"mode '2d' splits activations.*use mode='1d'"):
         plan_shardings(Mlp(), square, plan=PAIR)
     with pytest.raises(TypeError, match=r"no single nn.ModuleList"):
         plan_shardings(Mlp(), ranks(sequence_parallel=True), plan=PAIR)

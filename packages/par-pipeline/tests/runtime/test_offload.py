@@ -157,8 +157,8 @@ def test_a_graph_without_backward_is_free_as_soon_as_nobody_has_it():
     ("keywords", "message"),
     [
         ({"resident": -1}, "resident is -1 bytes"),
-        ({"store": torch.clone}, "give store and load together"),
-        ({"fetch": torch.clone}, "of store, load and fetch \\['fetch'\\] alone is given"),
+        ({"store": torch.clone}, "set store and load together"),
+        ({"fetch": torch.clone}, "only \\['fetch'\\] of store, load and fetch is set"),
     ],
 )
 def test_what_an_offload_refuses(keywords, message):

@@ -97,7 +97,7 @@ def cut_tokens(
     if ranks % inner:
         raise ValueError(f"{ranks} ranks do not divide into groups of inner={inner}")
     if chunks is not None and (how != "balanced" or chunks < 1):
-        raise ValueError(f"chunks={chunks} is the number of chunks of a rank for the cut 'balanced' alone, 1 at least")
+        raise ValueError(f"chunks={chunks}: it must be 1 or more, and only cut='balanced' supports it; remove it")
     if not masks:
         raise ValueError("masks=() is empty; give the masks of the layers, by which work is balanced")
     rows = as_documents(documents, length)

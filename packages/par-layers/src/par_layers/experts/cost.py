@@ -76,8 +76,8 @@ class ExpertSplit:
     def __post_init__(self) -> None:
         if self.tensor > 1 and self.joined > 1:
             raise ValueError(
-                f"tensor is {self.tensor} and joined is {self.joined}; where experts are cut, tokens are not: leave "
-                "one of them 1"
+                f"tensor is {self.tensor} and joined is {self.joined}: sharded experts receive all tokens; set "
+                "one of them to 1"
             )
 
 
@@ -168,7 +168,9 @@ def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbala
         return [[Fraction(shape.num_experts // p * shape.slots)] * p]
     if isinstance(routing, str):
         if not 1 <= imbalance <= p:
-            raise ValueError(f"imbalance is {imbalance}; of {p} ranks one can have 1 to {p} times the mean")
+            raise ValueError(
+                f"imbalance={imbalance}: the busiest of {p} ranks has 1 to {p} times the mean; pass a number in between"
+            )
         most = Fraction(imbalance) * shape.tokens * shape.top_k / p
         rest = (Fraction(shape.tokens * shape.top_k) - most) / max(p - 1, 1)
         return [[most, *[rest] * (p - 1)]]

@@ -113,7 +113,7 @@ class RoutingReplay:
         if choice.twice:
             raise ValueError(
                 "two forwards of a router began with the same state of torch's CPU generator, so their recomputations "
-                "cannot be told apart; remove the calls that seed it between microbatches"
+                "cannot be distinguished; remove the calls that seed it between microbatches"
             )
         if key in self._held and torch.is_grad_enabled():
             self._used.add(key)

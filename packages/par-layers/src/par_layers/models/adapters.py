@@ -80,9 +80,9 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
         if isinstance(module, nn.Module) and _is_trained_whole(module):
             if name in ruled or any(owner in rules for owner in names_around(name)):
                 raise TypeError(
-                    f"{name!r} is trained whole beside its adapters (modules_to_save, or the head that peft adds to it "
-                    "for the task_type), but the plan cuts it; remove it from modules_to_save, or use a plan without a "
-                    "rule for it"
+                    f"{name!r} is trained in full next to its adapters (modules_to_save, or the head that peft adds "
+                    "for the task_type), but the plan shards it; remove it from modules_to_save, or use a plan without "
+                    "a rule for it"
                 )
         elif _is_of_peft(module) and not _is_in_peft(name, modules):
             raise TypeError(

@@ -137,7 +137,7 @@ class _Again:
         if self._left == 0:
             self._started = self._whole = None
         if whole is None:
-            raise RuntimeError("a column asks for the region's input, and nobody gathers it; a bug of par-layers")
+            raise RuntimeError("a column needs the region's input before its gather; a bug of par-layers")
         return whole
 
 

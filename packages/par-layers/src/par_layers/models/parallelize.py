@@ -95,11 +95,13 @@ def parallelize(
     digest = ""
     try:
         if layers.mode not in (None, "1d"):
-            raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+            raise ValueError(
+                f"mode {layers.mode!r} splits activations that this model's code needs in full; use mode='1d'"
+            )
         if layers.rules.residual.context:
             _check_context(inner, grid.size(layers.rules.residual.context))
         if logits not in ("auto", "full", "sharded"):
-            raise ValueError(f"logits is {logits!r}; it is 'auto', 'full' or 'sharded'")
+            raise ValueError(f"logits={logits!r}: unknown layout; pass 'auto', 'full' or 'sharded'")
         before = parallelization_of(inner)
         if before is None:
             check_prompts(model)
@@ -163,9 +165,9 @@ def _check_context(model: nn.Module, ranks: int) -> None:
         isinstance(x, Context) and x.ranks == ranks for module in model.modules() for x in vars(module).values()
     ):
         raise ValueError(
-            f"the sequence is cut over {ranks} ranks, but attention of this model would see tokens of one alone; call "
-            "context.transformers_(model) first, or keep the Context as an attribute of the module that attends with "
-            "it, or give the ranks of 'sequence' to data, tensor or pipeline"
+            f"the sequence is split over {ranks} ranks, but attention of this model would only see a rank's own "
+            "tokens; call context.transformers_(model) first, or keep the Context as an attribute of the module that "
+            "attends with it, or give the ranks of 'sequence' to data, tensor or pipeline"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0.0:
@@ -183,15 +185,15 @@ def _again(model: nn.Module, before: Parallelization, layers: LayerSet, plan: st
     """
     if before.layers.grid.topology != layers.grid.topology:
         raise ValueError(
-            f"this model was cut over {before.layers.grid.topology}, and is now to be cut over {layers.grid.topology}; "
-            "make it anew, and cut it once"
+            f"this model is already sharded over {before.layers.grid.topology}, not over {layers.grid.topology}; "
+            "make a new model, and shard it once"
         )
     if logits != before.logits:
         raise ValueError(f"this model was cut with logits={before.logits!r}, not {logits!r}; make it anew")
     for name, parameter in model.named_parameters():
         if not attributes.SHARDING.is_on(parameter):
             raise ValueError(
-                f"parameter {name!r} came after this model was cut; make the model anew, with adapters, and cut that"
+                f"parameter {name!r} was added after this model was sharded; make a new model with it, and shard that"
             )
     if resolve(model, plan, experts=deals_experts(layers.grid)).rules != before.plan:
         raise ValueError("this model was cut by another plan, which parallelization_of(model).plan has; make it anew")

@@ -136,7 +136,7 @@ class ActivationOffload:
             raise ValueError(f"resident is {self.resident} bytes; give 0 or more")
         if (self.store is None) != (self.load is None) or (self.fetch is not None and self.store is None):
             given = [name for name in ("store", "load", "fetch") if getattr(self, name) is not None]
-            raise ValueError(f"of store, load and fetch {given} alone is given; give store and load together, or none")
+            raise ValueError(f"only {given} of store, load and fetch is set; set store and load together, or neither")
 
 
 class _Stored(NamedTuple):

@@ -72,9 +72,9 @@ def check_decoder(model: nn.Module) -> None:
         child = next((child for child in module.children() if _attends(child)), None)
         if child is not None and module in of_text and not isinstance(module, nn.ModuleList) and _is_deaf(module):
             raise ValueError(
-                f"{name or type(model).__name__} is {type(module).__name__}, whose code hands no keywords on to its "
-                f"{type(child).__name__}, which is then not told how its tokens are cut; hand **kwargs on, or give the "
-                "ranks of 'sequence' to data, tensor or pipeline"
+                f"{name or type(model).__name__} is {type(module).__name__}, whose code passes no keywords to its "
+                f"{type(child).__name__}, which needs the split of its tokens; pass **kwargs on, or use the ranks of "
+                "'sequence' for data, tensor or pipeline"
             )
     # A number in a module's name is its position in a list of layers.
     in_layers = {
@@ -176,8 +176,8 @@ def check_outputs(model: nn.Module, args: object, output: object) -> None:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.dim() < 3:  # [rows, tokens, classes]
         raise ValueError(
-            f"{type(model).__name__} gave logits {list(logits.shape)} of whole rows, each rank those of its own "
-            "tokens; use a head that scores tokens, or give the ranks of 'sequence' to data, tensor or pipeline"
+            f"{type(model).__name__} returned logits {list(logits.shape)} of full rows, computed from the tokens "
+            "of one rank; use a head that scores tokens, or use the ranks of 'sequence' for data, tensor or pipeline"
         )
 
 

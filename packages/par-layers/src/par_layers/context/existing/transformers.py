@@ -162,8 +162,8 @@ class NoGeneration:
         """Raise ValueError."""
         del args, keywords
         raise ValueError(
-            "generate() goes on from tokens of earlier calls, which are not cut over the ranks of a sequence; save "
-            "the model, and generate with one that transformers has loaded"
+            "generate() reads cached keys of earlier tokens, and a cache is not split over the ranks of a sequence; "
+            "save the model, load it with transformers, and generate there"
         )
 
 
@@ -259,7 +259,7 @@ def _attention(  # noqa: PLR0917 - the signature that models call
     if context is None:
         raise ValueError(f"{type(module).__name__} has no context; call context.transformers_(model)")
     if not isinstance(tokens, Tokens):
-        raise ValueError("attention was not told how its tokens are cut; call model(**batch, par_tokens=tokens)")
+        raise ValueError("attention needs the split of its tokens; call model(**batch, par_tokens=tokens)")
     if isinstance(attention_mask, Unreadable):
         raise ValueError(f"{type(module).__name__}: {attention_mask.why}")
     if not isinstance(attention_mask, Mask):

@@ -49,7 +49,7 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
         )
     if inside.has_post_expert_norm and grid.size(("expert_tensor",)) > 1:
         raise ValueError(
-            f"{name!r} has a norm after each expert, which needs whole outputs: an expert cannot be cut over "
+            f"{name!r} has a norm after each expert, which needs full outputs: an expert cannot be sharded over "
             f"{grid.size(('expert_tensor',))} ranks; use expert=dict(size=..., tensor=1)"
         )
     experts, *features = getattr(inside, first).shape

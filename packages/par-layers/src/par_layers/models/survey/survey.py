@@ -139,7 +139,7 @@ def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | 
     """
     mode, options = topology.modes.get("tensor", (None, {}))
     if mode not in (None, "1d"):
-        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+        raise ValueError(f"mode {mode!r} splits activations that this model's code needs in full; use mode='1d'")
     return survey(model, plan, PlannedGrid(topology, rank), sequence=bool(options.get("sequence_parallel", False)))
 
 
@@ -234,7 +234,7 @@ class _Surveyor:
         ranks = self.grid.size(self.axes)
         if ranks > 1 and getattr(self.modules[name], "has_post_expert_norm", False) is True:
             raise ValueError(
-                f"{name!r} has a norm after each expert, which needs whole outputs: an expert cannot be cut over "
+                f"{name!r} has a norm after each expert, which needs full outputs: an expert cannot be sharded over "
                 f"{ranks} ranks; give it the rule 'ep_dispatch_experts' and the config expert=dict(size=..., tensor=1)"
             )
         return is_packed(self.modules[name])
@@ -419,8 +419,8 @@ class _Surveyor:
         found = {self._list_around(name) for name in (*regions, *blocks)}
         if len(found) != 1 or None in found:
             raise TypeError(
-                f"{who} has no single nn.ModuleList with all layers that are cut, between which activations could be "
-                "cut along the sequence; use sequence_parallel=False"
+                f"{who} has no single nn.ModuleList with all sharded layers, so activations between them cannot be "
+                "split along the sequence; use sequence_parallel=False"
             )
         (name,) = found
         for layer in self.modules[str(name)].children():
