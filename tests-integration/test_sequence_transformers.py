@@ -95,7 +95,7 @@ def assert_as_on_one_device(strategy, found, expected, folder, name):
 CUT = {"size": 2, "mode": "1d"}
 CASES_2 = {
     "gather": {"parallel": sequence("gather"), "pipeline": {"microbatches": 2}},
-    "ring, stage 2": {"parallel": sequence("ring", cut="zigzag"), "zero": 2},
+    "ring, stage 2": {"parallel": sequence("ring", split="zigzag"), "zero": 2},
     "ulysses, stage 3": {"parallel": sequence("ulysses"), "zero": 3},
 }
 CASES_4 = {
@@ -210,7 +210,7 @@ def test_adapters_alone_are_trained_where_one_rank_has_no_target():
         expected.append((loss.item(), float(clip_grad_norm_(whole.parameters(), 1.0))))
         optimizer.step()
         optimizer.zero_grad()
-    with Strategy(parallel=sequence("gather", cut="contiguous"), zero=1, clip_norm=1.0) as strategy:
+    with Strategy(parallel=sequence("gather", split="contiguous"), zero=1, clip_norm=1.0) as strategy:
         model, optimizer = strategy.initialize(*adapted())
         for expectation in expected:
             batches = iter([transformers.BatchEncoding(batch)])  # a mapping that is no dict

@@ -30,9 +30,9 @@ from tqdm import tqdm
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, Tokens, layer_cost
 from par_layers._collectives import finish
-from par_layers.context.context import CPU_BLOCK
 from par_layers.context.kernels import choose_kernels
 from par_layers.context.modes import gather, ring
+from par_layers.context.modes.attention import CPU_BLOCK
 from par_layers.context.steps import PieceStep
 
 CORES, HEADS, HEAD = 2, 8, 64
@@ -306,7 +306,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         visible = (far >= 0) & (far < case.dense)
         steps[DENSE] = on_one(lambda q, k, v: attend(q, k, v, attn_mask=visible), whole)
     for mode, cut in case.ours:
-        context = Context(groups, mode=mode, cut=cut)
+        context = Context(groups, mode=mode, split=cut)
         tokens = context.tokens(case.length, documents=documents, masks=(case.mask,))
         index = torch.from_numpy(tokens.index(dist.get_rank()))
         local = tuple(x.detach()[:, index].requires_grad_() for x in whole)
@@ -334,7 +334,7 @@ def shape(case: Case, cut: str) -> AttentionShape:
         documents=documents_of(case),
         heads=HEADS,
         key_heads=case.key_heads,
-        cut=cut,  # type: ignore[arg-type]
+        split=cut,  # type: ignore[arg-type]
     )
 
 

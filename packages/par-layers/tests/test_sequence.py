@@ -124,7 +124,7 @@ def test_models_train_as_on_one_device():
         assert_trains_as_one_device(gpt, groups)  # rows of one document: no layer is given tokens
         assert_trains_as_one_device(gpt, groups, documents=[[4, 11]] * 4, length=15)  # padded
         assert_trains_as_one_device(llama, groups, documents=DOCUMENTS)
-    with live({"size": 2, "cut": "zigzag"}) as groups:
+    with live({"size": 2, "split": "zigzag"}) as groups:
         assert_trains_as_one_device(llama, groups)
         check_ignored_targets(groups)
 
@@ -135,7 +135,7 @@ def test_models_train_as_on_one_device_beside_tensor_ranks():
         assert_trains_as_one_device(gpt, groups, steps=2, documents=DOCUMENTS)
         assert_trains_as_one_device(llama, groups, documents=DOCUMENTS)
         check_half_precision_rounds_as_one_device_does(groups)
-    with live({"size": 2, "cut": "contiguous"}, "by sequence") as groups:
+    with live({"size": 2, "split": "contiguous"}, "by sequence") as groups:
         context = layer_set("auto", groups).context
         assert context.tokens(13, pad=True).local == 8  # and not 7, which two tensor ranks cannot share
         with pytest.raises(
@@ -179,7 +179,7 @@ def squared_error(model, exact):
 @pytest.mark.storm
 @pytest.mark.ranks(4)
 def test_models_train_as_on_one_device_over_more_ranks():
-    modes = [{"mode": "ring"}, {"mode": "ulysses"}, {"mode": "2d", "ulysses": 2}, {"cut": "balanced"}]
+    modes = [{"mode": "ring"}, {"mode": "ulysses"}, {"mode": "2d", "ulysses": 2}, {"split": "balanced"}]
     for sequence, tensor in (*(({"size": 4, **mode}, None) for mode in modes), (4, None), (2, "1d")):
         with live(sequence, tensor) as groups:
             assert_trains_as_one_device(gpt, groups, steps=4, documents=DOCUMENTS)

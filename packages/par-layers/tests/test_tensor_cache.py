@@ -96,7 +96,7 @@ def evaluate(context, inputs, mask):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("before", [fakely, evaluate])
 @pytest.mark.parametrize(
-    "config", [{"mode": "ulysses"}, {"mode": "gather", "cut": "zigzag"}, {"mode": "ring", "cut": "zigzag"}]
+    "config", [{"mode": "ulysses"}, {"mode": "gather", "split": "zigzag"}, {"mode": "ring", "split": "zigzag"}]
 )
 def test_attention_first_use_under_mode_changes_nothing(config, before):
     mask = Mask(causal=True, window=5)

@@ -166,7 +166,7 @@ def test_ranks_of_a_sequence_share_activations_and_the_arithmetic():
 
 def test_attention_lasts_as_long_as_on_the_rank_that_has_most_to_do():
     balanced, contiguous = (
-        made(8, TrainingJob(batch=8), shape=LONG, sequence=over("ring", cut=cut)).busiest.seconds["compute"]
+        made(8, TrainingJob(batch=8), shape=LONG, sequence=over("ring", split=cut)).busiest.seconds["compute"]
         for cut in ("zigzag", "contiguous")
     )
     attention = 8 * LONG.context * LONG.flops(ModelSlice(blocks=16, first=True, last=True))[1] / (989e12 / 2 * 8)
@@ -189,7 +189,10 @@ def test_what_comes_over_a_sequence_is_by_the_formulas():
         ("ulysses", "tokens for heads", 4 * 7 / 8**2 * 65_536 * 2 * 1024),
     ):
         found = made(
-            8, TrainingJob(batch=rows), shape=LONG, sequence=over(mode, **({"cut": "zigzag"} if what[0] == "k" else {}))
+            8,
+            TrainingJob(batch=rows),
+            shape=LONG,
+            sequence=over(mode, **({"split": "zigzag"} if what[0] == "k" else {})),
         )
         transfers = {move.what: move for move in found.busiest.transfers}
         assert transfers[what].bytes == pytest.approx(16 * rows * 4 * expected), mode

@@ -85,10 +85,10 @@ def test_enough_key_and_value_heads_leave_the_tensor_axis_whole(kv_heads):
     [
         (4, ("gather", {})),
         ({"size": 4}, ("gather", {})),
-        ({"size": 4, "cut": "zigzag"}, ("gather", {"cut": "zigzag"})),
+        ({"size": 4, "split": "zigzag"}, ("gather", {"split": "zigzag"})),
         ({"size": 4, "mode": "gather", "parts": 2, "keep": True}, ("gather", {"parts": 2, "keep": True})),
-        ({"size": 4, "mode": "ring", "cut": "balanced"}, ("ring", {"cut": "balanced"})),
-        ({"size": 4, "mode": "ulysses", "cut": "contiguous"}, ("ulysses", {"cut": "contiguous"})),
+        ({"size": 4, "mode": "ring", "split": "balanced"}, ("ring", {"split": "balanced"})),
+        ({"size": 4, "mode": "ulysses", "split": "contiguous"}, ("ulysses", {"split": "contiguous"})),
     ],
 )
 def test_sequence_modes_leave_the_axis_whole_and_keep_their_options(config, mode):
@@ -108,19 +108,19 @@ def test_a_sequence_of_one_rank_has_the_mode_that_it_names_alone():
 
 
 def test_the_2d_sequence_mode_has_ulysses_inside():
-    config = {"size": 8, "mode": "2d", "ulysses": 2, "cut": "zigzag"}
+    config = {"size": 8, "mode": "2d", "ulysses": 2, "split": "zigzag"}
     topology = Topology.from_config({"sequence": config, "tensor": {"size": 2, "mode": "1d"}}, 32)
     assert topology.axes == {"data": 2, "pipeline": 1, "ring": 4, "ulysses": 2, "expert": 1, "tensor": 2}
     assert topology.group("ulysses", 1) == (1, 3)
     assert topology.group("ring", 1) == (1, 5, 9, 13)
     assert topology.group("sequence", 1) == (1, 3, 5, 7, 9, 11, 13, 15)
-    assert topology.modes["sequence"] == ("2d", {"ulysses": 2, "cut": "zigzag"})
+    assert topology.modes["sequence"] == ("2d", {"ulysses": 2, "split": "zigzag"})
     assert topology.declared == (("data", "ring", "ulysses"),)
     assert topology.channels == (Channels(("ring",), 2),)
     assert Topology.from_json(topology.to_json()) == topology
     text = topology.describe()
     assert "2 private communicators over ring" in text
-    assert "sequence mode: 2d {'ulysses': 2, 'cut': 'zigzag'}" in text
+    assert "sequence mode: 2d {'ulysses': 2, 'split': 'zigzag'}" in text
 
 
 def test_the_2d_sequence_mode_has_pairs_inside_where_nobody_says():
@@ -139,15 +139,15 @@ def test_the_2d_sequence_mode_may_gather_between_its_groups():
     ("config", "message"),
     [
         ({"mode": "rings"}, "no sequence mode is called 'rings'; did you mean 'ring'"),
-        ({"cut": "zig-zag"}, "mode 'gather': cut is 'zig-zag'; did you mean 'zigzag'"),
-        ({"cut": 2}, "mode 'gather': cut is 2; known: 'auto', 'contiguous', 'zigzag', 'balanced'"),
+        ({"split": "zig-zag"}, "mode 'gather': split is 'zig-zag'; did you mean 'zigzag'"),
+        ({"split": 2}, "mode 'gather': split is 2; known: 'auto', 'contiguous', 'zigzag', 'balanced'"),
         ({"parts": 0}, "parts is 0; it must be a whole number of at least 1"),
         ({"parts": True}, "parts is True; it must be a whole number"),
         ({"keep": 1}, "keep is 1; it must be True or False"),
-        ({"mode": "ring", "keep": True}, r"mode 'ring' takes no option 'keep' \(sequence\); known: 'cut'"),
+        ({"mode": "ring", "keep": True}, r"mode 'ring' takes no option 'keep' \(sequence\); known: 'split'"),
         (
-            {"mode": "ulysses", "cut": "zigzag"},
-            "mode 'ulysses': cut is 'zigzag', .*leave cut out, or use mode 'gather'",
+            {"mode": "ulysses", "split": "zigzag"},
+            "mode 'ulysses': split is 'zigzag', .*remove split, or use mode 'gather'",
         ),
         ({"mode": "2d", "ulysses": 3}, "ulysses=3 does not divide the 4 ranks; use one of 1, 2, 4"),
         ({"mode": "2d", "ulysses": 0}, "ulysses is 0; it must be a whole number of at least 1"),

@@ -20,7 +20,7 @@ def live(config):
 
 @pytest.mark.ranks(2)
 def test_a_batch_is_cut_shifted_and_padded():
-    with live({"cut": "zigzag"}) as groups:
+    with live({"split": "zigzag"}) as groups:
         context = Context(groups)
         ids = torch.arange(20, 27).expand(2, 7)
         batch = {
@@ -124,7 +124,7 @@ BATCHES = [
 
 @pytest.mark.ranks(2)
 def test_batches_that_cannot_be_cut_are_refused():
-    with live({"cut": "zigzag"}) as groups:
+    with live({"split": "zigzag"}) as groups:
         for arguments, message in BATCHES:
             with pytest.raises(ValueError, match=message):
                 Context(groups).cut(**arguments)
@@ -194,8 +194,8 @@ def test_contexts_that_the_topology_has_not_are_refused():
                 {"mode": "2d"},
                 "mode '2d' needs the axes 'ring' and 'ulysses', but 'sequence' is sequence; name the mode",
             ),
-            ({"mode": "ulysses", "cut": "zigzag"}, "cut is 'zigzag', but with mode 'ulysses'"),
-            ({"cut": "zig"}, "cut is 'zig'; it must be one of 'auto', 'contiguous', 'zigzag', 'balanced'"),
+            ({"mode": "ulysses", "split": "zigzag"}, "split is 'zigzag', but with mode 'ulysses'"),
+            ({"split": "zig"}, "split is 'zig'; it must be one of 'auto', 'contiguous', 'zigzag', 'balanced'"),
             ({"kernel": "flash"}, "kernel is 'flash'; it must be 'auto' or 'math'"),
             ({"block": 0}, "block is 0; it must be a number of tokens, 1 at least"),
             ({"axis": "rows"}, "rows"),

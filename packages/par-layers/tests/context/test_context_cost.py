@@ -17,8 +17,8 @@ M = B * S
 CAUSAL, FULL = Mask(causal=True), Mask()
 
 
-def shape(mask=CAUSAL, cut="auto", **more):
-    return AttentionShape(tokens=M, width=H, key_width=K, rows=B, mask=mask, cut=cut, **more)
+def shape(mask=CAUSAL, split="auto", **more):
+    return AttentionShape(tokens=M, width=H, key_width=K, rows=B, mask=mask, split=split, **more)
 
 
 def elements(mode, sizes, of, **options):
@@ -51,9 +51,9 @@ def test_formulas_of_both_at_once(ring, ulysses):
     inside = Fraction(4 * (ulysses - 1), ulysses**2) * Fraction(M, ring) * (H + K)
     outside = 6 * Fraction(ring - 1, ring) * M * Fraction(K, ulysses)
     sizes = {"ring": ring, "ulysses": ulysses}
-    assert elements("2d", sizes, shape(cut="zigzag")) == inside + outside
+    assert elements("2d", sizes, shape(split="zigzag")) == inside + outside
     seen = Fraction(3 * (ring - 1), 4 * ring) * S
-    assert elements("2d", sizes, shape(cut="zigzag"), outer="gather") == inside + 6 * B * seen * Fraction(K, ulysses)
+    assert elements("2d", sizes, shape(split="zigzag"), outer="gather") == inside + 6 * B * seen * Fraction(K, ulysses)
 
 
 def test_hops_that_nobody_needs():
@@ -77,7 +77,7 @@ def test_ranks_that_share_key_heads():
 
 def test_where_ulysses_moves_less_than_a_ring():
     def less(ranks, key_width):
-        of = AttentionShape(tokens=1680 * 16, width=64, key_width=key_width, mask=FULL, cut="contiguous")
+        of = AttentionShape(tokens=1680 * 16, width=64, key_width=key_width, mask=FULL, split="contiguous")
         return elements("ulysses", ranks, of) < elements("ring", ranks, of)
 
     assert all(less(ranks, 64) for ranks in (2, 3, 4))  # P > 2 (h/k + 1) / 3
@@ -91,7 +91,7 @@ def shapes(draw):
     packed = [draw(documents(length)) for _ in range(draw(st.sampled_from((1, rows))))]
     cut = draw(st.sampled_from(("auto", "contiguous", "zigzag", "balanced")))
     return AttentionShape(
-        tokens=rows * length, width=8, key_width=4, rows=rows, documents=packed, mask=draw(masks(length)), cut=cut
+        tokens=rows * length, width=8, key_width=4, rows=rows, documents=packed, mask=draw(masks(length)), split=cut
     )
 
 
@@ -160,7 +160,7 @@ def test_memory():
 
 
 def test_lengths_that_do_not_divide_are_filled_up():
-    odd = AttentionShape(tokens=15, width=8, key_width=8, mask=FULL, cut="contiguous")
+    odd = AttentionShape(tokens=15, width=8, key_width=8, mask=FULL, split="contiguous")
     assert elements("ring", 4, odd) == 6 * Fraction(3, 4) * 16 * 8
     assert elements("gather", 4, odd) == 6 * Fraction(3 * (15 - 4) + 12, 4) * 8  # padding is no key, and sees none
     assert isinstance(odd.over(4), Tokens)
@@ -206,4 +206,4 @@ def test_rows_may_be_cut_for_other_masks_and_into_longer_chunks():
     assert alone.over(4).runs == cut_tokens(S, 4, masks=(window,)).runs
     assert beside.over(4).runs == cut_tokens(S, 4, masks=(CAUSAL,)).runs != alone.over(4).runs
     assert elements("gather", 4, beside) > elements("gather", 4, alone)
-    assert shape(cut="contiguous", multiple=10).over(4).padded == 120
+    assert shape(split="contiguous", multiple=10).over(4).padded == 120

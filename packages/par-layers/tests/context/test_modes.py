@@ -62,27 +62,27 @@ EVERY = [
 MODES = {
     1: [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}],
     2: [
-        {"mode": "gather", "cut": "balanced"},
-        {"mode": "gather", "cut": "zigzag", "parts": 1, "keep": True},
-        {"mode": "ring", "cut": "zigzag"},
+        {"mode": "gather", "split": "balanced"},
+        {"mode": "gather", "split": "zigzag", "parts": 1, "keep": True},
+        {"mode": "ring", "split": "zigzag"},
         {"mode": "ulysses"},
     ],
     4: [
-        {"mode": "gather", "cut": "zigzag"},
-        {"mode": "ring", "cut": "balanced"},
-        {"mode": "2d", "ulysses": 2, "cut": "zigzag"},
+        {"mode": "gather", "split": "zigzag"},
+        {"mode": "ring", "split": "balanced"},
+        {"mode": "2d", "ulysses": 2, "split": "zigzag"},
         {"mode": "2d", "ulysses": 2, "outer": "gather", "keep": True},
     ],
-    8: [{"mode": "2d", "ulysses": 4, "cut": "zigzag"}],
+    8: [{"mode": "2d", "ulysses": 4, "split": "zigzag"}],
 }
 MORE = {
     **MODES,
     4: [
         *MODES[4],
-        {"mode": "gather", "cut": "contiguous", "parts": 4},
-        {"mode": "gather", "cut": "balanced", "keep": True},
-        {"mode": "ring", "cut": "contiguous"},
-        {"mode": "ring", "cut": "zigzag"},
+        {"mode": "gather", "split": "contiguous", "parts": 4},
+        {"mode": "gather", "split": "balanced", "keep": True},
+        {"mode": "ring", "split": "contiguous"},
+        {"mode": "ring", "split": "zigzag"},
         {"mode": "ulysses"},
         {"mode": "2d", "ulysses": 4},
         {"mode": "2d", "ulysses": 1},
@@ -142,7 +142,7 @@ def test_two_by_four():
 
 @pytest.mark.ranks(2, backend="strict")
 @pytest.mark.parametrize(
-    "config", [{"mode": "gather", "cut": "zigzag"}, {"mode": "ring"}, {"mode": "ulysses"}], ids=str
+    "config", [{"mode": "gather", "split": "zigzag"}, {"mode": "ring"}, {"mode": "ulysses"}], ids=str
 )
 def test_messages_as_nccl_wants_them(config):
     run_cases([config], [TYPICAL[2]])
@@ -172,7 +172,7 @@ def test_ranks_of_ulysses_may_share_a_key_head_unevenly():
 @pytest.mark.ranks(2, backend="strict")
 def test_after_the_first_step_the_host_waits_for_nothing():
     for mode in ("gather", "ring", "ulysses"):
-        with live({"mode": mode, **({} if mode == "ulysses" else {"cut": "balanced"})}) as groups:
+        with live({"mode": mode, **({} if mode == "ulysses" else {"split": "balanced"})}) as groups:
             context, sinks = Context(groups, block=4), numbers(4, seed=5)
             parts = (numbers(2, 32, heads, 8, seed=heads) for heads in (4, 2, 2))
             cut, tokens = context.cut(tuple(parts), documents=[[32], [5, 27]])
@@ -232,15 +232,15 @@ def counted(config, mask, length=32, documents=None, key_heads=2):
 def test_what_travels_is_what_the_formulas_say():
     p, s, b = dist.get_world_size(), 32, 2
     m, h, k, causal = b * s, 32, 16, Mask(causal=True)
-    gather = {"mode": "gather", "cut": "contiguous", "parts": 2}
+    gather = {"mode": "gather", "split": "contiguous", "parts": 2}
     for config, mask, expected in [
         ({"mode": "ring"}, Mask(), 6 * (p - 1) / p * m * k),
-        ({"mode": "ring", "cut": "contiguous"}, Mask(causal=True, window=5), 6 * (p - 1) / p * (m / p) * k),
+        ({"mode": "ring", "split": "contiguous"}, Mask(causal=True, window=5), 6 * (p - 1) / p * (m / p) * k),
         (gather, causal, 6 * b * (p - 1) / (2 * p) * s * k),
-        ({**gather, "cut": "zigzag"}, causal, 6 * b * 3 * (p - 1) / (4 * p) * s * k),
+        ({**gather, "split": "zigzag"}, causal, 6 * b * 3 * (p - 1) / (4 * p) * s * k),
         (gather, Mask(), 6 * b * (p - 1) / p * s * k),
         ({**gather, "keep": True}, Mask(), 4 * b * (p - 1) / p * s * k),
-        ({"mode": "gather", "cut": "contiguous"}, Mask(causal=True, window=5), 6 * b * (p - 1) / p * 4 * k),
+        ({"mode": "gather", "split": "contiguous"}, Mask(causal=True, window=5), 6 * b * (p - 1) / p * 4 * k),
         ({"mode": "ulysses"}, causal, 4 * (p - 1) / p**2 * m * (h + max(k, 8 * p))),
     ]:
         found, exchanges = counted(config, mask)
@@ -258,9 +258,9 @@ def test_what_travels_is_what_cost_predicts():
     documents, mask = [[20, 1, 3, 8, 32], [64]], Mask(causal=True, window=9)
     for config in MODES[4]:
         sizes = {"ring": 2, "ulysses": 2} if config["mode"] == "2d" else {"sequence": 4}
-        cut = config.get("cut", "auto")
+        cut = config.get("split", "auto")
         shape = AttentionShape(
-            tokens=128, width=32, key_width=16, mask=mask, documents=documents, rows=2, heads=4, key_heads=2, cut=cut
+            tokens=128, width=32, key_width=16, mask=mask, documents=documents, rows=2, heads=4, key_heads=2, split=cut
         )
         keep, outer = config.get("keep", False), config.get("outer", "ring")
         found, _ = counted(config, mask, length=64, documents=documents)
@@ -277,7 +277,7 @@ def test_a_graph_that_is_alive_at_exit_ends_no_process_badly():
 @pytest.mark.ranks(2)
 def test_documents_that_are_whole_on_a_rank_move_nothing():
     for mode in ("gather", "ring"):
-        assert counted({"mode": mode, "cut": "contiguous"}, Mask(), documents=[16, 16]) == (0, 0)
+        assert counted({"mode": mode, "split": "contiguous"}, Mask(), documents=[16, 16]) == (0, 0)
 
 
 @pytest.mark.ranks(2)
@@ -344,17 +344,17 @@ class WithoutMemory:
 
 HELD = {
     2: [
-        {"mode": "ring", "cut": "contiguous"},
-        {"mode": "gather", "cut": "contiguous"},
-        {"mode": "gather", "cut": "zigzag", "parts": 2},
-        {"mode": "gather", "cut": "contiguous", "keep": True},
+        {"mode": "ring", "split": "contiguous"},
+        {"mode": "gather", "split": "contiguous"},
+        {"mode": "gather", "split": "zigzag", "parts": 2},
+        {"mode": "gather", "split": "contiguous", "keep": True},
         {"mode": "ulysses"},
     ],
     4: [
-        {"mode": "ring", "cut": "contiguous"},
-        {"mode": "gather", "cut": "contiguous"},
-        {"mode": "gather", "cut": "zigzag", "parts": 2},
-        {"mode": "gather", "cut": "contiguous", "parts": 4, "keep": True},
+        {"mode": "ring", "split": "contiguous"},
+        {"mode": "gather", "split": "contiguous"},
+        {"mode": "gather", "split": "zigzag", "parts": 2},
+        {"mode": "gather", "split": "contiguous", "parts": 4, "keep": True},
         {"mode": "ulysses"},
         {"mode": "2d", "ulysses": 2},
         {"mode": "2d", "ulysses": 2, "outer": "gather"},
@@ -403,7 +403,7 @@ def held(config, mask, length, rows):
         key_width=key_heads * head,
         rows=rows,
         mask=mask,
-        cut=config.get("cut", "auto"),
+        split=config.get("split", "auto"),
         heads=heads,
         key_heads=key_heads,
     )

@@ -137,7 +137,7 @@ def check_two_contexts_in_one_process():
     """Their calls mixed, and a third model without one between them, which is the same as ever."""
     topologies = [
         Topology.from_config({"sequence": {"size": 2, **config}}, 2)
-        for config in ({"mode": "ring", "cut": "zigzag"}, {"mode": "ulysses"})
+        for config in ({"mode": "ring", "split": "zigzag"}, {"mode": "ulysses"})
     ]
     plain, batch = made("Mistral"), batch_of()
     expected = plain(**batch).loss
@@ -169,7 +169,7 @@ def test_models_over_more_ranks(name):
         MODELS[name] = lambda: transformers.Llama4ForCausalLM(
             transformers.Llama4TextConfig(**SIZES, **small, no_rope_layers=[1, 0])
         )
-    for config in ({"mode": "2d", "ulysses": 2, "cut": "zigzag"}, {"mode": "gather", "cut": "balanced"}):
+    for config in ({"mode": "2d", "ulysses": 2, "split": "zigzag"}, {"mode": "gather", "split": "balanced"}):
         for recompute in (False, True):
             compare(name, config, batch_of(), DOCUMENTS, documents=DOCUMENTS, recompute=recompute)
 
@@ -274,7 +274,7 @@ def test_what_cannot_be_equal_is_refused():
 @pytest.mark.ranks(2)
 def test_model_without_places_computes_as_with_them(name):
     """Positions jump on the first rank of a zigzag cut alone, and transformers takes jumps for documents."""
-    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "cut": "zigzag"}}, 2)) as groups:
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "split": "zigzag"}}, 2)) as groups:
         context = Context(groups, block=4)
         model = context.transformers_(made(name))
         mine, tokens = context.cut(batch_of())

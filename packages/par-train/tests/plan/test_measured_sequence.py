@@ -132,7 +132,7 @@ def over(ranks, mode, **options):
 def test_every_mode_on_two_ranks():
     """Contiguous tokens, of which one rank fetches all and the other nothing, among them."""
     assert_as_predicted(over(2, "gather"), zero=1, precision="bf16")
-    assert_as_predicted(over(2, "gather", cut="contiguous", keep=True, parts=1))
+    assert_as_predicted(over(2, "gather", split="contiguous", keep=True, parts=1))
     assert_as_predicted(over(2, "ring"), microbatches=2, precision="bf16-amp")
     assert_as_predicted(over(2, "ulysses"), precision="bf16")
 
@@ -153,7 +153,7 @@ def test_every_mode_on_four_ranks():
         assert_as_predicted(over(4, mode), precision="bf16")
         assert_as_predicted(over(4, mode), zero=2)
     for cut in ("contiguous", "zigzag", "balanced"):
-        assert_as_predicted(over(4, "gather", cut=cut))
+        assert_as_predicted(over(4, "gather", split=cut))
     assert_as_predicted(over(4, "2d"))
     assert_as_predicted(over(4, "2d", ulysses=2, outer="gather"), precision="bf16")
     assert_as_predicted(over(4, "2d", ulysses=4))

@@ -135,7 +135,7 @@ def far_from_ties(model):
 
 @pytest.mark.ranks(2)
 def test_a_loader_gives_each_sequence_rank_its_tokens_of_the_same_samples():
-    with Strategy(parallel={"sequence": {"size": 2, "cut": "zigzag"}}) as strategy:
+    with Strategy(parallel={"sequence": {"size": 2, "split": "zigzag"}}) as strategy:
         for batches in (strategy.initialize(loader()), strategy.initialize(loader(*tokens_and_targets(24)))):
             for cut, whole in zip(batches, batches._plain, strict=True):
                 for mine, every in zip(cut, whole, strict=True):

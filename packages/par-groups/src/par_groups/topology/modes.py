@@ -148,58 +148,64 @@ def _three_d(size: int) -> Split:
 DEFAULT_MODES: Mapping[str, str] = {"sequence": "gather"}
 """The mode of an axis that has several ranks and names none."""
 
-CUTS = ("auto", "contiguous", "zigzag", "balanced")
+SPLITS = ("auto", "contiguous", "zigzag", "balanced")
 """Ways to split a sequence over ranks; "auto" takes the fastest way for the attention."""
 
 
 @register_mode("gather", axis="sequence")
-def _gather(size: int, *, cut: str = "auto", parts: int | None = None, keep: bool = False) -> Split:
+def _gather(size: int, *, split: str = "auto", parts: int | None = None, keep: bool = False) -> Split:
     """Gather, on each rank, the keys and values for its queries in one exchange.
 
     Args:
         size: Number of ranks.
-        cut: Way to split a sequence over the ranks, one of `CUTS`. Default: "auto".
+        split: Way to split a sequence over the ranks, one of `SPLITS`. Default: "auto".
         parts: Number of parts, by heads, in which keys and values are sent. Default: chosen by the attention.
         keep: Whether to save gathered keys and values until backward; otherwise backward gathers them again. Default:
             False.
     """
-    _check_cut("gather", cut)
+    _check_split("gather", split)
     _check_fetching("gather", parts, keep)
     return Split(declare=_over_tokens(size))
 
 
 @register_mode("ring", axis="sequence")
-def _ring(size: int, *, cut: str = "auto") -> Split:
+def _ring(size: int, *, split: str = "auto") -> Split:
     """Send keys and values around the ring of sequence ranks (arXiv:2310.01889).
 
     Args:
         size: Number of ranks.
-        cut: Way to split a sequence over the ranks, one of `CUTS`. Default: "auto".
+        split: Way to split a sequence over the ranks, one of `SPLITS`. Default: "auto".
     """
-    _check_cut("ring", cut)
+    _check_split("ring", split)
     return Split(declare=(*_over_tokens(size), *_around("sequence", size)))
 
 
 @register_mode("ulysses", axis="sequence")
-def _ulysses(size: int, *, cut: str = "auto") -> Split:
+def _ulysses(size: int, *, split: str = "auto") -> Split:
     """Exchange sequence shards for head shards in an all-to-all (arXiv:2309.14509).
 
     Args:
         size: Number of ranks.
-        cut: "auto" or "contiguous", which are equivalent: contiguous tokens already balance the ranks' work.
+        split: "auto" or "contiguous", which are equivalent: contiguous tokens already balance the ranks' work.
     """
-    _check_cut("ulysses", cut)
-    if cut not in {"auto", "contiguous"}:
+    _check_split("ulysses", split)
+    if split not in {"auto", "contiguous"}:
         raise ValueError(
-            f"sequence mode 'ulysses': cut is {cut!r}, but its ranks have equal work when tokens are contiguous; leave "
-            "cut out, or use mode 'gather', 'ring' or '2d'"
+            f"sequence mode 'ulysses': split is {split!r}, but its ranks have equal work when tokens are contiguous; "
+            "remove split, or use mode 'gather', 'ring' or '2d'"
         )
     return Split(declare=_over_tokens(size))
 
 
 @register_mode("2d", axis="sequence")
 def _ulysses_inside(
-    size: int, *, ulysses: int = 2, outer: str = "ring", cut: str = "auto", parts: int | None = None, keep: bool = False
+    size: int,
+    *,
+    ulysses: int = 2,
+    outer: str = "ring",
+    split: str = "auto",
+    parts: int | None = None,
+    keep: bool = False,
 ) -> Split:
     """Combine Ulysses among neighbours, such as the ranks of one node, with a ring or gather between such groups.
 
@@ -207,13 +213,13 @@ def _ulysses_inside(
         size: Number of ranks.
         ulysses: Number of ranks that exchange tokens for heads. Default: 2.
         outer: Mode between these groups, "ring" or "gather". Default: "ring".
-        cut: Way to split a sequence over the groups, one of `CUTS`; inside a group, tokens are contiguous. Default:
+        split: Way to split a sequence over the groups, one of `SPLITS`; inside a group, tokens are contiguous. Default:
             "auto".
         parts: Number of parts, by heads, in which keys and values are sent under "gather". Default: chosen by the
             attention.
         keep: Whether to save gathered keys and values until backward. Default: False.
     """
-    _check_cut("2d", cut)
+    _check_split("2d", split)
     if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
         raise ValueError(f"sequence mode '2d': ulysses is {ulysses!r}; it must be a whole number of at least 1")
     if size % ulysses:
@@ -243,9 +249,9 @@ def _around(axis: str, size: int) -> tuple[Channels, ...]:
     return (Channels(axis, 2),) if size > 1 else ()
 
 
-def _check_cut(mode: str, cut: object) -> None:
-    if cut not in CUTS:
-        raise ValueError(f"sequence mode {mode!r}: cut is {cut!r}; {suggest(str(cut), CUTS)}")
+def _check_split(mode: str, split: object) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"sequence mode {mode!r}: split is {split!r}; {suggest(str(split), SPLITS)}")
 
 
 def _check_fetching(mode: str, parts: object, keep: object) -> None:

@@ -10,7 +10,7 @@ from .fetch import transfers
 from .mask import Mask
 from .tokens import Documents, Ints, Tokens, as_documents, joined
 
-CUTS = ("auto", "contiguous", "zigzag", "balanced")
+SPLITS = ("auto", "contiguous", "zigzag", "balanced")
 
 CAUSAL = (Mask(causal=True),)
 
@@ -92,8 +92,8 @@ def cut_tokens(
     for name, value in (("length", length), ("ranks", ranks), ("multiple", multiple), ("inner", inner)):
         if value < 1:
             raise ValueError(f"{name} must be 1 at least; it is {value}")
-    if how not in CUTS:
-        raise ValueError(f"there is no cut {how!r}; there are {', '.join(map(repr, CUTS))}")
+    if how not in SPLITS:
+        raise ValueError(f"there is no split {how!r}; there are {', '.join(map(repr, SPLITS))}")
     if ranks % inner:
         raise ValueError(f"{ranks} ranks do not divide into groups of inner={inner}")
     if chunks is not None and (how != "balanced" or chunks < 1):

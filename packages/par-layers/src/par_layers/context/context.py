@@ -21,7 +21,7 @@ from .arguments import (
     row_size,
     token_dims,
 )
-from .balance import CAUSAL, CUTS, cut_tokens
+from .balance import CAUSAL, SPLITS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
 from .existing.decoders import check_decoder
 from .existing.transformers import local_batch, prepare, whole_batch
@@ -49,16 +49,16 @@ class Context:
             rank's queries see. "ring": keys travel from rank to rank. "ulysses": ranks exchange tokens for heads. "2d":
             ulysses between neighbours, and ring or gather (as the topology specifies) between groups of neighbours.
             Default: the mode of the topology.
-        cut: Assignment of tokens to ranks: "contiguous", "zigzag", "balanced", or "auto" for the fastest of the three.
-            Default: the topology's option.
+        split: Assignment of tokens to ranks: "contiguous", "zigzag", "balanced", or "auto" for the fastest of the
+            three. Default: the topology's option.
         kernel: "auto", or "math" for attention by plain matmuls.
         block: Maximum number of queries of a piece with a mask, and minimum number of tokens of a chunk.
         multiple: Divisor of the number of tokens of a rank, for layers that split them further. A layer set passes the
             number of its sequence-parallel ranks.
 
     Raises:
-        ValueError: The mode or cut is unknown, `block` or `multiple` is no positive number, or the topology has no such
-            axis, or not the axes of the mode.
+        ValueError: The mode or split is unknown, `block` or `multiple` is no positive number, or the topology has no
+            such axis, or not the axes of the mode.
 
     Example:
         context = Context(groups)
@@ -72,7 +72,7 @@ class Context:
         *,
         axis: str = "sequence",
         mode: str | None = None,
-        cut: str | None = None,
+        split: str | None = None,
         kernel: str = "auto",
         block: int = 512,
         multiple: int = 1,
@@ -88,9 +88,9 @@ class Context:
         options = options if self.mode == named else {}
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}")
-        self.how = options.get("cut", "auto") if cut is None else cut
-        if self.how not in CUTS:
-            raise ValueError(f"cut is {self.how!r}; it must be one of {', '.join(map(repr, CUTS))}")
+        self.how = options.get("split", "auto") if split is None else split
+        if self.how not in SPLITS:
+            raise ValueError(f"split is {self.how!r}; it must be one of {', '.join(map(repr, SPLITS))}")
         self.axis, self.block, self.multiple = axis, block, multiple
         self.device = torch.device("cpu") if groups is None else groups.device
         self.ranks = 1 if groups is None else groups.size(axis)
@@ -99,8 +99,8 @@ class Context:
         self._attend = SequenceAttention(groups, axis, self.mode, options, kernel=kernel, block=block)
         if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
             raise ValueError(
-                f"cut is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; leave "
-                "cut out"
+                f"split is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; "
+                "remove split"
             )
         self._tensor = TensorCache(self._make_tensor, PLANS)
 

@@ -35,7 +35,7 @@ class AttentionShape:
         rows: Number of sequences of the batch.
         heads: Number of query heads. Modes that split heads need it if several ranks use one key head.
         key_heads: Number of key heads.
-        cut: Split of the sequence.
+        split: Assignment of tokens to ranks, as in `Context`.
         multiple: Divisor of the length of each chunk, such as the number of sequence-parallel ranks of mode 1d.
         masks: Masks of all layers, which determine the split; None uses only `mask`.
 
@@ -51,7 +51,7 @@ class AttentionShape:
     rows: int = 1
     heads: int | None = None
     key_heads: int | None = None
-    cut: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
+    split: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
     multiple: int = 1
     masks: tuple[Mask, ...] | None = None
 
@@ -82,7 +82,7 @@ class AttentionShape:
         tokens = cut_tokens(
             self.length,
             ranks * inner,
-            self.cut,
+            self.split,
             documents=self.documents,
             masks=(self.mask,) if self.masks is None else self.masks,
             multiple=self.multiple,

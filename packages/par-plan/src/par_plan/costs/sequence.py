@@ -70,7 +70,7 @@ def sequence_split(topology: Topology) -> SequenceSplit:
     common: dict[str, Any] = {
         "mode": mode,
         "ranks": ranks,
-        "how": options.get("cut", "auto"),
+        "how": options.get("split", "auto"),
         "parts": options.get("parts"),
         "keep": options.get("keep", False),
         "multiple": split.ranks if split.sequence else 1,
@@ -278,7 +278,7 @@ def _shape(
         documents=documents,
         heads=attention.heads,
         key_heads=attention.key_heads,
-        cut=sequence.how,
+        split=sequence.how,
         multiple=sequence.multiple,
         masks=(CAUSAL,),
     )
