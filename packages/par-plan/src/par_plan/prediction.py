@@ -256,6 +256,8 @@ class Predictor:
         self, model: PlannedModel, place: PipelineRank, part: ModelSlice, state: "_StageState", job: TrainingJob
     ) -> "_StageWork":
         """Return the work and traffic of a rank within microbatches."""
+        # The gradient of the table and partial gradients depend on whether state is sharded, and on no other property
+        # of the stage.
         key = part, place.received, place.neighbours, job.zero > 0, job.recompute
         if key not in self._work:
             split, sequence, numbers, microbatches = self.split, self.sequence, job.numbers, self._microbatches
@@ -406,6 +408,7 @@ def _kinds_of_places(
     kinds: dict[tuple[str, ModelSlice], list[int]] = {}
     for number, place in enumerate(pipeline.places):
         kinds.setdefault((place.name, model.part(pipeline, place)), []).append(number)
+    # Ranks of one kind differ only in the activations that they keep, and the fullest rank decides whether all fit.
     fullest = [max(numbers, key=lambda number: pipeline.places[number].kept) for numbers in kinds.values()]
     return tuple(
         (pipeline.places[one], part, tuple(numbers))

@@ -78,11 +78,13 @@ def search_configurations(
     for bound in _bounds(model, world, job, machine, sequence):
         bounds.append(bound)
         watch()
+    # In the order of the bounds, the first one beyond the slowest result also rules out all that follow.
     for bound in sorted(bounds, key=lambda one: one.seconds):
         if bound.seconds > search.slowest:
             break
         search.look_at(bound, machine.memory)
         watch()
+    # Only if nothing fits is the configuration of least memory worth a second search.
     for bound in sorted(bounds, key=lambda one: one.memory) if not search.best else ():
         if bound.memory > search.room:
             break
@@ -129,6 +131,8 @@ class _Search:
 
     def look_at(self, bound: "_Bound", room: float) -> None:
         """Inspect the predictors of a topology whose lower bounds are within the limits."""
+        # The bound of the topology is cheap and loose; the bound of each job is tighter, and spares the prediction of
+        # all variants.
         for job in bound.jobs if bound.memory <= room else ():
             frame = Predictor(self._model, bound.topology, job, self._machine)
             least_seconds, least_memory = _least(frame, job)
@@ -145,6 +149,8 @@ class _Search:
         for variant, way in product(stages, best_modes(frame, job)):
             within = min(within, best[name].seconds) if name in best else within
             try:
+                # The idle time of a schedule depends on no other cost, so it can rule out a variant before it is
+                # predicted.
                 idle = pipeline_cost(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
                 if least_seconds * (1 + idle) > within:
                     continue
@@ -178,6 +184,7 @@ def _bounds(
     """Yield every topology with lower bounds. The fewest microbatches send the fewest messages."""
     for topology, jobs in _frames(model, world, job, sequence):
         fewest = min(jobs, key=lambda frame: frame.microbatches)
+        # Activations shrink with the number of microbatches, so they would be no lower bound for the other jobs.
         seconds, memory = _least(Predictor(model, topology, fewest, machine), fewest, activations=False)
         yield _Bound(topology, jobs, seconds, memory)
 
@@ -200,6 +207,7 @@ def _least(frame: Predictor, job: TrainingJob, *, activations: bool = True) -> t
     fullest = max(first.ranks, key=lambda one: one.memory.total)
     seconds, memory = first.busiest.seconds, fullest.memory
     least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1) if activations else 0.0
+    # Offloaded state leaves the device, so a bound may not count it.
     if elsewhere:
         least_kept -= sum(source.frees for source in fullest.sources)
     return sum(seconds[term] for term in ("compute", "tensor", "experts", "pipeline")), memory.state + least_kept
@@ -292,6 +300,7 @@ def best_modes(frame: Predictor, job: TrainingJob) -> list[Predictor]:
         except ValueError:  # heads that this mode cannot share out
             continue
         taken = made.busiest.seconds["sequence"], made.memory.activations, made.memory.attention
+        # Modes with equal costs are one choice, and the first of them is kept.
         costs.setdefault(taken, in_mode)
     return [
         way for mine, way in costs.items() if not any(its != mine and all(map(operator.le, its, mine)) for its in costs)
@@ -313,10 +322,13 @@ def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Mac
         return [topology]
     split = tensor_split(topology)
     ways: list[dict[str, Any]] = [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}]
+    # Layers may have different numbers of heads, and one mode serves all layers.
     heads = math.gcd(*(each.heads for each in attentions_of(model, split, sequence_split(topology))))
     inside = [
         size
         for size in _divisors(math.gcd(ranks, heads))
+        # The exchange of heads is only faster within a node, which must hold complete inner groups, each of whole
+        # tensor groups.
         if 1 < size < ranks and machine.devices_per_node % (size * split.ranks) == 0
     ]
     if inside:

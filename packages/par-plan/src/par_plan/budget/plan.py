@@ -140,9 +140,11 @@ def place_within(
     missing = sum(kinds.values()) - budget.device
     must = missing + max(budget.activations or 0.0, step)
     wanted = max(must, missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations))
+    # State can return after the measured step but cannot leave later, so the first step begins with all of it away.
     if measures:
         wanted = max(wanted, sources[0].frees)
     try:
+        # Only `must` may fail for lack of room; what is wanted beyond is taken as far as the other tiers have room.
         shares = offload_missing(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
     except TooSmallError as error:
         raise _refusal(error, kinds, sources, budget, step) from None

@@ -139,6 +139,7 @@ def zero_sharding(
         chunk = min(elements, bucket + count.largest)
         chunks = min(count.tensors, math.ceil(elements / bucket))
         gathered = stays = elements
+        # One chunk fills while the other one is reduced.
         reduced = min(elements, 2 * chunk)
     else:  # a unit is as many blocks as fill a bucket; embeddings, last norm and classifier are one more
         blocks_a_unit = max(1, bucket // count.block)
@@ -147,6 +148,7 @@ def zero_sharding(
         last_unit = count.block * (count.blocks - (units - 1) * blocks_a_unit)
         chunk = max(unit, count.ends)
         chunks = units + 1
+        # The next unit is gathered while one computes; embeddings and classifier stay gathered during the pass.
         gathered = min(elements, count.ends + 2 * unit)
         stays = count.ends + last_unit
         reduced = buffer_elements([last_unit, *[unit] * (units - 1), count.ends], 2)
@@ -190,6 +192,7 @@ def added(memories: Sequence[MemoryUse]) -> MemoryUse:
         memories: Memory of each part.
     """
     sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(MemoryUse)}
+    # Autograd makes the gradients of one part after the other, so their largest piece counts, and not their sum.
     return MemoryUse(**{**sums, "arriving": max(each.arriving for each in memories)})
 
 
@@ -264,6 +267,7 @@ def optimizer_offloaded(replicas: ZeroSharding, numbers: NumberWidths, slots: in
     state = own * numbers.master * (slots + numbers.copied)
     if replicas.gloo:
         return Offloadable(name="optimizer", frees=state, takes={"host": state, "disk": state})
+    # The host steps a copy of the parameters of its own, even if the device has no masters.
     gradients, away = own * numbers.gradient, own * numbers.master * (slots + 1)
     return Offloadable(
         name="optimizer",
@@ -314,6 +318,7 @@ def with_offload(memory: MemoryUse, replicas: ZeroSharding, numbers: NumberWidth
     parameters = parameters_offloaded(replicas, numbers)
     if parameters is None or not job.parameters_offloaded:
         return memory
+    # Offloaded parameters in the master's dtype are the masters, so the host stores them once.
     copies = 0.0 if replicas.gloo or numbers.copied else parameters.frees
     spared = min(job.parameters_host, away)
     on_host = min(spared, job.host)
@@ -355,6 +360,7 @@ def saved_block(
     inner = tokens / split.inner_tokens / split.inner
     float8 = numbers.saved != numbers.product  # keeps what was gathered, and a copy of what attention gives
     column_input = tokens * h if float8 else own * h / split.features
+    # A norm over cut features calls a collective, so it is not computed again in backward.
     norms_again = cheap and split.features == 1 and numbers.saved == numbers.residual
     activation_again = cheap and numbers.saved == numbers.product
     residual = 2 * own * h / split.features * numbers.residual

@@ -112,10 +112,14 @@ def pipeline_cost(name: str, ranks: int, microbatches: int) -> PipelineCost:
         alone = PipelineRank(name="first", stages=(0,), kept=1, kept_last=1, received=0, neighbours=0)
         return PipelineCost(ranks=1, stages=1, idle=0.0, splits=False, places=(alone,))
     if ranks > EXACT:
+        # Both short pipelines have the same number of microbatches per rank as the long one, so that the line through
+        # them holds.
         short, long = (
             _simulated(name, size, max(1, round(microbatches * size / ranks))) for size in (EXACT // 2, EXACT)
         )
         layout = _layout(long)
+        # Schedules with another order of stages are simulated in full length, because their ranks have no counterpart
+        # in a short pipeline.
         if layout is not None and layout == _layout(short):
             return _extended(short, long, layout, ranks, microbatches)
     return _simulated(name, ranks, microbatches)
@@ -124,6 +128,7 @@ def pipeline_cost(name: str, ranks: int, microbatches: int) -> PipelineCost:
 @lru_cache(maxsize=4096)
 def _simulated(name: str, ranks: int, microbatches: int) -> PipelineCost:
     """Return the simulated cost of a schedule on few ranks, with as many microbatches as matter."""
+    # More microbatches repeat the steady state, and would only make the simulation slower.
     made = schedule(name, ranks, min(microbatches, ENOUGH * ranks) if ranks <= EXACT else microbatches)
     timeline = simulate(made)
     longest = max(timeline.span(rank) for rank in range(ranks))
@@ -197,6 +202,7 @@ def _extended(short: PipelineCost, long: PipelineCost, layout: str, ranks: int, 
         place = PipelineRank(
             name=two.name,
             stages=_stages_of(layout, rank, ranks, stages),
+            # The line may exceed what exists: a rank has no more activations than stages times microbatches.
             kept=min(on_line(one.kept, two.kept), microbatches * stages_a_rank),
             kept_last=min(on_line(one.kept_last, two.kept_last), microbatches),
             received=two.received,

@@ -201,6 +201,7 @@ def pipeline_traffic(
     if not place.neighbours:
         return []
     token = shape.width * MESSAGE_NUMBER / split.tokens / split.features
+    # Messages are padded to the 64 bytes to which tensors in them are aligned.
     bodies = sum(times * math.ceil(tokens * token / 64) * 64 for tokens, times in microbatches.items())
     messages = place.received * sum(microbatches.values()) + place.neighbours
     received = place.received * bodies + messages * HEADER
@@ -234,6 +235,7 @@ def _block_bytes(shape: Shape, split: TensorSplit, numbers: NumberWidths, tokens
     linears = sum((_cost(split, linear) for linear in _linears(shape, tokens)[: 2 * halves]), LayerCost())
     products = linears.each
     if _keeps_gathered_input(split, numbers):
+        # Each half of a block gathers one input, and with a saved copy backward does not gather it again.
         products -= halves * Fraction(split.ranks - 1, split.ranks) * tokens * shape.width
     norms = halves * _cost(split, NormShape(tokens=tokens, features=shape.width))  # their sums are fp32
     return float(products) * numbers.product + float(norms.each) * 4
