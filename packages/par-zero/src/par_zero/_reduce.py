@@ -294,6 +294,8 @@ class Reducer:
 
         So a rank that has no use of a parameter begins its reduction where the others do.
         """
+        if not self._running:  # under no_sync other ranks still come to units of a pass that is over, not of the next
+            return
         self._left += [chunk.number for chunk in chunks if chunk.number >= 0]
         if self._deferring or not self._left or not self._brings_gradients():
             return
@@ -393,6 +395,17 @@ class Reducer:
             self._forget_used(chunk)
             self._unshared.discard(chunk.number)
 
+    def _forget_dropped(self) -> None:
+        """Forgets which members had gradients where the program has dropped those in the optimizer's tensors."""
+        gone: dict[int, bool] = {}  # by optimizer
+        for chunk in self._chunks:
+            if chunk.is_stepped_here:
+                gone[chunk.owner] = gone.get(chunk.owner, True) and chunk.has_no_gradient
+        for chunk in self._chunks:
+            # A rank may hold no part of a small chunk, and still be the only one whose data has used its members.
+            if chunk.has_no_gradient and (chunk.is_stepped_here or gone.get(chunk.owner, False)):
+                self._forget_used(chunk)
+
     def _forget_used(self, chunk: Chunk) -> None:
         """No member of a chunk has a gradient."""
         self._used[chunk.number].zero_()
@@ -434,6 +447,7 @@ class Reducer:
                 call()
             for dropped in self._stand_ins.take(arrived):
                 self._drop(dropped)
+            self._forget_dropped()
 
     def note_gradient(self, number: int, index: int) -> None:
         """Autograd has left a gradient in a member of a chunk."""
@@ -490,8 +504,6 @@ class Reducer:
         order = self._order.numbers
         if not self._deferring and self.begun < len(order) and chunk.number == order[self.begun]:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
-        if chunk.has_no_gradient:  # whoever holds the optimizer's tensors may have dropped them
-            self._forget_used(chunk)
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
         self._had[chunk.number] = [old | new for old, new in zip(self._had[chunk.number], used, strict=True)]

@@ -365,6 +365,11 @@ class Chunk:
         return not self._filled and all(tensor.grad is None for tensor in self._stepped)
 
     @property
+    def is_stepped_here(self) -> bool:
+        """Whether an optimizer of this rank holds any part of it; a small chunk is padding on some ranks."""
+        return bool(self._stepped)
+
+    @property
     def _stepped(self) -> list[nn.Parameter]:
         """What the optimizer holds of it."""
         return [*(part.tensor for part in self.slices), *self.wholes]
