@@ -242,7 +242,7 @@ def test_what_cannot_be_equal_is_refused():
     with pytest.raises(ValueError, match=r"roberta\.embeddings has a position of padding .* to data"):
         context.transformers_(transformers.RobertaForCausalLM(roberta))
     with pytest.raises(
-        ValueError, match=r"layers\.0 is StableLmDecoderLayer, .* no keywords .* to data, tensor or pipe"
+        ValueError, match=r"layers\.0 is StableLmDecoderLayer, .* no keywords .* for data, tensor or pipe"
     ):
         context.transformers_(transformers.StableLmForCausalLM(transformers.StableLmConfig(**SIZES)))
     capped = {**SIZES, "attn_logit_softcapping": 30.0}
@@ -497,7 +497,7 @@ def test_logits_of_whole_rows_are_refused():
     Scores.forward.__signature__ = inspect.signature(transformers.LlamaForCausalLM.forward)
     context.transformers_(model)
     mine, tokens = context.cut(batch_of())
-    with pytest.raises(ValueError, match=r"Scores gave logits \[2, 50\] of whole rows"):
+    with pytest.raises(ValueError, match=r"Scores returned logits \[2, 50\] of full rows"):
         model(**mine, par_tokens=tokens)
 
 
