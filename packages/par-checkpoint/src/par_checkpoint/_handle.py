@@ -1,4 +1,4 @@
-"""What `save` returns: a save, done or under way."""
+"""Handle that `save` returns, of a finished or running save."""
 
 import threading
 import time

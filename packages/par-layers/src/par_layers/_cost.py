@@ -1,4 +1,4 @@
-"""What each layer costs in communication, as exact formulas. Pure; tests count the collectives and compare.
+"""Communication cost of each layer, as exact formulas. Pure; tests count the collectives and compare.
 
 Counted are elements that a rank receives: an all-reduce of n over g ranks 2(g-1)/g n, an all-gather or reduce-scatter
 (g-1)/g of the full size, a broadcast or reduce, averaged over roots, (g-1)/g n, a swap n.

@@ -1,4 +1,4 @@
-"""What this package uses of torch that has no public name: the first file to look at when torch moves.
+"""Names of torch that this package uses and that are not public: the first file to check after an update of torch.
 
 The objects are torch's own and not wrapped, since all of them are on the way of every layer, and torch.compile knows
 some of them by identity. The layers also override two methods of nn.Module that begin with an underscore, `_apply` and

@@ -29,11 +29,11 @@ class ModelSizes:
     Args:
         trained: Elements of each chunk that is reduced as one.
         frozen: Elements that are not trained.
-        root: At stage 3, elements that stay gathered from the beginning of forward to the end of backward.
-        units: At stage 3, elements of each other unit.
+        root: Elements that stay gathered from the beginning of forward to the end of backward, at stage 3.
+        units: Elements of each other unit, at stage 3.
         inflight: Maximum number of chunks whose reduction is in flight.
         kept: Number of buffers of chunks that stay between backward passes.
-        waiting: At stage 3, number of chunks that may wait for a later chunk of their unit, before ranks have agreed on
+        waiting: Number of chunks that may wait for a later chunk of their unit at stage 3, before ranks have agreed on
             an order in the first steps.
         tensors: Param group of each tensor that the optimizer will have, by number.
         beside: Size of the tensors in no chunk, such as buffers of the model, in bytes.
@@ -76,7 +76,7 @@ class ModelSizes:
 
     @property
     def at_once(self) -> int:
-        """At stage 3, elements of the two gathered units other than the root: the running and the prefetched unit."""
+        """Elements of the two gathered units other than the root at stage 3: the running and the prefetched unit."""
         return sum(sorted(self.units, reverse=True)[:2])
 
 

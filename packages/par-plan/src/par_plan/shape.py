@@ -161,7 +161,7 @@ class ModelSlice:
         blocks: Number of blocks.
         first: Whether the slice contains the embeddings.
         last: Whether the slice contains the last norm and the classifier.
-        runs: For each stage, the kinds of blocks with their numbers, if blocks differ.
+        runs: Kinds of blocks with their numbers in each stage, if blocks differ.
         mixtures: Number of blocks with experts.
     """
 

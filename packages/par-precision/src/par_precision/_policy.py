@@ -28,10 +28,10 @@ class Policy:
         device: Type of the module's device.
         output_dtype: dtype that half-precision outputs get. None leaves them.
         takes_gradients: Whether gradients are taken from parameters as they come, before DDP has averaged them.
-        before: Function that is called before each forward, such as one that updates rounded parameters. None: nothing
-            is called. Compiled code does not call it.
-        at_backward: Function that is called when a backward pass begins at an output, before it reaches a parameter.
-            None: nothing is called.
+        before: Function to call before each forward, such as one that updates rounded parameters. Compiled code does
+            not call it. Default: None.
+        at_backward: Function to call when a backward pass begins at an output, before it reaches a parameter.
+            Default: None.
     """
 
     def __init__(

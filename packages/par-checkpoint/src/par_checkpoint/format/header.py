@@ -219,7 +219,7 @@ def _decode_entry(name: str, entry: object, where: str) -> HeaderEntry:
 
 
 def _has_elements(shape: Sequence[int], count: int) -> bool:
-    """Whether a shape has so many elements; numbers stay small, whatever a stranger's shape is."""
+    """Return whether a shape has a number of elements; the product stays small even for malicious shapes."""
     if 0 in shape:
         return count == 0
     product = 1

@@ -67,7 +67,7 @@ _MAKE_MAP: dict[str, Callable[[dict[Any, Any]], object]] = {tag: kind for kind, 
 
 
 def encode(value: object, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """A value as what `json.dumps(..., allow_nan=False)` takes.
+    """Return a value in a form that `json.dumps(..., allow_nan=False)` accepts.
 
     Args:
         value: None, numbers, texts, bytes, paths, torch's dtypes, devices and sizes, tensors, NumPy arrays and numbers,

@@ -1,4 +1,4 @@
-"""What a module or an optimizer does itself when torch loads it, beside having its tensors filled.
+"""Hooks and methods of modules and optimizers that run when torch loads them, in addition to filling tensors.
 
 A load fills memory where it lies, and so goes around `load_state_dict`. Hooks and methods that people put there still
 have to run: they rename keys, convert old formats, and compute what is derived of weights. Those of torch and of these

@@ -1,4 +1,4 @@
-"""What a load fills: the tensors of the model and the slots of the optimizer, matched with what the files hold.
+"""Targets of a load: the tensors of the model and the slots of the optimizer, matched with what the files hold.
 
 Nothing is changed here. Slots that the optimizer lacks get memory of their own, which the optimizer is given when
 everything is read.
@@ -220,7 +220,7 @@ class Scalars:
         state: New state of the tensor, which has the slots.
         read: Name in the files and target tensor of each parameter, by slot.
         names: Names of these parameters in the tensor's metadata.
-        apart: Other per-parameter values of the optimizer that may differ, by these names; None: all values must agree.
+        apart: Per-parameter values of the optimizer that may differ, by these names; None: all values must agree.
         without: Elements of slots that belong to parameters without state.
     """
 

@@ -1,4 +1,4 @@
-"""How transformers' own models lie in files: their conversion mapping, as parts.
+"""Files of transformers' own models: their conversion mapping, as parts.
 
 Transformers packs tensors as it loads them (the experts of Mixtral, say) and takes them apart as it saves. Here its own
 code for saving runs on tensors without data that only note where their elements come from. So nothing about a model

@@ -1,4 +1,4 @@
-"""Which tensor lies where in a Hugging Face folder, checked before a byte of the data is trusted."""
+"""Locations of the tensors in a Hugging Face folder, checked before any data is read."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

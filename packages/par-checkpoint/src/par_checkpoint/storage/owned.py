@@ -1,4 +1,4 @@
-"""Which names are ours to replace, to keep and to sweep. Pure: names in, names out."""
+"""File names that a save may replace, keep or sweep. Pure: names in, names out."""
 
 import re
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""How the clients of a file system may write one file together, which depends on what it is."""
+"""Rules by which the clients of a file system may write one file concurrently, by type of the file system."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Which part of a named global tensor lies in a local one: the contract between the packages.
+"""Part of a named global tensor that a local tensor contains: the contract between the packages.
 
 Layers attach a record (`sharding`), flat buffers list several (`segments`), DTensors are read and made (`dtensor`); by
 it gradients and masters are found wherever they live (`gradients`) and counted once (`ownership`).

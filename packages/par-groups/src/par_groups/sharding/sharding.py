@@ -1,4 +1,4 @@
-"""How one local tensor is cut out of one named global tensor: boxes. Pure arithmetic.
+"""Boxes by which a local tensor is cut out of a named global tensor. Pure arithmetic.
 
 This record is the contract between packages. Layers attach it, ZeRO cuts it further, and a checkpoint, a gradient norm
 or a clipping function reads nothing else about parallelism.

@@ -1,4 +1,4 @@
-"""What a layer of experts costs a rank: bytes that travel and are kept, and work; uniform or as routed. Pure."""
+"""Cost of a layer of experts for a rank: traffic, saved bytes and operations; uniform or as routed. Pure."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is done to the inputs and outputs of modules that keep their own class: embeddings, experts, and a few others.
+"""Hooks on inputs and outputs of modules that keep their own class: embeddings, experts, and a few others.
 
 Every hook here is an object with a grid, so that a deep copy of a model has the same ones.
 """

@@ -303,7 +303,7 @@ def adopt_linear_(
         grid: Coordinates of this rank.
         axes: Axes of the tensor group.
         transposed: Whether the weight is [in, out].
-        **attributes: Other attributes of the class.
+        **attributes: Further attributes of the class.
     """
     inside: dict[str, Any] = linear.__dict__
     if transposed:

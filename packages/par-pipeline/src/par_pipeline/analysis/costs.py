@@ -1,4 +1,4 @@
-"""What an action costs: numbers for the simulator, assumed or measured."""
+"""Costs of actions for the simulator, assumed or measured."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placement of stages on ranks."""
 
 from collections.abc import Iterable
 from functools import cached_property

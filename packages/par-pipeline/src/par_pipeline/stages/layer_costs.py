@@ -1,4 +1,4 @@
-"""How much each layer weighs: its parameters, or its time."""
+"""Cost of each layer: its parameters, or its time."""
 
 import time
 from collections.abc import Sequence

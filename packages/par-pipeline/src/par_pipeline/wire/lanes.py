@@ -35,7 +35,7 @@ class Lane:
     the tensors.
 
     Args:
-        peer: Other rank.
+        peer: Rank at the other end.
         first: Gloo communicator of the CPU parts.
         second: Communicator of separate tensors.
         timeout: Timeout for a message.

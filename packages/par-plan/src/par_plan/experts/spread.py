@@ -1,4 +1,4 @@
-"""How experts lie on ranks, by the topology's view of them, and what they do not go with. No torch."""
+"""Placement of experts on ranks, by the topology's view of them, and what excludes experts. No torch."""
 
 import math
 from collections.abc import Iterator

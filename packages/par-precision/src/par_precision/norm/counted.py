@@ -1,4 +1,4 @@
-"""Which elements of a tensor this rank counts when ranks sum. Pure arithmetic."""
+"""Elements of a tensor that this rank counts when ranks sum. Pure arithmetic."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace

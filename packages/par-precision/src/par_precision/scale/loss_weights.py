@@ -21,7 +21,7 @@ class LossWeights:
         typical: Power of two near the ranks' mean weight in the last step that had a weight, an fp64 scalar, equal on
             all ranks. Losses are multiplied by weight / typical, so that gradients stay within fp16.
         empty: Whether the weights of all losses of the last step were 0, though its gradients were finite: a bool
-            scalar. None: its losses had no weights, which the host knows.
+            scalar. None: the losses had no weights.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How many requests, and of which kinds, a save to S3 and a load from there make, and how many bytes they move."""
+"""Number and kinds of the requests of a save to S3 and of a load from there, and their bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How attention reaches the keys of other ranks: by one exchange, around a ring, or by tokens in exchange for heads.
+"""Modes of attention over the keys of other ranks: one exchange, a ring, or an exchange of tokens for heads.
 
 `attention` chooses kernels and a plan, and hands both to the mode's own module.
 """

@@ -1,4 +1,4 @@
-"""What a plan says: styles for parts of a model, by the patterns of their names.
+"""Content of a plan: styles for parts of a model, by the patterns of their names.
 
 styles (the words) <- plans (from patterns to one style for each name) <- families (better plans than models' own).
 """

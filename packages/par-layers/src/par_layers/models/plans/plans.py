@@ -1,4 +1,4 @@
-"""From patterns to one style for every name: a plan of the user's, a registered one, or the model's own."""
+"""Lookup of one style for every name by patterns: of a user's plan, a registered one, or the model's own."""
 
 import difflib
 import re
