@@ -163,7 +163,7 @@ class Checkpoints:
             check_tiers(self._roots, self._copies, session.ranks)
 
     def clear(self, *, timeout: float = TIMEOUT) -> None:
-        """Removes all checkpoints of the run from all tiers, and warns of what is not ours and stays. Collective.
+        """Remove all checkpoints of the run from all tiers, and warn of what is not ours and stays. Collective.
 
         Args:
             timeout: Seconds to wait for a rank that does not answer.
@@ -257,7 +257,7 @@ class Checkpoints:
         return session_of(self._group).calling(f"Checkpoints({self.root!r:.80}).{method}()", timeout)
 
     def _prune(self, step: int, ranks: Ranks) -> None:
-        """Removes old steps from each tier; warns once of each that stays although it should go. Collective.
+        """Remove old steps from each tier; warn once of each that stays although it should go. Collective.
 
         Args:
             step: The step that is there by now; later ones may still be on their way from tier to tier.
@@ -283,7 +283,7 @@ class Checkpoints:
                 warnings.warn(f"{path!r} is not removed, although it is old: {why}", stacklevel=2)
 
     def _check_alike(self, ranks: Ranks) -> None:
-        """Raises ValueError, the first time, unless all ranks were given the same. Collective the first time."""
+        """Raise ValueError, the first time, unless all ranks were given the same. Collective the first time."""
         if not self._compared:
             same = SameOptions(
                 {

@@ -142,7 +142,7 @@ class _Copy:
         return math.lcm(self.target.block(record.size - record.data_begin), record.block)
 
     def _copy_share(self, large: dict[str, FileRecord], ranks: Ranks, threads: int) -> None:
-        """Copies this rank's blocks, or its files where each has one writer."""
+        """Copy this rank's blocks, or its files where each has one writer."""
         with Workers(threads if self.staging.positional else 1, "par-checkpoint-tier") as workers:
             for number, (name, record) in enumerate(large.items()):
                 begins = list(range(record.data_begin, record.size, self._unit(record)))
@@ -154,7 +154,7 @@ class _Copy:
                     self._copy_file(name, record, begins, workers)
 
     def _copy_file(self, name: str, record: FileRecord, begins: Sequence[int], workers: Workers) -> None:
-        """Copies what begins at some bytes of a file, each to the end of its unit."""
+        """Copy what begins at some bytes of a file, each to the end of its unit."""
         pool = MemoryPool(self._unit(record))
         with closing(self.source.open(name)) as opened:
             writer = self.staging.writer(name)
@@ -174,7 +174,7 @@ class _Copy:
     def _copy_unit(
         self, name: str, record: FileRecord, begin: int, memory: memoryview, source: FileSource, writer: Writer
     ) -> None:
-        """Reads some blocks, checks them and writes them; the header goes with the first."""
+        """Read some blocks, check them and write them; the header goes with the first."""
         if begin == record.data_begin and begin:
             header = bytes_of(torch.empty(begin, dtype=torch.uint8, device="cpu"))
             source.read_into(0, header)
@@ -190,12 +190,12 @@ class _Copy:
             writer.write_at(begin + low, data[low : low + block])
 
     def _check(self, name: str, is_right: bool) -> None:
-        """Raises CorruptError unless a checksum is right."""
+        """Raise CorruptError unless a checksum is right."""
         if not is_right:
             raise corrupt(f"{self.source.url}/{name}", "is not what was written, and was not copied")
 
     def _commit(self, large: dict[str, FileRecord]) -> None:
-        """Writes the small files and the manifest, and makes the folder the checkpoint."""
+        """Write the small files and the manifest, and make the folder the checkpoint."""
         for name, data in self._small(large):
             self.staging.write(name, data)
         manifest = replace(self.manifest, generation=self.staging.generation)

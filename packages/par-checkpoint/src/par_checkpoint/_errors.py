@@ -40,7 +40,7 @@ def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) ->
 
 @contextmanager
 def taken(what: str) -> Iterator[None]:
-    """Raises CheckpointError if something does not take the state that was saved of it."""
+    """Raise CheckpointError if something does not take the state that was saved of it."""
     try:
         yield
     except Exception as error:

@@ -45,7 +45,7 @@ def needed_bytes(prepared: Prepared, content: Content) -> int:
 
 
 def place_files(staging: Staging, files: Sequence[File]) -> None:
-    """Gives every file its size, so that ranks can write into it anywhere; a stream needs none.
+    """Give every file its size, so that ranks can write into it anywhere; a stream needs none.
 
     The header goes with the first block, but a file without blocks is written here.
     """

@@ -431,7 +431,7 @@ def _tensors_of(model: nn.Module | Mapping[str, torch.Tensor]) -> Iterable[torch
 
 
 def _run(act: Callable[[], None], ranks: Ranks, *, together: bool) -> None:
-    """Calls the load functions of a model or an optimizer, such as their own `load_state_dict`.
+    """Call the load functions of a model or an optimizer, such as their own `load_state_dict`.
 
     Args:
         act: Function that makes these calls on this rank.
@@ -519,7 +519,7 @@ def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Ann
 
 
 def _check_strict(folder: Folder, report: LoadReport, unmade: Iterable[str]) -> None:
-    """Raises CheckpointError that lists everything that does not fit.
+    """Raise CheckpointError that lists everything that does not fit.
 
     Args:
         folder: The checkpoint's folder.

@@ -25,7 +25,7 @@ class ProgressBar:
             self._bar = tqdm(total=total // size, desc=what, unit="B", unit_scale=True, leave=False)
 
     def add(self, count: int) -> None:
-        """Moves the bar by some bytes."""
+        """Move the bar by some bytes."""
         if self._bar is not None:
             with self._lock:
                 self._bar.update(count)
@@ -41,7 +41,7 @@ class ProgressBar:
 
 
 def check_progress(wanted: bool | None) -> None:
-    """Raises ImportError if a bar is wanted, but tqdm is not installed."""
+    """Raise ImportError if a bar is wanted, but tqdm is not installed."""
     if wanted and _tqdm() is None:
         raise ImportError("progress=True needs tqdm, which is not installed: pip install tqdm")
 

@@ -388,7 +388,7 @@ class _Job:
         return Workers(count, "par-checkpoint-write")
 
     def stage(self, ranks: Ranks) -> None:
-        """Makes the staging folder on rank 0, unless the path is taken; all see it."""
+        """Make the staging folder on rank 0, unless the path is taken; all see it."""
 
         def make() -> object:
             self.folder.repair()
@@ -447,7 +447,7 @@ class _Job:
             session.keep_memory(snapshot.memory)
 
     def write(self, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
-        """Writes this rank's blocks and commits.
+        """Write this rank's blocks and commit.
 
         Args:
             ranks: The ranks that save, through a communicator that nothing else uses meanwhile.
@@ -500,7 +500,7 @@ class _Job:
         self.staging.close()
 
     def _or_discard(self, ranks: Ranks, act: Callable[[], Value]) -> Value:
-        """Calls something; if it fails, the staging folder goes."""
+        """Call a function, and remove the staging folder if it fails."""
         try:
             return act()
         except BaseException:

@@ -195,7 +195,7 @@ def checkpoint_offset(tensor: torch.Tensor) -> int:
 
 
 def empty_pinned_cache() -> None:
-    """Gives pinned memory that nobody uses any longer back to the system.
+    """Give pinned memory that nobody uses any longer back to the system.
 
     Since torch 2.7; the public `torch.accelerator.empty_host_cache` came later. Builds without an accelerator lack it,
     and have no pinned memory.

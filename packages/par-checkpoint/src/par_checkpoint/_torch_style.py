@@ -29,7 +29,7 @@ from .transfer.write import WriteContext, write_blocks
 def write_objects(
     prepared: Prepared, work: WriteContext, content: Content, snapshot: Snapshot | None = None
 ) -> dict[str, FileRecord]:
-    """Gathers the tensors of each file on one rank and writes the file there. Collective.
+    """Gather the tensors of each file on one rank and write the file there. Collective.
 
     Args:
         prepared: Plan of the save. Its files are one for the model's tensors and one for the optimizer's tensors.
@@ -52,7 +52,7 @@ def write_objects(
 def _write_all(
     prepared: Prepared, work: WriteContext, content: Content, memory: "_MemoryStaging"
 ) -> dict[str, FileRecord]:
-    """Writes the files of which this rank is the writer."""
+    """Write the files of which this rank is the writer."""
     objects: dict[str, Any] = {}
     for number, file in enumerate(prepared.files):
         if (prepared.owners or [])[number] == work.ranks.rank:
@@ -97,7 +97,7 @@ def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[st
 
 
 def check_loadable(content: Content) -> None:
-    """Checks that `torch.load` would open the files of model and optimizer, from which they are loaded again.
+    """Check that `torch.load` would open the files of model and optimizer, from which they are loaded again.
 
     Raises:
         TypeError: A value that it refuses, for its class could run code.

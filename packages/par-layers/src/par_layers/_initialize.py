@@ -23,7 +23,7 @@ def initialize(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Fills the parameters of par-layers' layers with the same values in every mode and on any number of ranks.
+    """Fill the parameters of par-layers' layers with the same values in every mode and on any number of ranks.
 
     Each element depends only on the seed, the parameter's name and the element's index in the full tensor. Each rank
     therefore draws only its own shard, on the CPU in fp32, and the full model may be larger than one rank's memory.
@@ -72,7 +72,7 @@ _BLOCK = 1 << 17
 
 
 def _draw(local: Tensor, sharding: Sharding, init: Init, seed: int) -> None:
-    """Fills the boxes of a local tensor."""
+    """Fill the boxes of a local tensor."""
     if isinstance(init, ByPlace):
         room = torch.empty(4, _BLOCK, dtype=torch.int32, device="cpu")
         for box in sharding.boxes:
@@ -94,7 +94,7 @@ def _draw(local: Tensor, sharding: Sharding, init: Init, seed: int) -> None:
 
 
 def _draw_box(view: Tensor, start: Sequence[int], shape: Sequence[int], init: ByPlace, seed: int, room: Tensor) -> None:
-    """Fills a box, block by block. An element's row is its place on dim 0, its column the place on all other dims.
+    """Fill a box, block by block. An element's row is its place on dim 0, its column the place on all other dims.
 
     A tensor of one dim or none is a single row.
 

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable as _refusing
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the backward of an autograd function as torch's decorator does, without its cost where nobody asks.
+    """Mark the backward of an autograd function as torch's decorator does, without its cost where nobody asks.
 
     torch's enters and leaves a context without gradients, which takes microseconds at every call, also in the usual
     backward, where gradients are off already. Only where they are on (`create_graph=True`) has it anything to do.

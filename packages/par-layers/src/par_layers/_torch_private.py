@@ -128,7 +128,7 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 
 @disable_dynamo
 def apart(function: Callable[..., T], *arguments: object) -> T:
-    """Calls a function between two graphs of torch.compile, which cannot hold what it computes with."""
+    """Call a function between two graphs of torch.compile, which cannot hold what it computes with."""
     return function(*arguments)
 
 

@@ -177,13 +177,13 @@ def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | 
 
 
 def check_chosen(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None) -> None:
-    """Raises a ValueError if a chosen layer has sizes that float8 cannot multiply."""
+    """Raise ValueError if a chosen layer has sizes that float8 cannot multiply."""
     for name, layer in float8_layers(module, chosen).items():
         _check_sizes(layer.in_features, layer.out_features, f"do not choose {name!r}")
 
 
 def check_float8(device: torch.device) -> None:
-    """Raises a RuntimeError if a device has no float8 products; the CPU has them for tests, not for speed."""
+    """Raise RuntimeError if a device has no float8 products; the CPU has them for tests, not for speed."""
     if device.type in {"cpu", "meta"}:
         return
     if device.type != "cuda" or torch.version.hip:

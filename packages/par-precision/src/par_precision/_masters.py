@@ -101,7 +101,7 @@ class Masters(Weights):
         self._buckets = [(bucket, _by_kind(bucket)) for bucket in buckets]
 
     def watch(self, module: nn.Module) -> None:
-        """Follows gradients, and what is written to the parameters from outside. To be called after the cast.
+        """Follow gradients, and what is written to the parameters from outside. To be called after the cast.
 
         Args:
             module: The module, which is to keep these parameters.
@@ -166,11 +166,11 @@ class Masters(Weights):
         self._shown.clear()
 
     def forget(self) -> None:
-        """Drops the masters' gradients, which would spoil the next ones that are added."""
+        """Drop the masters' gradients, which would spoil the next ones that are added."""
         _hide(self._pairs)
 
     def zero_grad(self) -> None:
-        """Drops the parameters' gradients; the optimizer drops the masters'."""
+        """Drop the parameters' gradients; the optimizer drops the masters'."""
         self.publish_written()  # most loops come here between a step and a forward, which is blind if it is compiled
         for pair in self._pairs:
             pair.parameter.grad = None
@@ -208,7 +208,7 @@ class Masters(Weights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters to the parameters."""
+        """Round the masters to the parameters."""
         _round(self._pairs)
         self._note_versions()
 
@@ -243,7 +243,7 @@ class Masters(Weights):
         self._note_versions()
 
     def check_kept(self, module: nn.Module, _: object) -> None:
-        """Raises if a module has lost parameters that have masters, after a state dict was loaded."""
+        """Raise if a module has lost parameters that have masters, after a state dict was loaded."""
         kept = {id(parameter) for parameter in module.parameters()}
         for pair in self._pairs:
             if id(pair.parameter) not in kept:
@@ -265,14 +265,14 @@ class Masters(Weights):
 
     @torch.no_grad()
     def refresh(self, written: Sequence[Tensor]) -> None:
-        """Takes over what was written to parameters from outside."""
+        """Copy values to masters that a program has written to parameters."""
         pairs = [self._by_id[id(parameter)] for parameter in written]
         _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
         self._note_versions()
 
     @torch.no_grad()
     def arrived(self, parameter: int) -> None:
-        """Takes the gradient of a backward pass. One that communication must first bring into place waits for the step.
+        """Take the gradient of a backward pass. One that communication must first bring into place waits for the step.
 
         Args:
             parameter: The `id` of the parameter.
@@ -351,7 +351,7 @@ def _arrived(masters: "weakref.ref[Masters]", number: int, parameter: Tensor) ->
 
 
 def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
-    """Calls back for each gradient, also of a parameter that is frozen now and trained later."""
+    """Call back for each gradient, also of a parameter that is frozen now and trained later."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks for no others, but keeps them through a change
     parameter.register_post_accumulate_grad_hook(call)

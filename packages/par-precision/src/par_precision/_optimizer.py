@@ -122,7 +122,7 @@ class MixedOptimizer(Optimizer):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Scales a loss and runs its backward pass.
+        """Scale a loss and run its backward pass.
 
         Args:
             loss: A scalar.
@@ -175,7 +175,7 @@ class MixedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Updates the weights, unless a gradient anywhere in the group is not finite. Collective over the group.
+        """Update the weights, unless a gradient anywhere in the group is not finite. Collective over the group.
 
         Nothing is updated either if the weights of all losses are 0.
 
@@ -199,6 +199,7 @@ class MixedOptimizer(Optimizer):
         if not self._host_decides():
             self._update(step, divisor, step.skipped.float())
         elif not bool(step.skipped):
+            # Only the host knows here that the step really happens, so only here momentum is certain to be written.
             self._have_momentum |= self._momentum_wanted()
             self._update(step, divisor, None)
         else:
@@ -210,7 +211,7 @@ class MixedOptimizer(Optimizer):
         return step if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, the module's and the masters'.
+        """Drop all gradients, the module's and the masters'.
 
         Args:
             set_to_none: Whether the optimizer's tensors lose their gradients instead of getting zeros.
@@ -276,6 +277,7 @@ class MixedOptimizer(Optimizer):
         """
         extra = state_dict.get(EXTRA)
         if extra is not None:
+            # The check comes before anything is loaded, so that a state that does not fit changes nothing.
             here = [tuple(master.shape) for master in self._weights.masters()]
             there = [tuple(master.shape) for master in extra["masters"]]
             if here != there:
@@ -289,6 +291,7 @@ class MixedOptimizer(Optimizer):
             {**{key: value for key, value in state_dict.items() if key != EXTRA}, "state": state}
         )
         self._weights.restore(state)
+        # Losses before the load belong to a step that will never end.
         self.scaling.loss_weights.forget()
         if extra is None:
             return
@@ -332,6 +335,7 @@ class MixedOptimizer(Optimizer):
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         found = getattr(inner, name)
+        # Only methods can write tensors; a plain attribute is returned unchanged.
         if not inspect.ismethod(found):
             return found
 
@@ -391,6 +395,7 @@ class MixedOptimizer(Optimizer):
         fused = self._is_fused()
         in_kernels = fused and self._clip.value is None
         grad_scale = factor.reciprocal().float() if in_kernels and factor is not None else None
+        # A factor of 0, as after clipping an infinite norm, has an infinite reciprocal.
         if grad_scale is not None and self._reads_freely and not grad_scale.isfinite():  # kernels would divide to zero
             in_kernels, grad_scale = False, None
         change = Change() if in_kernels else Change(factor=factor, limit=self._clip.value)

@@ -49,7 +49,7 @@ class Policy:
         self._here = _Here()
 
     def attach(self, module: nn.Module) -> None:
-        """Puts the policy around a module's forward, inside all hooks."""
+        """Put the policy around a module's forward, inside all hooks."""
         for part in called(module):
             part.forward = _Forward(self, part.forward)
 
@@ -58,7 +58,7 @@ class Policy:
         return tf32() if self._precision.tf32 else nullcontext()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Calls a module's own forward within the policy.
+        """Call a module's own forward within the policy.
 
         Raises:
             RuntimeError: DDP around a module whose gradients are taken before it averages them.

@@ -55,13 +55,13 @@ class Weights(ABC):
         """
 
     def take_stand_ins(self) -> None:  # noqa: B027 - as below
-        """Removes what stands in `parameter.grad` for gradients elsewhere, before a backward pass adds to it."""
+        """Remove what stands in `parameter.grad` for gradients elsewhere, before a backward pass adds to it."""
 
     def forget(self) -> None:  # noqa: B027 - as below
-        """Drops what was made of gradients for a step that is not taken."""
+        """Drop tensors that were computed from gradients for a skipped step."""
 
     def zero_grad(self) -> None:  # noqa: B027 - nothing to do is right for most
-        """Drops gradients of tensors that the optimizer does not hold itself."""
+        """Drop gradients of tensors that the optimizer does not hold itself."""
 
     def masters(self) -> list[Tensor]:
         """Return the fp32 copies, in the order of their parameters."""
@@ -80,7 +80,7 @@ class Weights(ABC):
         return {number: dict(slots) for number, slots in state.items()}
 
     def publish(self) -> None:  # noqa: B027
-        """Rounds the copies to their parameters."""
+        """Round the copies to their parameters."""
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:  # noqa: B027
         """Repair the state after the optimizer has loaded it.
@@ -131,7 +131,7 @@ class RoundedWeights(OwnWeights):
         stochastic_step_(self._optimizer, number, self._options, change.apply_)
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Gives moments the dtype that they were saved with; the optimizer has given them their parameter's."""
+        """Give moments the dtype that they were saved with; the optimizer has given them their parameter's."""
         tensors = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
         for number, slots in state.items():
             loaded = self._optimizer.state[tensors[number]]

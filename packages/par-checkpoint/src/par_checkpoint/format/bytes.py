@@ -19,7 +19,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def join_(into: torch.Tensor, runs: Iterable[torch.Tensor]) -> None:
-    """Copies contiguous runs of bytes one after the other, in this thread alone and without Python's lock."""
+    """Copy contiguous runs of bytes one after the other, in this thread alone and without Python's lock."""
     begin = into.data_ptr()
     for run in runs:
         ctypes.memmove(begin, run.data_ptr(), run.numel())
@@ -32,7 +32,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_elements_(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies between tensors of one shape: bit by bit where the dtypes are equal, else with torch's cast."""
+    """Copy between tensors of one shape: bit by bit where the dtypes are equal, else with torch's cast."""
     if into.dtype == source.dtype:
         as_integers(into).copy_(as_integers(source))
     else:

@@ -27,11 +27,11 @@ class ReadableFile(Protocol):
     size: int
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
+        """Fill the view with the bytes from `begin` on."""
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Loads the tensors of a model's file; those of a zip file stay on disk until they are touched.
+    """Load the tensors of a model's file; those of a zip file stay on disk until they are touched.
 
     The extra state of modules, which may be anything, is left out.
 
@@ -70,7 +70,7 @@ def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
 
 
 def check_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Checks that tensors need about as many bytes in memory as in the file.
+    """Check that tensors need about as many bytes in memory as in the file.
 
     Without this check, a small file could contain a tensor that `expand` has enlarged to terabytes.
 
@@ -110,7 +110,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def load_object(path: Path) -> object:
-    """Loads anything that torch.save wrote and weights_only permits.
+    """Load anything that torch.save wrote and weights_only permits.
 
     Args:
         path: A file of torch.save, of today or of before torch 1.6.
@@ -134,7 +134,7 @@ def load_object(path: Path) -> object:
 
 
 def load_bytes(data: bytes, path: str) -> object:
-    """Loads what torch.save wrote into some bytes, and weights_only permits.
+    """Load what torch.save wrote into some bytes, and weights_only permits.
 
     Raises:
         CheckpointError: `weights_only` rejects the content, or the data is deflated.
@@ -145,7 +145,7 @@ def load_bytes(data: bytes, path: str) -> object:
 
 
 def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> object:
-    """Loads what torch.save wrote into a zip file with all tensors on the meta device: none of their data is read.
+    """Load what torch.save wrote into a zip file with all tensors on the meta device: none of their data is read.
 
     Args:
         source: The file.
@@ -221,12 +221,12 @@ class _Checked(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Goes to another byte."""
+        """Move to another byte."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer with what follows, as far as there is so much."""
+        """Fill the buffer with the next bytes, or with fewer at the end."""
         view, done = memoryview(buffer).cast("B"), 0
         while done < len(view) and self._at < self._size:
             number, begin = divmod(self._at, self._length)
@@ -261,7 +261,7 @@ def _load(file: Path | IO[bytes] | io.RawIOBase, path: str, **options: Any) -> o
 
 
 def _check_kind(first: bytes, path: str) -> None:
-    """Raises CorruptError if a file's first bytes show what came in the place of weights."""
+    """Raise CorruptError if a file's first bytes show what came in the place of weights."""
     if len(first) == 8 and (kind := other_kind(first)) is not None:
         raise CorruptError(f"{path} is {kind}")
 

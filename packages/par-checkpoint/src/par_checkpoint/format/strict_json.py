@@ -6,7 +6,7 @@ from .._errors import corrupt
 
 
 def parse_object(data: bytes, file: str) -> dict[str, object]:
-    """Reads a JSON object, strictly: UTF-8, no key twice, no NaN, no nesting without end.
+    """Read a JSON object, strictly: UTF-8, no key twice, no NaN, no nesting without end.
 
     Raises:
         CorruptError: Anything else; the message names `file`.
@@ -27,7 +27,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_no_pointer(data: bytes, file: str) -> None:
-    """Raises CorruptError for what Git LFS keeps in the place of a file that was not downloaded."""
+    """Raise CorruptError for what Git LFS keeps in the place of a file that was not downloaded."""
     if data.startswith(_POINTER):
         raise corrupt(file, "is a pointer of Git LFS, in whose place `git lfs pull` puts the file itself")
 

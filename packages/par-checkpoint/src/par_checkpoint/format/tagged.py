@@ -200,7 +200,7 @@ def split_ranks(encoded: Any) -> list[Any] | None:
 
 
 def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str, path: _Path) -> str:
-    """Puts a tensor among the others, and gives its name there."""
+    """Put a tensor among the others, and give its name there."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(
             f"{_spoken(where, path)} is a {type(tensor).__name__} ({tensor.layout}, {tensor.device}), not an "
@@ -216,7 +216,7 @@ def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str, pa
 
 
 def _of_numpy(value: Any, where: str, path: _Path) -> tuple[torch.Tensor, bool]:
-    """Returns a NumPy array or number as a tensor, and whether the value is an array.
+    """Return a NumPy array or number as a tensor, and whether the value is an array.
 
     Raises:
         TypeError: The value is not from NumPy, or has a dtype that torch does not support.

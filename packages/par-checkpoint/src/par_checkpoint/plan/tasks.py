@@ -198,7 +198,7 @@ class Blocks:
                 yield low, high
 
     def keep(self, area: int, runs: Sequence[AssignedRun | HeldRun], numbers: Iterable[int]) -> None:
-        """Keeps the runs of some blocks of an area, of all its runs, to be asked about these blocks later."""
+        """Keep the runs of some blocks of an area, of all its runs, to be asked about these blocks later."""
         kept: list[AssignedRun | HeldRun] = []
         for number in sorted(numbers):
             if not kept or number >= kept[-1].stop:
@@ -350,7 +350,7 @@ class BlockList:
             blocks.keep(area, runs, {*self._list_mine(blocks, area, runs), *self._list_others(blocks, area, runs)})
 
     def _list_mine(self, blocks: Blocks, area: int, runs: Sequence[AssignedRun | HeldRun]) -> Iterator[int]:
-        """Lists the blocks of an area that this rank writes or reads, and yields their numbers."""
+        """List the blocks of an area that this rank writes or reads, and yield their numbers."""
         own = blocks.areas[area]
         is_full = sum(last - first for _, first, last in own.placed) == own.end - own.begin
         for run in runs:
@@ -372,7 +372,7 @@ class BlockList:
                 yield number
 
     def _list_others(self, blocks: Blocks, area: int, runs: Sequence[AssignedRun | HeldRun]) -> Iterator[int]:
-        """Lists the blocks of an area, of other ranks, that this rank may have pieces of, and yields their numbers."""
+        """List the blocks of an area, of other ranks, that this rank may have pieces of, and yield their numbers."""
         rank = blocks.rank
         given: dict[int, tuple[int, int]] = {}
         shared = [run for run in runs if isinstance(run, AssignedRun) and run.sends]

@@ -100,7 +100,7 @@ def _files(assets: Sequence[str | PathLike[str]]) -> Iterator[tuple[str, Path]]:
 
 
 def _check_asset(path: Path) -> None:
-    """Raises ValueError unless a file can be copied into a checkpoint."""
+    """Raise ValueError unless a file can be copied into a checkpoint."""
     if not path.is_file():
         raise ValueError(f"assets has {str(path)!r}, where there is no file; correct the path, as rank 0 sees it")
     if not is_base_name(path.name):

@@ -172,7 +172,7 @@ def collect(
 
 
 def check_replicas(samples: Sequence[tuple[int, Samples]]) -> None:
-    """Checks that tensors which several ranks call theirs, whole and without a record, begin with the same values.
+    """Check that tensors which several ranks call theirs, whole and without a record, begin with the same values.
 
     A tensor-parallel shard whose record is missing looks just like a replica; saved as one, it would be lost silently.
 
@@ -323,7 +323,7 @@ def _united(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_same(what: str, texts: Sequence[str]) -> None:
-    """Raises ValueError unless all ranks have the same text."""
+    """Raise ValueError unless all ranks have the same text."""
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(

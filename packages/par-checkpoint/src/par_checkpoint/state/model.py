@@ -256,7 +256,7 @@ def check_layout(of_ranks: Sequence[LayoutNames]) -> None:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Checks that the elements of a tensor lie in memory as they are.
+    """Check that the elements of a tensor lie in memory as they are.
 
     Raises:
         ValueError: A sparse or lazily conjugated tensor, or one of a class that keeps its data elsewhere.
@@ -317,7 +317,7 @@ def device_for(device: str | torch.device | None, model: Model | None) -> torch.
 
 
 def materialise_(tensor: torch.Tensor, device: torch.device) -> None:
-    """Gives memory to a tensor on the meta device; it stays the same object, so whoever holds it holds it still."""
+    """Give memory to a tensor on the meta device; it stays the same object, so references to it stay valid."""
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -85,7 +85,7 @@ class ModuleLoading:
         return any(".".join(parents[:depth]) in above for depth in range(len(parents) + 1))
 
     def check(self) -> None:
-        """Checks that a module which loads itself can be given its state dict again.
+        """Check that a module which loads itself can be given its state dict again.
 
         Raises:
             ValueError: The state dict shows other tensors than the module's, as where parameters are away.
@@ -141,7 +141,7 @@ class ModuleLoading:
             )
 
     def _set_extra_state_(self, objects: Mapping[str, object]) -> None:
-        """Sets the extra state of modules that do nothing else of their own, without a look at the state dict."""
+        """Set the extra state of modules that do nothing else of their own, without a look at the state dict."""
         modules = dict(self._root.named_modules()) if self._root is not None and objects else {}
         for name, module in modules.items():
             key = clean(f"{name}._extra_state" if name else "_extra_state")
@@ -227,7 +227,7 @@ def own_entries(optimizer: Optimizer) -> list[dict[str, object]]:
 
 
 def _check_inner(optimizer: Optimizer) -> None:
-    """Raises ValueError if an optimizer steps the same tensors by one inside of it, whose state it does not hold."""
+    """Raise ValueError if an optimizer steps the same tensors by one inside of it, whose state it does not hold."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for name, inner in vars(optimizer).items():
         if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
@@ -240,7 +240,7 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _check_shown(optimizer: Optimizer, shown: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a state dict holds the state and the options of an optimizer as they are."""
+    """Raise ValueError unless a state dict holds the state and the options of an optimizer as they are."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     state = shown.get("state", {})
     alike = len(shown.get("param_groups", ())) == len(optimizer.param_groups) and all(

@@ -101,7 +101,7 @@ def set_optimizer_(
 
 
 def check_schedulers(scheduler: object, state: object) -> None:
-    """Checks that a checkpoint has a state for each scheduler.
+    """Check that a checkpoint has a state for each scheduler.
 
     Args:
         scheduler: A scheduler, a list of them, or None.
@@ -126,7 +126,7 @@ def check_schedulers(scheduler: object, state: object) -> None:
 
 
 def set_scheduler_(scheduler: Any, state: Any) -> None:
-    """Sets the state of a scheduler, or of each in a list of them."""
+    """Set the state of a scheduler, or of each in a list of them."""
     if isinstance(scheduler, list | tuple):
         for one, its_state in zip(scheduler, state, strict=True):
             set_scheduler_(one, its_state)

@@ -437,7 +437,7 @@ class _PackedTargets:
 
 
 def set_scalars_(scalars: Iterable[Scalars]) -> Iterator[str]:
-    """Sets 0-dim slots; yields what is wrong where the parameters of one tensor disagree, and must not."""
+    """Set 0-dim slots; yield what is wrong where the parameters of one tensor disagree, and must not."""
     for one in scalars:
         for slot, read in one.read.items():
             values = {float(value) for _, value in read}

@@ -244,7 +244,7 @@ class _Traced:
         return self._select([d for d, length in enumerate(self.shape) if length != 1 or d not in asked])
 
     def _select(self, dims: Sequence[int]) -> "_Traced":
-        """Takes these dims, in this order; those that are left out have extent 1."""
+        """Take these dims, in this order; those that are left out have extent 1."""
 
         def take(numbers: Shape) -> Shape:
             return tuple(numbers[dim] for dim in dims)

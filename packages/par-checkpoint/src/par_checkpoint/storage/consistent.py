@@ -22,7 +22,7 @@ _UNDEFINED = "What was being loaded is now undefined"
 def read_consistently(
     folder: Folder, read: Callable[[], Value], *, checked: Callable[[Value], bool] = lambda _: False
 ) -> Value:
-    """Reads a checkpoint; if it is replaced in between, reads the new one from the beginning, a few times.
+    """Read a checkpoint; if it is replaced in between, read the new one from the beginning, a few times.
 
     Args:
         folder: The checkpoint's folder.
@@ -44,7 +44,7 @@ def retry_while_replaced(
     checked: Callable[[Value], bool],
     settles: Callable[[], float],
 ) -> Value:
-    """Reads a checkpoint on one rank or on several, which then all see the same version and the same error or none.
+    """Read a checkpoint on one rank or on several, which then all see the same version and the same error or none.
 
     Args:
         version: Gives the version that is there now, see `version_of`; the same on every rank.

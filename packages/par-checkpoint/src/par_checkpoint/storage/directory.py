@@ -206,7 +206,7 @@ def _choose(
 
 
 def check_linked(folder: ReadableFolder, name: str) -> None:
-    """Raises CorruptError if a file that is needed is a link to one that is missing."""
+    """Raise CorruptError if a file that is needed is a link to one that is missing."""
     if name in folder.dangling:
         raise CorruptError(f"{folder.url}/{name} is a link to a file that is missing: fetch it again")
 

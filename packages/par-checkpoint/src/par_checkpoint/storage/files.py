@@ -17,23 +17,23 @@ class FileSource(Protocol):
     """Bytes to read at a time, where something is done with them right after."""
 
     def ranged(self, begin: int, end: int) -> "FileSource":
-        """Opens the file once more, to read its bytes begin .. end - 1 in order; the caller closes it."""
+        """Open the file once more, to read its bytes begin .. end - 1 in order; the caller closes it."""
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on; raises CorruptError if the file ends before."""
+        """Fill the view with the bytes from `begin` on; raise CorruptError if the file ends before."""
 
     def close(self) -> None:
-        """Ends it; again is harmless."""
+        """Close the file; a second call does nothing."""
 
 
 class Writer(Protocol):
     """A file that is being written."""
 
     def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes all of the view at byte `begin`; where the staging is not positional, that must be the current end."""
+        """Write all of the view at byte `begin`; where the staging is not positional, that must be the current end."""
 
     def finish(self) -> None:
-        """Brings the bytes to the disk, and closes."""
+        """Bring the bytes to the disk, and close."""
 
     def abort(self) -> None:
-        """Closes without caring for the bytes; after `finish` it does nothing."""
+        """Close without syncing the bytes; after `finish` it does nothing."""

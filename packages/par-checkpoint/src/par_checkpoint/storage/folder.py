@@ -47,7 +47,7 @@ _SCHEMES = frozenset(
 
 
 def check_no_url(path: str) -> None:
-    """Raises ValueError for what pathlib, os.path.normpath and os.path.abspath make of a URL: a local path "s3:/...".
+    """Raise ValueError for what pathlib, os.path.normpath and os.path.abspath make of a URL: a local path "s3:/...".
 
     At the beginning of a path any scheme counts, further on only those of known stores: so a folder whose name ends
     with a colon can still be named, as "./name:/...".
@@ -87,7 +87,7 @@ class Folder(Protocol):
         """Return the block size of a file with `size` bytes of data."""
 
     def use(self, manifest: Manifest | None) -> None:
-        """Reads from now on the checkpoint of this manifest, which another rank has found; None: one without."""
+        """Read from now on the checkpoint of this manifest, which another rank has found; None: one without."""
 
     @property
     def sharing(self) -> Sharing:
@@ -98,10 +98,10 @@ class Folder(Protocol):
         """Seconds until a change by another machine is usually visible; 0 if it is visible at once."""
 
     def recover(self) -> None:
-        """Finds the old checkpoint again if a save died while it swapped; called before reading."""
+        """Find the old checkpoint if a save died between its two renames; called before reading."""
 
     def repair(self) -> None:
-        """Gives the old checkpoint its name back if a save died while it swapped; called before writing."""
+        """Rename the old checkpoint back if a save died between its two renames; called before writing."""
 
     def version(self) -> str | None:
         """Return a text that changes whenever another file replaces the manifest; None without a manifest."""
@@ -137,7 +137,7 @@ class Folder(Protocol):
         """
 
     def check_target(self, *, overwrite: bool) -> None:
-        """Raises if what is there now cannot be replaced, so that it is known before bytes are moved.
+        """Raise if what is there now cannot be replaced, so that it is known before bytes are moved.
 
         Raises:
             FileExistsError: The folder exists, and `overwrite` is False.
@@ -151,7 +151,7 @@ class Folder(Protocol):
         """
 
     def sweep(self, *, dry_run: bool = False) -> list[str]:
-        """Removes what dead saves to this folder left beside it; returns the paths."""
+        """Remove the remnants of dead saves next to this folder, and return their paths."""
 
 
 class Staging(Protocol):
@@ -213,4 +213,4 @@ class Staging(Protocol):
         """Remove the staging in any state, unless it was published, and close it. One rank calls it."""
 
     def close(self) -> None:
-        """Lets go of the staging without removing anything; again is harmless."""
+        """Release the staging without removing anything; a second call does nothing."""

@@ -75,7 +75,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken this one for dead, and removed the lease."""
+        """Raise CheckpointError if another process has taken this one for dead, and removed the lease."""
         try:
             ours, there = os.fstat(self._file), self._path.stat()
             is_held = (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
@@ -88,7 +88,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Ends the lease and removes its file; again is harmless."""
+        """End the lease and remove its file; a second call does nothing."""
         if not self._ended.is_set():
             self._ended.set()
             with (
@@ -100,7 +100,7 @@ class Lease:
                 self._path.unlink()
 
     def _renew(self, every: float) -> None:
-        """Writes the file anew until the lease ends."""
+        """Write the file anew until the lease ends."""
         while not self._ended.wait(every):
             with suppress(OSError):  # it is gone: `check` tells so
                 self._write()

@@ -385,7 +385,7 @@ class LocalSource:
             raise CorruptError(f"{path} is missing: restore it, or load another checkpoint") from error
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
+        """Fill the view with the bytes from `begin` on."""
         while len(view):
             try:
                 count = os.preadv(self._fd, [view], begin)
@@ -398,12 +398,12 @@ class LocalSource:
             begin, view = begin + count, view[count:]
 
     def ranged(self, begin: int, end: int) -> "LocalSource":
-        """Opens the file once more."""
+        """Open the file once more."""
         del begin, end
         return LocalSource(self._path)
 
     def close(self) -> None:
-        """Closes the file; again is harmless."""
+        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -454,7 +454,7 @@ class LocalWriter:
             self.close()
 
     def close(self) -> None:
-        """Closes the file; again is harmless."""
+        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -83,7 +83,7 @@ class Outline:
         return (self.part("model") or {}) if "model" in self.directories else {}
 
     def check_state(self) -> None:
-        """Checks what is no tensor before anything takes it for what it should be: strangers may have written it.
+        """Check what is no tensor before anything takes it for what it should be: strangers may have written it.
 
         Raises:
             CorruptError: State of another shape than a save writes.
@@ -130,7 +130,7 @@ def read_outline(
     variant: str | None = None,
     stem: str = "model",
 ) -> Outline:
-    """Reads everything but the tensors' data, and checks that all of it agrees.
+    """Read everything but the tensors' data, and check that all of it agrees.
 
     Args:
         folder: The checkpoint's folder.

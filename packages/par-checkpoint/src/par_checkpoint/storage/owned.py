@@ -74,7 +74,7 @@ _NOT_OF_TOKENIZER = (
 
 
 def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) -> None:
-    """Checks that every file of an old checkpoint is ours or a standard Hugging Face file.
+    """Check that every file of an old checkpoint is ours or a standard Hugging Face file.
 
     Args:
         url: The folder, for the message.
@@ -120,7 +120,7 @@ def is_standard(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Checks, and gives back, the name of a file in a checkpoint: plain, in at most one plain folder.
+    """Check, and give back, the name of a file in a checkpoint: plain, in at most one plain folder.
 
     Raises:
         ValueError: Any other name; it might lead out of the checkpoint.

@@ -89,7 +89,7 @@ class RemoteFolder:
         self._seen = None
 
     def use(self, manifest: Manifest | None) -> None:
-        """Reads from now on what this manifest names, as another rank has found it, without a look."""
+        """Read from now on what this manifest names, as another rank has found it, without a look."""
         self._seen = None
         if manifest is not None:
             sizes = {name: record.size for name, record in manifest.files.items()}
@@ -97,7 +97,7 @@ class RemoteFolder:
             self._seen = _SeenManifest(manifest=b"", generation=manifest.generation, root=root, generations=inside)
 
     def repair(self) -> None:
-        """Finds the old checkpoint again, as `recover` does."""
+        """Find the old checkpoint again, as `recover` does."""
         self.recover()
 
     def version(self) -> str | None:
@@ -151,7 +151,7 @@ class RemoteFolder:
         return RemoteStaging(self, f"generation-{nonce}", by_owner=by_owner)
 
     def check_target(self, *, overwrite: bool) -> None:
-        """Raises if what is there now must not be replaced."""
+        """Raise an error if the current content must not be replaced."""
         seen = self.look()
         if seen.visible and not overwrite:
             raise FileExistsError(f"{self.url!r} exists; pass overwrite=True to replace it, or choose another path")
@@ -319,7 +319,7 @@ class RemoteStaging:
         self._parts[name] = UploadParts(size=size, head=head, part=block)
 
     def invite(self) -> dict[str, tuple[UploadParts, str | None]]:
-        """Begins the uploads. Returns the parts and the upload id of each file, for `attach` on the other ranks."""
+        """Begin the uploads. Returns the parts and the upload id of each file, for `attach` on the other ranks."""
         if isinstance(self._store, S3Store):
             for name in (name for name, parts in self._parts.items() if parts.count > 1):
                 self._under_way.begin(partial(self._begin, self._store, name))
@@ -328,7 +328,7 @@ class RemoteStaging:
         return {name: (parts, self._uploads.get(name)) for name, parts in self._parts.items()}
 
     def attach(self, invitation: dict[str, tuple[UploadParts, str | None]]) -> None:
-        """Joins the uploads that `invite` of rank 0 began.
+        """Join the uploads that `invite` of rank 0 began.
 
         Raises:
             CheckpointError: The store has no uploads in parts, and this rank does not see the files of the save.
@@ -339,7 +339,7 @@ class RemoteStaging:
             raise CheckpointError(f"{self._path} is not visible on this rank: use a file system that all ranks share")
 
     def write(self, name: str, data: bytes) -> None:
-        """Begins to write a small file, which `publish` waits for; the manifest waits for `publish` itself."""
+        """Begin to write a small file, which `publish` waits for; the manifest waits for `publish` itself."""
         if name == MANIFEST:
             self._manifest = data
             return
@@ -355,7 +355,7 @@ class RemoteStaging:
         return self._store.stream(path)
 
     def complete(self, share: tuple[int, int]) -> None:
-        """Joins the parts of this rank's share of the files: of n ranks the i-th joins every n-th file."""
+        """Join the parts of this rank's share of the files: of n ranks the i-th joins every n-th file."""
         if isinstance(self._store, S3Store):
             for name in sorted(self._uploads)[share[0] :: share[1]]:
                 path, upload, parts = f"{self._path}/{name}", self._uploads[name], self._parts[name]
@@ -404,7 +404,7 @@ class RemoteStaging:
         folder.at("removed")
 
     def discard(self) -> None:
-        """Removes the generation, unless it is the checkpoint by now."""
+        """Remove the generation, unless it is the checkpoint by now."""
         with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
             self._under_way.wait()
         self._folder.recover()
@@ -418,15 +418,15 @@ class RemoteStaging:
         self._folder.recover()
 
     def close(self) -> None:
-        """Ends the threads of its requests."""
+        """End the threads of its requests."""
         self._under_way.close()
 
     def _begin(self, store: S3Store, name: str) -> None:
-        """Begins the upload of a file."""
+        """Begin the upload of a file."""
         self._uploads[name] = store.begin(f"{self._path}/{check_name(name)}")
 
     def _show(self, files: Mapping[str, bytes], names: Iterable[str]) -> None:
-        """Puts some of these files in the target, all at once."""
+        """Put some of these files in the target, all at once."""
         for name in names:
             self._under_way.begin(partial(self._store.put, f"{self._folder.path}/{name}", files[name]))
         self._under_way.wait()

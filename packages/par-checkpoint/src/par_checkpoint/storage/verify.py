@@ -110,7 +110,7 @@ def faults_of(folder: Folder, *, deep: bool) -> VerifyReport:
 
 
 def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
-    """Finds what is wrong with single files where all of them together make no sense."""
+    """Find what is wrong with single files where all of them together make no sense."""
     try:
         manifest = decode_manifest(folder.read(MANIFEST))
     except (CheckpointError, OSError):
@@ -126,7 +126,7 @@ def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
 
 
 def check_beside(folder: Folder, outline: Outline) -> None:
-    """Checks that the files beside the tensors, such as a config's and a tokenizer's, are what was saved.
+    """Check that the files beside the tensors, such as a config's and a tokenizer's, are what was saved.
 
     Raises:
         CorruptError: The first that is not.

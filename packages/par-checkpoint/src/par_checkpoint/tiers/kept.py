@@ -56,7 +56,7 @@ class KeptFolder(LocalFolder):
         return all(len(ranks) == size for ranks in self.homes.ranks)
 
     def use(self, manifest: Manifest | None) -> None:
-        """Reads from now on the checkpoint of this manifest, which another rank has found."""
+        """Read from now on the checkpoint of this manifest, which another rank has found."""
         self.files_of = {} if manifest is None else manifest.files
 
     def recover(self) -> None:
@@ -67,7 +67,7 @@ class KeptFolder(LocalFolder):
         return f"{self.record.written}-{self.record.nonce}"
 
     def check_there(self) -> None:
-        """Raises ReplacedError if this host's parts are no longer those that were found."""
+        """Raise ReplacedError if this host's parts are no longer those that were found."""
         for path in self.paths.values():
             try:
                 is_there = decode_part((path / RECORD).read_bytes(), str(path)).save == self.record.save
@@ -165,7 +165,7 @@ class KeptSource:
         self._sources = {part: LocalSource(path / f"{name}{SUFFIX}") for part, path in folder.paths.items()}
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
+        """Fill the view with the bytes from `begin` on."""
         while len(view):
             number, end = -1, self._record.data_begin
             if begin >= end:
@@ -184,12 +184,12 @@ class KeptSource:
         return self._sources[wanted]
 
     def ranged(self, begin: int, end: int) -> "KeptSource":
-        """Opens the file once more."""
+        """Open the file once more."""
         del begin, end
         return KeptSource(self._folder, self._name)
 
     def close(self) -> None:
-        """Closes the file; again is harmless."""
+        """Close the file; a second call does nothing."""
         for source in self._sources.values():
             source.close()
 

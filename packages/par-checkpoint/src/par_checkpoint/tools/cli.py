@@ -32,7 +32,7 @@ _TOGETHER = "several folders of hosts with parts of one checkpoint are looked at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
         arguments: Default: the process's own.
@@ -242,7 +242,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts values to a dtype that can be compared."""
+    """Cast values to a dtype that can be compared."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     if tensor.is_floating_point():
@@ -283,6 +283,6 @@ def _size(count: float) -> str:
 
 
 def _say(line: str) -> None:
-    """Prints a line; letters that the terminal's encoding lacks, as names of files may have, are written as escapes."""
+    """Print a line; letters that the terminal's encoding lacks, as names of files may have, are written as escapes."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -214,7 +214,7 @@ def _is_sound(name: object, tensor: TensorStorageMetadata) -> bool:
 
 
 def _check_ranges(items: _Items, files: _DcpFiles) -> None:
-    """Checks that items lie in their files, and do not share bytes, by which little data would become much.
+    """Check that items lie in their files, and do not share bytes, by which little data would become much.
 
     Raises:
         CorruptError: They do.
@@ -239,7 +239,7 @@ def _chunks(tensor: TensorStorageMetadata) -> list[tuple[tuple[int, ...], tuple[
 
 
 def _check_chunks(name: str, tensor: TensorStorageMetadata, items: _Items) -> None:
-    """Checks that the files have room for all elements of a tensor.
+    """Check that the files have room for all elements of a tensor.
 
     Raises:
         CorruptError: They have not.

@@ -20,7 +20,7 @@ from ..tiers.gathered import open_checkpoint
 def read_tensor(
     path: str | PathLike[str] | Sequence[str | PathLike[str]], name: str, box: Box | None = None
 ) -> torch.Tensor:
-    """Reads one tensor, or a rectangle of it. Only its bytes are read, and checksums are not looked at.
+    """Read one tensor, or a rectangle of it. Only its bytes are read, and checksums are not looked at.
 
     Args:
         path: The checkpoint's folder, or its URL; or the folders of hosts that hold its parts (see `copies` of `save`),

@@ -58,7 +58,7 @@ class Filling:
 
 
 def fill_(targets: Targets, filling: Filling) -> None:
-    """Reads the tensors of the model or of the optimizer; from here on they change. Collective.
+    """Read the tensors of the model or of the optimizer; from here on they change. Collective.
 
     Raises:
         CheckpointError, OSError: Something cannot be read, or is corrupt; on every rank.
@@ -183,7 +183,7 @@ def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
 
 
 def _copy_pickled(filling: Filling, entries: Iterable[LocalTensor]) -> None:
-    """Copies from files of other writers that torch.load maps: every rank takes its boxes."""
+    """Copy from files of other writers that torch.load maps: every rank takes its boxes."""
     for section, names in filling.outline.pickled.items():
         mine = [entry for entry in entries if section_of(entry.key) == section]
         tensors = tensors_of(filling.folder, names) if mine else {}

@@ -186,7 +186,7 @@ class _Reader:
         self._exchange = PieceExchange(reading.ranks, reading.local.packed_size, limit=reading.budget // 4)
 
     def begin(self, tasks: Sequence[Task], others: Sequence[Task]) -> "_Round":
-        """Begins to read the blocks of a round.
+        """Begin to read the blocks of a round.
 
         Args:
             tasks: This rank's blocks.
@@ -211,7 +211,7 @@ class _Reader:
         return _Round(shared=shared, others=others, jobs=jobs)
 
     def end(self, begun: "_Round", *, peers: bool) -> None:
-        """Waits for the blocks of a round, and takes what others read for this rank. All ranks end rounds in order.
+        """Wait for the blocks of a round, and takes what others read for this rank. All ranks end rounds in order.
 
         Args:
             begun: The round.
@@ -275,7 +275,7 @@ class _Reader:
                 ranged.close()
 
     def _read_own(self, source: FileSource, task: Task) -> None:
-        """Reads a block of which no other rank takes a piece from here: straight into the tensors, if it can."""
+        """Read a block of which no other rank takes a piece from here: straight into the tensors, if it can."""
         with self._blocks.lent() as spare:
             direct = self._reading.local.direct(task.pieces, task.block.size, spare)
             if direct is not None:
@@ -284,7 +284,7 @@ class _Reader:
                 self._read_into(source, task, spare)
 
     def _read_into(self, source: FileSource, task: Task, memory: torch.Tensor) -> None:
-        """Reads a block into memory, and copies this rank's pieces of it."""
+        """Read a block into memory, and copy this rank's pieces of it."""
         block = memory[: task.block.size]
         self._read(source, task.block, [block])
         own = (piece for piece in task.pieces if piece.to == self._rank)
@@ -292,7 +292,7 @@ class _Reader:
             self._reading.local.from_block_(own, block)
 
     def _read(self, source: FileSource, block: FileBlock, into: Iterable[torch.Tensor]) -> None:
-        """Reads a block into one or several runs of memory, and verifies it."""
+        """Read a block into one or several runs of memory, and verify it."""
         file = self._reading.files[block.file]
         crcs = self._reading.crcs.get(file.name)
         begin, crc = block.begin, 0
@@ -361,7 +361,7 @@ class _Sources:
             last.close()
 
     def close(self) -> None:
-        """Closes all files that are open."""
+        """Close all files that are open."""
         for source in self._open.values():
             source.close()
         self._open.clear()

@@ -197,12 +197,12 @@ class Session:
         return memory
 
     def keep_memory(self, memory: "Chunks") -> None:
-        """Keeps memory that nobody uses any longer for the next save in the background."""
+        """Keep memory that nobody uses any longer for the next save in the background."""
         with self._lock:
             self._memory = memory
 
     def release(self) -> None:
-        """Frees the memory of the last copy, when it is written."""
+        """Free the memory of the last copy, when it is written."""
         with self._lock:
             running = list(self._writes)
         for write in running:

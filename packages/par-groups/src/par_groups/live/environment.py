@@ -76,10 +76,12 @@ def read_environment(
     if rank is not None and world_size is not None:
         return _explicit(get, rank, world_size, local_rank, address, port)
     by_variables = "RANK" in variables or "WORLD_SIZE" in variables
+    # Only torchrun's agent sets this variable, so it is the launcher even if srun or mpirun has started the agent.
     if by_variables and "TORCHELASTIC_RUN_ID" in variables:
         return _torchrun(get)
     started = _openmpi(get) if "OMPI_COMM_WORLD_RANK" in variables else _slurm(get) if _is_srun(variables) else None
     if by_variables:
+        # A single task of srun often is a shell in which a job script sets RANK itself.
         return _torchrun(get) if started is None or started.world_size == 1 else _compared(get, started)
     return started or Launch(
         launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0
@@ -125,6 +127,7 @@ class _Variables:
 def _explicit(
     get: _Variables, rank: int, world_size: int, local_rank: int | None, address: str | None, port: int | None
 ) -> Launch:
+    # A world of one meets nobody, so it needs no address from outside.
     single = "127.0.0.1" if world_size == 1 else None
     return Launch(
         launcher="explicit",
@@ -165,6 +168,7 @@ def _compared(get: _Variables, started: Launch) -> Launch:
 
 def _slurm(get: _Variables) -> Launch:
     """Read the variables that `srun` sets for each task; rank 0 runs on the first host of the step."""
+    # The variables of the step come first: a job may run steps on fewer tasks than it has.
     tasks = "SLURM_STEP_NUM_TASKS" if get.first("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     hosts = get.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     address = get.first("MASTER_ADDR") or (first_host(hosts) if hosts else get.text("SLURM_STEP_NODELIST", "srun"))
@@ -184,6 +188,7 @@ def _slurm(get: _Variables) -> Launch:
 def _openmpi(get: _Variables) -> Launch:
     world_size = get.number("OMPI_COMM_WORLD_SIZE", "mpirun")
     local_world_size = get.number("OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun", 1)
+    # mpirun passes no address of rank 0, and only if all ranks are on this machine is it known.
     local = "127.0.0.1" if local_world_size == world_size else None
     return Launch(
         launcher="openmpi",

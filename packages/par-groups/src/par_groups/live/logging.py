@@ -28,7 +28,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return (self.ranks is None or current_rank() in self.ranks) and super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Puts the rank into the message, and into the record as `rank`."""
+        """Put the rank into the message, and into the record as `rank`."""
         rank = current_rank()
         kwargs["extra"] = {**(kwargs.get("extra") or {}), "rank": rank}
         return f"[rank {rank}] {msg}", kwargs
@@ -63,7 +63,7 @@ def current_rank() -> int:
 
 
 def _add_file(logger: logging.Logger, path: Path) -> None:
-    """Adds a file handler, unless there is one for that path."""
+    """Add a file handler, unless there is one for that path."""
     present = {handler.baseFilename for handler in logger.handlers if isinstance(handler, logging.FileHandler)}
     if str(path.absolute()) not in present:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
 
 
 def check_size(what: str, size: object, *, inferred: bool = False) -> None:
-    """Raises ValueError unless `size` is a whole number of at least 1, or -1 where it can be inferred."""
+    """Raise ValueError unless `size` is a whole number of at least 1, or -1 where it can be inferred."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(f"{what} is {size!r}; it must be a whole number")
     if size < 1 and not (inferred and size == -1):
@@ -99,7 +99,7 @@ def check_size(what: str, size: object, *, inferred: bool = False) -> None:
 
 
 def _parse_axis(name: str, value: object) -> AxisConfig:
-    """Reads the value of one axis: an int, or a dict with a size and perhaps a mode with options of its own."""
+    """Read the value of one axis: an int, or a dict with a size and perhaps a mode with options of its own."""
     if not isinstance(value, Mapping):
         return AxisConfig(size=_parse_size(name, value), options={})
     options = dict(value)
@@ -125,7 +125,7 @@ def _parse_size(what: str, size: object) -> int | None:
 
 
 def _infer(sizes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """Fills in the one size that was left out, and checks the product."""
+    """Fill in the one size that was left out, and check the product."""
     unknown = [name for name, size in sizes.items() if size is None]
     if len(unknown) > 1:
         raise ValueError(f"the sizes of {' and '.join(unknown)} cannot both be inferred; give all but one")

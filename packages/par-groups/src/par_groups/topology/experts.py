@@ -59,7 +59,7 @@ def view_of_experts(sizes: Mapping[str, int], size: int, cut_over: int) -> dict[
 
 
 def check_mode(mode: str | None) -> None:
-    """Raises ValueError unless experts can be spread beside this tensor mode."""
+    """Raise ValueError unless experts can be spread beside this tensor mode."""
     if mode not in (None, "1d"):
         raise ValueError(
             f"experts need tensor mode '1d' or none, the config has {mode!r}; change the mode, or leave expert out"

@@ -267,7 +267,7 @@ class Topology:
     # New topologies from this one
 
     def split(self, axis: str, parts: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
-        """Splits one axis into several, slowest first; the axis stays usable as their product.
+        """Split one axis into several, slowest first; the axis stays usable as their product.
 
         Raises:
             ValueError: The axis is no unsplit axis, a part's name is taken, or the parts' product is not its size.
@@ -294,7 +294,7 @@ class Topology:
         return new
 
     def alias(self, name: str, axes: Axes) -> "Topology":
-        """Gives a product of axes a name, as "model" is pipeline x tensor."""
+        """Give a product of axes a name, as "model" is pipeline x tensor."""
         if name in self._names():
             raise ValueError(f"the name {name!r} is taken; axes and products are {self._names()}")
         new = self._like(self)
@@ -316,7 +316,7 @@ class Topology:
         return new
 
     def view(self, name: str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
-        """Adds a second factorisation of the same ranks; an axis of the same name must mean the same in both.
+        """Add a second factorisation of the same ranks; an axis of the same name must mean the same in both.
 
         Experts cut the world otherwise than dense layers do: `view("expert", {"pipeline": 2, "expert_data": 2,
         "expert": 2})`. Axes of different factorisations cannot be mixed in one group.
@@ -354,7 +354,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> "Topology":
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ValueError: The text is no topology.

@@ -26,7 +26,7 @@ node of GPUs.
 
 
 def balance_chunks(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Gives equally many chunks to each rank, so that the ranks have about the same work.
+    """Give equally many chunks to each rank, so that the ranks have about the same work.
 
     The heaviest chunk goes first, each to the rank with the least work that has room for it, ties to the lower rank. No
     rank gets more than the heaviest chunk above the mean.

@@ -62,7 +62,7 @@ class KeyTransfers:
 
 
 def transfers(first: Ints, last: Ints, tokens: Tokens) -> KeyTransfers:
-    """Finds what every rank needs of every other.
+    """Find what every rank needs of every other.
 
     Args:
         first: First token that each token sees, int64 [rows, padded], as `Mask.intervals` gives it.

@@ -94,7 +94,7 @@ def empty_sum(q: Tensor, value_head: int) -> tuple[Tensor, Tensor]:
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Adds a term to the sum of exponentials of each head, which no value belongs to.
+    """Add a term to the sum of exponentials of each head, which no value belongs to.
 
     Args:
         out: The output [B, s, H, D], which is overwritten.

@@ -361,7 +361,7 @@ def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Attenti
 
 
 def _blocks(low: Ints, high: Ints, block: int) -> list[tuple[int, int]]:
-    """Cuts queries with irregular intervals into blocks, so that few masked pairs are computed in few calls.
+    """Cut queries with irregular intervals into blocks, so that few masked pairs are computed in few calls.
 
     Blocks of two neighbours become one where that is less work, then blocks of these, up to `block` queries.
     """

@@ -189,7 +189,7 @@ def _number(length: Any) -> int:
 
 
 def check_documents(row: tuple[int, ...], length: int) -> None:
-    """Raises ValueError unless a row's documents have positive lengths and fill it."""
+    """Raise ValueError unless a row's documents have positive lengths and fill it."""
     if length < 1:
         raise ValueError(f"a row must have 1 token at least; its length is {length}")
     if not row or min(row) < 1:

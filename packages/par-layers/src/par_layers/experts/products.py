@@ -133,7 +133,7 @@ def batched(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Writes the product of torch.nn.Linear to `out`; of no rows, nothing."""
+    """Write the product of torch.nn.Linear to `out`; of no rows, nothing."""
     if not x.shape[0]:
         return
     if bias is None:

@@ -38,7 +38,7 @@ def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Returns the inverse of a permutation: for each row, its index in the permuted order, int64 [n]."""
+    """Return the inverse of a permutation: for each row, its index in the permuted order, int64 [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 

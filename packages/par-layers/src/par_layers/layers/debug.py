@@ -30,7 +30,7 @@ class LaidOut(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Computes as usual; raises if the layouts of the inputs differ."""
+        """Compute as usual; raise if the layouts of the inputs differ."""
         carried = common((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         if carried is not None:
@@ -41,7 +41,7 @@ class LaidOut(Tensor):
 
 
 def watched(module: M, takes: "Mark | None", gives: "Mark | None") -> M:
-    """Lets a module check the layout of its input, and mark its output.
+    """Let a module check the layout of its input, and mark its output.
 
     Args:
         module: A layer.

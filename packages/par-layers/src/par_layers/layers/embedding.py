@@ -243,7 +243,7 @@ def cut_batch(x: Tensor, axes: Axes, grid: Grid) -> Tensor:
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError for an id that is not in the vocabulary; on an accelerator asserts there, without waiting."""
+    """Raise ValueError for an id that is not in the vocabulary; on an accelerator asserts there, without waiting."""
     fine = (ids >= 0) & (ids < vocabulary)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         if not fine.all():

@@ -29,7 +29,7 @@ class ByPlace(Protocol):
         """Fill a full weight like any init rule; `initialize` calls `fill` instead."""
 
     def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
-        """Fills a part of the whole parameter in place.
+        """Fill a part of the whole parameter in place.
 
         Args:
             part: The part, of two dims, fp32.
@@ -51,7 +51,7 @@ class EachExpert:
     init: Init
 
     def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
-        """Fills all of them from one generator, as one who knows nothing of experts would; `initialize` does not."""
+        """Fill all of them from one generator, as one who knows nothing of experts would; `initialize` does not."""
         for expert in whole:
             self.init(expert, generator)
 

@@ -32,7 +32,7 @@ class PartialGradientReducer:
         self._checked = False
 
     def handle_gradient(self) -> None:
-        """Sums in place: one all-reduce for each set of axes over which some gradient is partial.
+        """Sum in place: one all-reduce for each set of axes over which some gradient is partial.
 
         Every rank of the tensor group must call it, once after the last backward of a step.
 

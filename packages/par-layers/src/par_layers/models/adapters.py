@@ -110,7 +110,7 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
 
 
 def check_prompts(model: nn.Module) -> None:
-    """Makes sure that a PeftModel adds no keys and values of its own to attentions that are going to be cut.
+    """Check that a PeftModel adds no keys and values of its own to attentions that are going to be cut.
 
     Args:
         model: A PeftModel, or any other model.

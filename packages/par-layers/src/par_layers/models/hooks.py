@@ -92,7 +92,7 @@ class CutExperts(Hook):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies every tensor that a gradient may go back to."""
+        """Copy every tensor that a gradient may go back to."""
         del module
         return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
 

@@ -124,7 +124,7 @@ class _Again:
         self._whole: Tensor | None = None
 
     def start(self, part: Tensor) -> None:
-        """Starts the all-gather, unless another column has."""
+        """Start the all-gather, unless another column has."""
         if self._left == 0:
             self._left = self.users
             self._started, self._whole = start_all_gather(part, self.group), None

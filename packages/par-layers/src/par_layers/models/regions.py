@@ -231,7 +231,7 @@ class FirstLayer(_EndOfLayers):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keeps this rank's part of the sequence.
+        """Keep this rank's part of the sequence.
 
         Raises:
             ValueError: The sequence does not divide by the ranks.

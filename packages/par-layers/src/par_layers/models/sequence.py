@@ -39,7 +39,7 @@ class CutSequence:
             self._cut, self._decided_by = _may_need_gradients(module) and not self._stays_whole, module
 
     def end(self, module: nn.Module) -> None:
-        """Ends the decision, if this module's forward has made it."""
+        """End the decision, if this module's forward has made it."""
         if self._decided_by is module:
             self._cut = self._decided_by = None
 
@@ -82,7 +82,7 @@ class Begins:
         self.sequence.begin(module)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends the decision."""
+        """End the decision."""
         del args, output
         self.sequence.end(module)
 

@@ -41,7 +41,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse(linear: LinearFunction | None, mode: str) -> None:
-    """Raises ValueError, if there is a function in the place of torch's product, in a mode that cannot call it."""
+    """Raise ValueError, if there is a function in the place of torch's product, in a mode that cannot call it."""
     if linear is not None:
         raise ValueError(
             f"`linear` of this layer is {linear!r}, but mode {mode} multiplies parts of several ranks, and cannot call "

@@ -46,7 +46,7 @@ class ActivationLayout:
 
 
 def check_features(x: Tensor, features: int, layout: ActivationLayout, who: str) -> None:
-    """Raises ValueError, naming the layout that was expected, unless the last dim is this rank's part of the features.
+    """Raise ValueError, naming the layout that was expected, unless the last dim is this rank's part of the features.
 
     Args:
         x: The activation, [..., features].

@@ -184,7 +184,7 @@ class _LocalMatmul(torch.autograd.Function):
 
 
 def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
-    """Saves what the backward of a product needs of its operands: with a frozen weight, not x.
+    """Save what the backward of a product needs of its operands: with a frozen weight, not x.
 
     Args:
         ctx: The context of an autograd function whose first two inputs are the operands; `ctx.hook` is set.

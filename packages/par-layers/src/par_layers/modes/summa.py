@@ -159,7 +159,7 @@ class _SummaReduction:
             self._mine = partial
 
     def finish(self) -> Tensor:
-        """Waits for all, and returns this rank's sum."""
+        """Wait for all, and return this rank's sum."""
         for work in self._works:
             work.wait()
         if self._mine is None:

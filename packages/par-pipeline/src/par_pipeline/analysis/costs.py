@@ -56,7 +56,7 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: Cost = 0.0) -> "Costs":
-        """Takes the medians of a recorded run, stage by stage; of a whole backward, each part gets half.
+        """Take the medians of a recorded run, stage by stage; of a whole backward, each part gets half.
 
         Args:
             timeline: A step with at least one forward and one backward of every stage.

@@ -91,7 +91,7 @@ class Timeline:
         )
 
     def trace(self, path: str | Path) -> None:
-        """Writes the step as JSON that ui.perfetto.dev and chrome://tracing open, one track per rank.
+        """Write the step as JSON that ui.perfetto.dev and chrome://tracing open, one track per rank.
 
         Source: Google, Trace Event Format, "Complete Events" and "Metadata Events".
         """

@@ -126,14 +126,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff) -> Tensor:
-        """Runs the layer."""
+        """Run the layer."""
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.put_off = weight, put_off  # the saved one is another object
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        """Puts off the weight's gradient and computes the others."""
+        """Put off the weight's gradient and compute the others."""
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         ctx.put_off(Product.of_linear(ctx.weight, x, gradient))
@@ -147,7 +147,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, put_off: PutOff) -> Tensor:
-        """Runs the layer; `how` is what torch.convolution takes after the bias."""
+        """Run the layer; `how` is what torch.convolution takes after the bias."""
         y: Tensor = torch.convolution(x, weight, bias, *how)
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.how, ctx.put_off = weight, how, put_off
@@ -155,7 +155,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        """Puts off the weight's gradient and computes the others."""
+        """Put off the weight's gradient and compute the others."""
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, _, _ = ctx.needs_input_grad
         # Under autocast the saved tensors may have another dtype than the gradient, and convolution_backward requires

@@ -24,7 +24,7 @@ class Microbatches(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, items: Iterable[Any]) -> "Microbatches":
-        """Takes the microbatches of a step.
+        """Take the microbatches of a step.
 
         Args:
             items: The microbatches, as many as the schedule has.

@@ -145,7 +145,7 @@ class Shared:
         return tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
     def _fill_(self) -> set[int]:
-        """Makes gradients dense, and those that are not there zero; returns the ids of the latter's parameters."""
+        """Make gradients dense, and those that are not there zero; return the ids of the latter's parameters."""
         absent = set()
         for parameter in self._parameters.values():
             if parameter.grad is None:
@@ -176,7 +176,7 @@ class Shared:
                 yield own.get(id(tensor), name), tensor
 
     def _check_cuts(self, mine: Cuts, cuts_of_all: Sequence[Cuts | None]) -> None:
-        """Checks that all holders have the same parts; None for a holder that has checked it."""
+        """Check that all holders have the same parts; None for a holder that has checked it."""
         first = cuts_of_all[0] or mine
         for rank, cuts in zip(self._holders, cuts_of_all, strict=True):
             if cuts is not None and cuts != first:
@@ -188,7 +188,7 @@ class Shared:
         self._are_cuts_checked = True
 
     def _start_alike_(self, parameter: nn.Parameter) -> None:
-        """Gives all holders the first one's values."""
+        """Copy the values of the first holder to all holders."""
         if len(self._holders) > 1:
             with torch.no_grad():
                 parameter.copy_(self._exchanged(parameter.detach().contiguous())[0])
@@ -240,7 +240,7 @@ def _joined(records: Sequence[Sharding]) -> Sharding:
 
 
 def _check(parameters_of_holders: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
-    """Checks that all holders have the same kinds of parameters. Every rank sees the same, and raises the same."""
+    """Check that all holders have the same kinds of parameters. Every rank sees the same, and raise the same."""
     described = [
         [(kind, record.shape, [(box.start, box.size) for box in record.boxes]) for kind, record in parameters]
         for parameters in parameters_of_holders

@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Reads an action from the text that `str` writes, such as "2F0".
+        """Read an action from the text that `str` writes, such as "2F0".
 
         Raises:
             ValueError: The text is not of that form.

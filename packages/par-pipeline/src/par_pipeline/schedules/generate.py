@@ -21,7 +21,7 @@ class Generated:
 
 
 def numbered(order: Iterable[tuple[str, int]], microbatches: int) -> Iterator[Action]:
-    """Gives operations their microbatches: the n-th of a kind is for microbatch n, and is left out beyond the last.
+    """Give operations their microbatches: the n-th of a kind is for microbatch n, and is left out beyond the last.
 
     Args:
         order: Operations and stages; a whole backward counts as both of its parts.

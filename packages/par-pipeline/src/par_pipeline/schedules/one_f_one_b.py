@@ -73,7 +73,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
 
 
 def _in_groups(op: str, stages: range, microbatches: int, groups: int) -> Iterator[Action]:
-    """Takes one group of microbatches after the other through all stages of the rank; larger groups come first."""
+    """Take one group of microbatches after the other through all stages of the rank; larger groups come first."""
     size, larger = divmod(microbatches, groups)
     start = 0
     for group in range(groups):

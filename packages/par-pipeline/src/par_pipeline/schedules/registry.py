@@ -14,7 +14,7 @@ SCHEDULES: Registry[ScheduleFunction] = Registry("schedule", "par_pipeline.sched
 
 
 def register_schedule(name: str) -> Callable[[F], F]:
-    """Registers a schedule under `name`, as a decorator.
+    """Register a schedule under `name`, as a decorator.
 
     The function is called as `function(ranks, microbatches, **options)` and returns a `Schedule`, or a list of actions
     for each rank. A separate wheel can provide one without being imported: an entry point `name = "module:function"`
@@ -38,7 +38,7 @@ def register_schedule(name: str) -> Callable[[F], F]:
 
 
 def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = None, **options: Any) -> Schedule:
-    """Makes the schedule of that name, such as "1f1b".
+    """Make the schedule of that name, such as "1f1b".
 
     Args:
         name: The name under which it is registered.

@@ -65,7 +65,7 @@ class Schedule:
         return self.placement.stages
 
     def stage_of(self, rank: int) -> tuple[int, ...]:
-        """Returns the numbers of the stages that a rank holds, in ascending order."""
+        """Return the numbers of the stages that a rank holds, in ascending order."""
         return self.placement.by_rank[rank]
 
     def rank_of(self, stage: int) -> int:
@@ -77,7 +77,7 @@ class Schedule:
         return self.placement.rank_of(stage)
 
     def validate(self) -> None:
-        """Checks that every rank can run its actions to the end, and that they are one training step.
+        """Check that every rank can run its actions to the end, and that they are one training step.
 
         Every stage runs one forward and one backward per microbatch, in that order, on one rank. The ranks, each in its
         order, never wait for one another in a circle: sends do not stop a rank, and receives are posted in the order in
@@ -89,13 +89,13 @@ class Schedule:
         validate(self.ranks, self.placement, self.microbatches)
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes torch's compute-only form: a line per rank, a cell per action."""
+        """Write torch's compute-only form: a line per rank, a cell per action."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(map(str, actions) for actions in self.ranks)
 
     @classmethod
     def from_csv(cls, path: str | Path) -> "Schedule":
-        """Reads and validates torch's compute-only form: a line per rank, a cell per action; empty cells are skipped.
+        """Read and validate torch's compute-only form: a line per rank, a cell per action; empty cells are skipped.
 
         Raises:
             ValueError: A cell is no action; the message names its line and column. Or the schedule is not valid; the

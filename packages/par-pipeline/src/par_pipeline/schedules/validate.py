@@ -60,7 +60,7 @@ def _check_placement(placement: StagePlacement) -> None:
 
 
 def _check_rank(rank: int, actions: Iterable[Action], stages: tuple[int, ...], microbatches: range) -> str:
-    """Checks each action of one rank by those before it. Returns what is missing at the end, in words.
+    """Check each action of one rank by those before it. Returns what is missing at the end, in words.
 
     A wrong action explains a missing one, so all ranks are looked through before anything is reported as missing.
     """

@@ -110,6 +110,6 @@ def clamp_(gradients: Sequence[Tensor], limit: float) -> None:
 
 
 def check_limit(value: float, name: str) -> None:
-    """Raises a ValueError unless a number is a limit for gradients."""
+    """Raise ValueError unless a number is a limit for gradients."""
     if not value > 0:
         raise ValueError(f"{name} is {value}; give a number above 0, or leave clipping away")

@@ -117,7 +117,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def check_order(order: float) -> None:
-    """Raises a ValueError unless a number is the order of a norm."""
+    """Raise ValueError unless a number is the order of a norm."""
     if not order > 0:
         raise ValueError(f"norm_type is {order}; give a number above 0, or math.inf for the largest gradient")
 

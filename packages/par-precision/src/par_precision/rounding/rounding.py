@@ -82,7 +82,7 @@ def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, n
 
 @torch.no_grad()
 def round_all_(roundings: Iterable[Rounding], seed: int, step: int) -> None:
-    """Rounds many tensors as `stochastic_round_` rounds one; those on a GPU share one kernel."""
+    """Round many tensors as `stochastic_round_` rounds one; those on a GPU share one kernel."""
     by_device: dict[torch.device, list[Matrix]] = {}
     for target, source, packed, suffix in roundings:
         into, given = local_part(target), local_part(source)

@@ -86,6 +86,7 @@ def stochastic_step_(
         for piece in _pieces(optimizer, options):
             _step_piece_(optimizer, piece, step, options, prepare)
 
+    # The hooks surround all pieces, because programs expect one call of them per step.
     with_step_hooks(in_pieces)(optimizer)
     note_step(optimizer)
 
@@ -113,6 +114,7 @@ def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Tra
     size = 0
     for trained in _with_gradients(optimizer, options.names or {}):
         count = local_part(trained.parameter).numel()
+        # A parameter is never divided, because optimizers keep one state for each; a large one is a piece of its own.
         if piece and size + count > options.piece:
             yield piece
             piece, size = [], 0
@@ -199,16 +201,17 @@ class _StandIn:
         return [self._parameter, self._gradient, *self._before.values()] if self._copies else []
 
     def enter(self, copies: Iterator[Tensor]) -> None:
-        """Takes the parameter's place, with the next of these copies."""
+        """Take the parameter's place, with the next of these copies."""
         if self._copies:
             self.tensor = nn.Parameter(next(copies))
             self.tensor.grad = next(copies)
+        # With two entries for one parameter, an optimizer that walks over its state would count it twice.
         self._optimizer.state.pop(self._parameter, None)
         if self._state:
             self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._before}}
 
     def results(self) -> Iterator[Rounding]:
-        """Lists what is to be rounded: the parameter, and its moments, into their own tensors if these are there."""
+        """List what is to be rounded: the parameter, and its moments, into their own tensors if these are there."""
         self._result = dict(self._optimizer.state.get(self.tensor, {}))
         if not self._copies:
             return
@@ -218,12 +221,13 @@ class _StandIn:
         for slot, value in self._moments(self._result).items():
             target = self._state.get(slot)
             if target is None or target.dtype != self._dtype:
+                # The first step of a parameter has made this moment in fp32, so it has no tensor of the kept dtype yet.
                 target = torch.empty_like(value, dtype=self._dtype)
             self._result[slot] = target
             yield Rounding(target, value, self._packed, f".{slot}")
 
     def keep(self) -> None:
-        """Makes `results`, now that they are rounded, what `leave` gives back."""
+        """Make `results`, now that they are rounded, what `leave` gives back."""
         self._state = self._result
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 
 
 def round_matrices_(matrices: Sequence[Matrix]) -> None:
-    """Rounds matrices one after the other."""
+    """Round matrices one after the other."""
     for matrix in matrices:
         _round_matrix_(matrix)
 
@@ -94,7 +94,7 @@ def mix_(state: Tensor, spare: Tensor, key: Tensor) -> None:
 
 
 def _round_tile_(target: Tensor, source: Tensor, state: Tensor, spare: Tensor) -> None:
-    """Adds random numbers to the bits that the target lacks, cuts these off, and writes what remains."""
+    """Add random numbers to the bits that the target lacks, cut these off, and write what remains."""
     dropped = DROPPED[target.dtype]
     if target.dtype == torch.float16:  # below 2**-14 its grid is even; what 2**-14 is added to has just that grid
         shift = (source.abs() < 2**-14).to(source.dtype).mul_(2**-14).copysign_(source)

@@ -28,7 +28,7 @@ _ALIGNED = 16
 
 
 def round_matrices_(matrices: Sequence[Matrix]) -> None:
-    """Rounds matrices that are all on one device, with one launch for each dtype of targets."""
+    """Round matrices that are all on one device, with one launch for each dtype of targets."""
     for dtype in DROPPED:
         given = [matrix for matrix in matrices if matrix.target.dtype == dtype]
         if len(given) == 1:
@@ -47,7 +47,7 @@ def _round_one_(matrix: Matrix) -> None:
 
 
 def _round_many_(matrices: Sequence[Matrix]) -> None:
-    """Rounds matrices whose targets have one dtype, with one launch."""
+    """Round matrices whose targets have one dtype, with one launch."""
     target = matrices[0].target
     table, blocks = _table(matrices)
     with torch.cuda.device_of(target):
@@ -112,7 +112,7 @@ def round_many(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Rounds this program's block, which belongs to the last matrix in the table that begins at this program or before.
+    """Round this program's block, which belongs to the last matrix in the table that begins at this program or before.
 
     Args:
         table: Address of the table's first number.
@@ -188,7 +188,7 @@ def round_block(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Rounds this program's block of a matrix. All int32 wrap around.
+    """Round this program's block of a matrix. All int32 wrap around.
 
     Args:
         target: Address of the target's first element.
@@ -251,6 +251,6 @@ def round_values(value, state, key, DROPPED: tl.constexpr):
 
 @triton.jit
 def add_and_cut(value, random, DROPPED: tl.constexpr):
-    """Adds a random number to the bits that the target lacks, and sets these to zero."""
+    """Add a random number to the bits that the target lacks, and set these to zero."""
     bits = value.to(tl.uint32, bitcast=True) + random
     return ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)

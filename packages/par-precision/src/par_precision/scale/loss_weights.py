@@ -32,12 +32,12 @@ class LossWeights:
         self.forget()
 
     def forget(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self._sum = self._no
         self._some_with, self._some_without = False, False  # losses with a weight, and losses without
 
     def count(self, weight: float | Tensor | None) -> Tensor | None:
-        """Takes in a loss.
+        """Count a loss.
 
         Args:
             weight: The number of items that the loss is a mean of. None: it has no weight.

@@ -79,7 +79,7 @@ class DynamicScale:
         self._patience = torch.tensor(self.hysteresis, dtype=torch.int32)  # others until the backoff begins
 
     def to_(self, device: torch.device) -> None:
-        """Moves the scale and its counters to a device."""
+        """Move the scale and its counters to a device."""
         self.value = self.value.to(device)
         self._finite, self._patience = self._finite.to(device), self._patience.to(device)
 
@@ -101,12 +101,14 @@ class DynamicScale:
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
         grows = finite >= self.interval  # above it if the saved run had a longer interval
+        # Patience returns only at a growth, as in Megatron-LM, so isolated infinities add up until then.
         patience = torch.where(grows, self.hysteresis, self._patience - bad.to(torch.int32))
         backs_off = bad & (patience <= 0)
         value = torch.where(backs_off, self.value * self.backoff, self.value)
         value = torch.where(grows, value * self.growth, value)
         self.value = value.clamp(self.min, self.max)  # a new tensor: graphs of earlier losses keep the old one
         self._finite, self._patience = finite.masked_fill(grows, 0), patience
+        # Both outcomes are computed and one is selected, because reading `empty` on the host would wait for the device.
         if empty is not None:
             after = self.value, self._finite, self._patience
             kept = [torch.where(empty, old, new) for old, new in zip(before, after, strict=True)]
@@ -119,7 +121,7 @@ class DynamicScale:
         return {"value": float(self.value), **counters, "settings": settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another scale was; the settings stay those that this one was made with."""
+        """Continue from the state of another scale; the settings of this one stay."""
         self.value = torch.full_like(self.value, min(max(state["value"], self.min), self.max))
         self._finite = torch.full_like(self._finite, state["finite"])
         self._patience = torch.full_like(self._patience, state["patience"])

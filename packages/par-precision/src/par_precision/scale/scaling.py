@@ -55,7 +55,7 @@ class Scaling:
         return scaled if self.scale is None else scaled * self.scale.value
 
     def update(self, skipped: Tensor, empty: Tensor | None = None) -> None:
-        """Takes in a step.
+        """Record a step.
 
         Args:
             skipped: Whether the step was skipped, a bool scalar; the same on all ranks.
@@ -76,6 +76,7 @@ class Scaling:
         self._skipped += skipped
         longer = (self._in_a_row + 1) * skipped
         self._in_a_row = longer if empty is None else torch.where(empty, self._in_a_row, longer)
+        # A read makes the host wait for the device, so on a GPU it is done once per possible end of the run.
         if skipped.is_cpu or self.steps % self._max_skipped == 0:
             self.loss_weights.check()
             in_a_row = int(self._in_a_row)
@@ -94,7 +95,7 @@ class Scaling:
         return {**counters, "typical_weight": float(self.loss_weights.typical), "scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another run was. A scale stays where it is if that run had none."""
+        """Continue from the state of another run. The scale stays unchanged if that run had none."""
         self.steps = state["steps"]
         self._skipped.fill_(state["skipped"])
         self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])

@@ -108,17 +108,17 @@ class S3Store:
         return persist(fetch)
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes an object in one request."""
+        """Write an object in one request."""
         bucket, key = _split(path)
         self.call("put_object", Bucket=bucket, Key=key, Body=data)
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
-        """Writes an object in one request, as it appears whole."""
+        """Write an object in one request, as it appears whole."""
         del beside
         self.put(path, data)
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
-        """Removes objects, in this order as far as it takes several requests."""
+        """Remove objects, in this order as far as it takes several requests."""
         bucket, prefix = _split(f"{folder}/")
         keys = [{"Key": prefix + name} for name in names]
         for first in range(0, len(keys), PAGE):
@@ -153,13 +153,13 @@ class S3Store:
             return StreamWriter(self.fs, path, partial(self.told, "begin"))
 
     def begin(self, path: str) -> str:
-        """Begins to upload an object in parts; the upload's name."""
+        """Begin to upload an object in parts, and return the id of the upload."""
         bucket, key = _split(path)
         with self.told("begin"):
             return str(self.call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"])
 
     def send(self, path: str, upload: str, number: int, data: bytes) -> None:
-        """Sends one part of an upload, counted from 0 on."""
+        """Send one part of an upload, counted from 0 on."""
         bucket, key = _split(path)
         try:
             self.call("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=number + 1, Body=data)
@@ -170,7 +170,7 @@ class S3Store:
             ) from error
 
     def join(self, path: str, upload: str, parts: UploadParts) -> None:
-        """Makes an object of the parts of an upload.
+        """Make an object of the parts of an upload.
 
         Raises:
             CheckpointError: A part is not there, or not as long as it was sent.
@@ -217,7 +217,7 @@ class S3Store:
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def give_up(self, path: str, upload: str) -> None:
-        """Ends an upload whose parts are of no use."""
+        """End an upload whose parts are of no use."""
         bucket, key = _split(path)
         with contextlib.suppress(FileNotFoundError):
             self.call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
@@ -318,11 +318,11 @@ class S3Range:
         self._loop, self._body = loop, body
 
     def fill(self, view: memoryview) -> int:
-        """Receives as many bytes as the view has, or what there is."""
+        """Receive as many bytes as the view has, or fewer at the end."""
         return cast("int", sync(self._loop, _fill, self._body, view))
 
     def close(self) -> None:
-        """Drops the connection, unless all has come."""
+        """Drop the connection, unless all data has arrived."""
         self._loop.call_soon_threadsafe(self._body.close)
 
 
@@ -342,7 +342,7 @@ class S3PartsWriter:
         self._lock = threading.Lock()
 
     def write_at(self, begin: int, view: memoryview) -> None:
-        """Adds to a part what follows in it; sends it when it is whole."""
+        """Append data to a part, and send the part when it is complete."""
         number, first, end = self._parts.place(begin)
         with self._lock:
             data = self._begun.setdefault(number, io.BytesIO())
@@ -359,12 +359,12 @@ class S3PartsWriter:
             self._store.send(self._path, self._upload, number, data.getvalue())
 
     def finish(self) -> None:
-        """Checks that no part is left half."""
+        """Check that no part is incomplete."""
         if self._begun:
             raise RuntimeError(f"{self._path}: parts {sorted(self._begun)} are half written; a bug of par-checkpoint")
 
     def abort(self) -> None:
-        """Drops what was not sent."""
+        """Drop unsent data."""
         self._begun.clear()
 
 
@@ -391,7 +391,7 @@ async def _read_all(body: Any, size: int) -> bytes:
 
 
 async def _fill(body: Any, view: memoryview) -> int:
-    """Fills a view with what comes; how much that was."""
+    """Fill a view with the next bytes, and return their number."""
     done = 0
     while done < len(view):
         chunk = await body.read(min(len(view) - done, _CHUNK))

@@ -71,7 +71,7 @@ class Store(Protocol):
         """
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes an object in one request."""
+        """Write an object in one request."""
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
         """Replace an object; a reader gets all of the old or all of the new bytes, even after a kill.
@@ -141,13 +141,13 @@ class FsspecStore:
         return self.get(path), ""
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes an object."""
+        """Write an object."""
         with self.told(writes=True):
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.fs.pipe_file(path, data)
 
     def replace(self, path: str, data: bytes, beside: str) -> None:
-        """Writes an object; on a local disk, where it would be empty for a moment, beside it and renamed."""
+        """Write an object; on a local disk, where it would be empty for a moment, beside it and renamed."""
         if not isinstance(self.fs, LocalFileSystem):
             self.put(path, data)
             return
@@ -156,7 +156,7 @@ class FsspecStore:
         Path(whole).replace(path)
 
     def delete(self, folder: str, names: Iterable[str]) -> None:
-        """Removes objects, and folders that are left empty where there are such things."""
+        """Remove objects, and empty folders on stores that have folders."""
         parents = {folder}
         for name in names:
             with self.told(), contextlib.suppress(FileNotFoundError):
@@ -253,7 +253,7 @@ class ByteRange(Protocol):
         """
 
     def close(self) -> None:
-        """Drops what has not come yet; again is harmless."""
+        """Drop data that has not arrived yet; a second call does nothing."""
 
 
 class FsspecRange:
@@ -292,11 +292,11 @@ class ObjectSource:
         self.path, self.size, self.ask = path, size, ask
 
     def ranged(self, begin: int, end: int) -> "RangedSource":
-        """Opens the object once more, to read its bytes begin .. end - 1 by one request; for one thread."""
+        """Open the object once more, to read its bytes begin .. end - 1 by one request; for one thread."""
         return RangedSource(self, begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the object's bytes `begin` .. `begin + len(view) - 1`."""
+        """Fill the view with the object's bytes `begin` .. `begin + len(view) - 1`."""
         with contextlib.closing(self.ranged(begin, begin + len(view))) as source:
             source.read_into(begin, view)
 
@@ -325,7 +325,7 @@ class RangedSource:
         return self._whole.ranged(begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
+        """Fill the view with the bytes from `begin` on."""
         path, end = self._whole.path, begin + len(view)
         if end > self.size:
             raise CorruptError(f"{path} ends at byte {self.size}, but bytes to {end} are asked for: truncated?")
@@ -347,7 +347,7 @@ class RangedSource:
         self._at = end
 
     def close(self) -> None:
-        """Drops a request that is under way; again is harmless."""
+        """Drop a request that is under way; a second call does nothing."""
         if self._range is not None:
             self._range.close()
             self._range = None
@@ -367,7 +367,7 @@ class StreamWriter:
         self._file: Any = fs.open(path, "wb")
 
     def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes the view at byte `begin`, which must be the current end."""
+        """Write the view at byte `begin`, which must be the current end."""
         if begin != self._end:
             raise ValueError(f"{self._path} is written from beginning to end: byte {begin} cannot follow {self._end}")
         with self._told():
@@ -375,13 +375,13 @@ class StreamWriter:
         self._end += len(view)
 
     def finish(self) -> None:
-        """Closes the file, which uploads what is left."""
+        """Close the file, which uploads what is left."""
         file, self._file = self._file, None
         with self._told():
             file.close()
 
     def abort(self) -> None:
-        """Closes the file without caring for its bytes; after `finish` it does nothing."""
+        """Close the file without uploading the rest; after `finish` it does nothing."""
         if self._file is not None:
             with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
                 self.finish()
@@ -411,14 +411,14 @@ class UnderWay:
         self._begun.append(self._pool.submit(act))
 
     def wait(self) -> None:
-        """Waits for all that has begun; raises the first error, when nothing is under way any more."""
+        """Wait for all that has begun; raise the first error, when nothing is under way any more."""
         begun, self._begun = self._begun, []
         wait(begun)
         for each in begun:
             each.result()
 
     def close(self) -> None:
-        """Ends the threads, after what is under way; again is harmless."""
+        """End the threads, after what is under way; a second call does nothing."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -37,7 +37,7 @@ KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "
 
 
 def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
-    """Lets the attention of a model be computed by a context.
+    """Let the attention of a model be computed by a context.
 
     Args:
         model: A decoder of transformers.

@@ -104,7 +104,7 @@ class KeyExchange:
         )
 
     def start(self, k: Tensor, v: Tensor, group: str) -> list[Tensor]:
-        """Starts to fetch rows of keys and values [B, s, heads, D]; `finish` gives them."""
+        """Start to fetch rows of keys and values [B, s, heads, D]; `finish` gives them."""
         flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
         head = k.shape[3]
         message = k.new_empty((sum(self.sent), k.shape[2], head + v.shape[3]))
@@ -134,11 +134,11 @@ class KeyExchange:
         return message
 
     def start_home(self, gradients: Tensor, group: str) -> tuple[Tensor, Tensor]:
-        """Starts to send gradients home, [rows, heads, D + D], those for each rank together."""
+        """Start to send gradients home, [rows, heads, D + D], those for each rank together."""
         return gradients, functional_collectives.all_to_all_single.default(gradients, self.sent, self.received, group)
 
     def add_home(self, started: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> None:
-        """Adds what came home to the gradients of local keys and values, [B, s, heads, D], in the order of ranks."""
+        """Add the received gradients to those of local keys and values, [B, s, heads, D], in the order of ranks."""
         arrived = finish(started[1])
         flat_k, flat_v, head = dk.flatten(0, 1), dv.flatten(0, 1), dk.shape[3]  # views, as nobody else made them
         for place, index in zip(self._places, self.index, strict=True):
@@ -239,7 +239,7 @@ class _GatherAttention(torch.autograd.Function):
         kept: list[Tensor] = []
 
         def start(number: int) -> list[Tensor] | None:
-            """Starts to fetch the heads of a part, if there is one."""
+            """Start to fetch the heads of a part, if there is one."""
             if exchange is None or number == len(parts):
                 return None
             _, heads = parts[number]
@@ -289,7 +289,7 @@ class _GatherAttention(torch.autograd.Function):
                 how.backward(halves(work.buffers[0])[half], of_row, buffer)
 
         def start(number: int) -> list[Tensor] | None:
-            """Starts to fetch the heads of a part again, if there is one, unless they were kept."""
+            """Start to fetch the heads of a part again, if there is one, unless they were kept."""
             if exchange is None or kept or number == len(parts):
                 return None
             _, heads = parts[number]
@@ -307,7 +307,7 @@ class _GatherAttention(torch.autograd.Function):
             return gradients.to(k.dtype)
 
         def come_home(number: int) -> None:
-            """Adds the gradients of a part's keys that other ranks have computed, after those of this rank."""
+            """Add the gradients of a part's keys that other ranks have computed, after those of this rank."""
             if exchange is not None and number >= 0:
                 _, heads = parts[number]
                 exchange.add_home(homes.pop(number), dk[:, :, heads], dv[:, :, heads])

@@ -228,7 +228,7 @@ class TravellingKeys:
         self._works: list[dist.Work] = []
 
     def start(self, hop: int) -> Tensor | None:
-        """Starts a hop, and gives what the one before brought: [B, s, Hk, D + D], keys and values beside each other.
+        """Start a hop, and give what the one before brought: [B, s, Hk, D + D], keys and values beside each other.
 
         None where it brought nothing.
         """
@@ -250,7 +250,7 @@ class TravellingKeys:
         return here
 
     def finish(self) -> None:
-        """Waits for the hop that was started."""
+        """Wait for the hop that was started."""
         for work in self._works:
             work.wait()
         self._here = None if self._next is None else self._next.to(self._device)
@@ -274,7 +274,7 @@ class HomewardGradients:
         self._home: Tensor | None = None
 
     def pass_on(self, hop: int, own: Tensor | None, k: Tensor, v: Tensor) -> None:
-        """Adds this rank's gradients to those that arrived with the keys of a hop, and sends them on, or home.
+        """Add this rank's gradients to those that arrived with the keys of a hop, and send them on, or home.
 
         Args:
             hop: Number of hops that the keys have made.
@@ -310,7 +310,7 @@ class HomewardGradients:
         self._works = dist.batch_isend_irecv(batch) if batch else []
 
     def arrived(self) -> Tensor | None:
-        """Waits for all messages, and gives the gradients that came home, if any rank saw the local keys."""
+        """Wait for all messages, and give the gradients that came home, if any rank saw the local keys."""
         self._wait()
         return self._home
 

@@ -189,7 +189,7 @@ def _tokens_of(out: Tensor, shares: HeadShares) -> Tensor:
 
 
 def _pack(message: Tensor, *parts: Tensor) -> Tensor:
-    """Fills a flat message with parts [B, tokens, heads, D], beside each other, token by token; returns it."""
+    """Fill a flat message with parts [B, tokens, heads, D], beside each other, token by token; return it."""
     batch, tokens = parts[0].shape[:2]
     for place, part in zip(columns(message.view(tokens, batch, -1), parts), parts, strict=True):
         place.copy_(part)

@@ -31,7 +31,7 @@ PLANS: Registry[PlanFunction] = Registry("plan", "par_layers.plans")
 
 
 def register_plan(model_type: str) -> Callable[[PlanFunction], PlanFunction]:
-    """Registers the plan of a family of models, as a decorator on a function from the model's config to its plan.
+    """Register the plan of a family of models, as a decorator on a function from the model's config to its plan.
 
     The patterns are names in the base model, such as "layers.*.mlp.up_proj"; "auto" puts the base model's own name in
     front. Another wheel can provide it by an entry point in the group `par_layers.plans`.

@@ -129,7 +129,7 @@ STYLES: Registry[StyleFunction] = Registry("style", "par_layers.styles")
 
 
 def register_style(name: str) -> Callable[[StyleFunction], StyleFunction]:
-    """Registers a style for plans, as a decorator on a function from the module that has the rule to its style.
+    """Register a style for plans, as a decorator on a function from the module that has the rule to its style.
 
     Another wheel can provide it by an entry point in the group `par_layers.styles`.
 

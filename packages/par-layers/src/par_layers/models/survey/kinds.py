@@ -57,7 +57,7 @@ def features_of(module: nn.Module, name: str = "") -> tuple[int, int]:
 
 
 def check_embedding(module: nn.Module, name: str) -> None:
-    """Makes sure that the rule Vocabulary is on an embedding whose table can be cut.
+    """Check that the rule Vocabulary is on an embedding whose table can be cut.
 
     Raises:
         TypeError: The module is no nn.Embedding, or computes its table.
@@ -76,7 +76,7 @@ def check_embedding(module: nn.Module, name: str) -> None:
 
 
 def _check_own_weight(module: nn.Module, name: str) -> None:
-    """Makes sure that a module's weight is a parameter of its own, which can be cut.
+    """Check that a module's weight is a parameter of its own, which can be cut.
 
     A parametrization, such as weight norm or spectral norm, and pruning compute the weight of others, and torch's
     properties and hooks that do so end when the module becomes a Column or a Row.
