@@ -97,6 +97,7 @@ class ParallelVocabEmbedding(ParallelLayer):
             ValueError: An id is not in the vocabulary, or the batch or the sequence does not divide. On an accelerator
                 a wrong id is a device-side assertion instead, because a check on the host would wait for the device.
         """
+        # Without this check, an unknown id would match no rank's rows and silently become a vector of zeros.
         check_ids(ids, self.vocabulary)
         rules, grid = self._rules, self._grid
         check_divides(ids.shape[0], rules.residual.batch, grid, "the batch")
@@ -109,6 +110,8 @@ class ParallelVocabEmbedding(ParallelLayer):
             return functional.embedding(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
         looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
         group = grid.group(rules.vocabulary)
+        # The ranks that hold other rows of the table also hold other rows of the batch, so each keeps only its batch
+        # rows.
         if rules.vocabulary[-1] in rules.residual.batch:
             return reduce_scatter_to(looked_up, group, 0)
         if rules.residual.sequence:
@@ -130,6 +133,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         padding = None if self.padding_id is None else self.padding_id - first
         if padding not in range(length):
             padding = None
+        # Ids of other ranks look up row 0, because an index must be valid; their result is replaced by zeros.
         rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 

@@ -87,6 +87,8 @@ def linear_cross_entropy(
         chunks: Number of parts, whose lengths may differ.
     """
     check_targets(target, options)
+    # A part of the local activations is a part of each rank's stretch of the sequence, so targets are split in the same
+    # way.
     by_rank = target.unflatten(1, (grid.size(rules.residual.sequence), hidden.shape[1]))  # [B, sequence ranks, s]
     parts = zip(hidden.chunk(chunks, 1), by_rank.chunk(chunks, 2), strict=True)
 
@@ -182,6 +184,7 @@ def accuracy(logits: Tensor, target: Tensor, rules: ModeRules, grid: Grid, optio
         guesses = guesses + grid.index(layout.features) * logits.shape[-1]
         highest = finish(start_all_reduce(values, group, "max"))
         guesses = guesses.masked_fill(values < highest, classes)  # no class: another rank's logit is higher
+        # The minimum selects the first class among equal logits, as `argmax` does on one device.
         guesses = finish(start_all_reduce(guesses, group, "min"))
     right = ((guesses == mine) & (mine != ignore_index)).sum()
     return _reduced(over_tokens(right, layout, grid), target, rules, grid, options)
@@ -245,9 +248,11 @@ class _CutVocabulary(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, first: int, options: LossOptions
     ) -> Tensor:
         classes, smoothing = options.classes, options.label_smoothing
+        # The last ranks may hold padding, which is no class and must not count in the smoothing.
         real = min(logits.shape[-1], max(classes - first, 0))
         wide = torch.promote_types(logits.dtype, torch.float32)
         highest = logits.amax(-1).to(wide)
+        # All ranks must subtract the same maximum, or their sums of exponentials could not be added.
         highest = finish(start_all_reduce(highest, group, "max"))
         local = target - first
         elsewhere = (local < 0) | (local >= real)

@@ -96,6 +96,7 @@ def make_parameter(
     for run, count in zip(rows, counts, strict=True):
         start = grid.index(run.axes) * count
         real = min(count, run.length - start)  # less than count where the rest is padding
+        # A rank that holds only padding has no element of the full tensor, so it has no box.
         if real > 0 and all(rest):
             boxes.append(
                 Box(

@@ -78,6 +78,7 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
     for name, module in modules.items():
         who = type(module).__name__
         if isinstance(module, nn.Module) and _is_trained_whole(module):
+            # peft holds the original module and a trained copy, and the plan would shard only one of them.
             if name in ruled or any(owner in rules for owner in names_around(name)):
                 raise TypeError(
                     f"{name!r} is trained in full next to its adapters (modules_to_save, or the head that peft adds "

@@ -44,13 +44,13 @@ class Watches(Protocol):
 
 
 class GatheredLogits:
-    """Whether the output of the head is left cut over the vocabulary, which the model's entry says for every forward.
+    """Switch for sharded logits, which the model's entry sets for every forward.
 
     Args:
-        cut: Whether it is.
+        cut: Whether the output of the head stays sharded over the vocabulary. Default: False.
 
     Attributes:
-        held: Whether it is for now, whatever the model's entry says.
+        held: Whether it stays sharded for now, even if `cut` is False.
         watched: Whether the sharded output of the running forward is wanted.
         latest: The sharded output of the running forward, if it is wanted.
     """
@@ -96,7 +96,7 @@ class RegionEntry:
         return self.whole
 
     def leave(self) -> None:
-        """Forgets the input, when the region ends."""
+        """Discard the input when the region ends."""
         self.whole = self.part = self.again = None
 
     def product(
@@ -110,7 +110,7 @@ class RegionEntry:
 
 
 class _Again:
-    """The whole input of a region, which is gathered once more for the backward of all its columns.
+    """Full input of a region, gathered again once for the backward of all its columns.
 
     Args:
         group: The tensor group.
@@ -142,7 +142,7 @@ class _Again:
 
 
 class _GatheredColumn(torch.autograd.Function):
-    """A column of a region whose input was gathered: saved is this rank's part alone."""
+    """Column of a region whose input was gathered. It saves only this rank's part."""
 
     @staticmethod
     def forward(
@@ -155,6 +155,7 @@ class _GatheredColumn(torch.autograd.Function):
     ) -> Tensor:
         ctx.again, ctx.hook = later
         if ctx.needs_input_grad[1]:
+            # Only Columns with a trained weight read the full input in backward, and the last of them frees it.
             ctx.again.users += 1
         save_operands(ctx, part, weight)
         return functional.linear(x, weight, bias)
@@ -165,6 +166,7 @@ class _GatheredColumn(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if needs_weight:
+            # The all-gather runs during the matmul of the input gradient, which does not need the gathered input.
             ctx.again.start(part)
         of_x = gradient @ weight if needs_x else None
         of_weight = weight_gradient(gradient, ctx.again.finish(), weight, ctx.hook) if needs_weight else None
@@ -246,6 +248,7 @@ class AdoptedColumn(_Adopted):
         if self.logits is not None and self.logits.is_sharded:
             if padding:
                 real = self.out_features - self.grid.index(self.axes) * local
+                # Padded classes must get the probability 0 in a loss over sharded logits.
                 y = y.masked_fill(torch.arange(local, device=y.device) >= real, -torch.inf)
             if self.logits.watched:
                 self.logits.latest = y

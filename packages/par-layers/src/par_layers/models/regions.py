@@ -51,7 +51,7 @@ class Region(Hook):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Enters the first tensor, and copies every other one that a gradient may go back to."""
+        """Enter the first tensor, and copy all other tensors that need a gradient."""
         self.end_inner()  # of a call that raised
         gathering = self.sequence is not None and self.sequence.is_cut(module)
         proving = self.proof is not None and is_provable()
@@ -60,6 +60,8 @@ class Region(Hook):
             holder, key = first_tensor(module, positional, named, self.name)
             if self.proof is not None:
                 self.proof.begin()
+            # Other inputs, such as states for cross-attention, also reach the Columns, so their gradients are partial
+            # sums, too.
             held: Any
             for held in (positional, named):
                 for at in range(len(held)) if isinstance(held, list) else list(held):
@@ -69,6 +71,8 @@ class Region(Hook):
             if self.proof is not None and proving:
                 holder[key] = self.proof.enter(holder[key])
                 if gathering and self.entry is not None:
+                    # The proof wraps the input in a new tensor, and the Columns recognise the region's input by
+                    # identity.
                     self.entry.whole = holder[key]
             args, kwargs = tuple(positional), named
         self.inside = True
@@ -88,6 +92,7 @@ class Region(Hook):
             self.entry.leave()
         if self.proof is not None and is_provable():
             self.proof.check(module, output)
+            # One proof is enough: the graph of a region is the same in every forward.
             self.proof = None
 
     def column(self, y: Tensor) -> None:
@@ -145,6 +150,7 @@ class Region(Hook):
         if device.type != "cpu":
             index = torch.accelerator.current_device_index() if device.index is None else device.index
             generator = torch.get_device_module(device).default_generators[index]
+        # Ranks draw different dropout masks for their own features here, and must agree again after the Row.
         state = generator.get_state()
         generator.manual_seed(seed)
         self._put_back = lambda: generator.set_state(state) and None
@@ -199,6 +205,7 @@ class FullSequenceBlock(Hook):
         group = self.grid.group(self.axes)
         if x.dim() > 2 and x.shape[:2] == self.rows:
             return scatter_to(x, group, SEQUENCE)
+        # Blocks of experts return their tokens flat, in the order in which they received them.
         if x.dim() == 2 and len(x) == self.rows.numel():
             return scatter_to(x.unflatten(0, self.rows), group, SEQUENCE).flatten(0, 1)
         raise self._unknown("gives", x)

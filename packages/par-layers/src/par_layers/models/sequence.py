@@ -1,4 +1,4 @@
-"""Whether activations between the layers are cut along the sequence, which the beginning of a forward decides."""
+"""Decision at the beginning of a forward whether activations between the layers are split along the sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,8 @@ class CutSequence:
     """Decision whether one forward of a model splits activations along the sequence, for all its hooks and Rows.
 
     Activations are split if backward may need gradients: in training, and if autograd records. The decision is made
-    once
-    for the model. A layer that decided by its own mode would treat full activations as split ones if its mode differs
-    from the model's, such as a frozen layer in `eval()` or a dropout that stays active.
+    once for the model. A layer that decided by its own mode would treat full activations as split ones if its mode
+    differs from the model's, such as a frozen layer in `eval()` or a dropout that stays active.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class CutSequence:
         return type(self), ()
 
     def begin(self, module: nn.Module) -> None:
-        """Decides for the forward of a module, unless a module around it has.
+        """Decide for the forward of a module, unless a module around it has decided.
 
         Args:
             module: The model, or the module that holds the layers and may be called without the model's head.

@@ -95,6 +95,7 @@ class _SummaMatmul(torch.autograd.Function):
         of_x = of_weight = None
         # Each gradient needs the other operand's blocks. Together they share one loop, whose broadcasts overlap with
         # both matmuls.
+        # With a hook, the weight gradient is computed later, so both gradients cannot share a loop.
         if needs_x and needs_weight and ctx.hook is None:
             of_x, of_weight = _both_gradients(x.flatten(0, -2), weight, upstream, square)
         elif needs_x:
@@ -149,6 +150,7 @@ class _SummaReduction:
 
     def start(self, partial: Tensor, member: int) -> None:
         """Start to sum `partial` on the group's rank `member`, after the oldest reduction if two are in flight."""
+        # Each reduction keeps its partial sum in memory until it ends.
         if len(self._works) > 1:
             self._works.pop(0).wait()
         root = dist.get_global_rank(self._group, member)
