@@ -155,6 +155,7 @@ def collect(
             )
     of_optimizer = None
     if optimizer is not None:
+        # Masters and parameters may differ until the next step, and a save must contain what the program wrote last.
         settle_(tensor for group in optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_state(optimizer, Naming(model, names_on_disk, layout))
         entries += of_optimizer.entries
@@ -275,6 +276,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary], order: M
     for number, of_ranks in enumerate(zip(*[summary.groups or [] for summary in summaries], strict=True)):
         _check_same(f"the options of param group {number}", [options for _, options in of_ranks])
         names = list(dict.fromkeys(name for some, _ in of_ranks for name in some))
+        # Ranks of a pipeline have different parameters, and their order must not depend on the number of ranks.
         if any(some != of_ranks[0][0] for some, _ in of_ranks):
             names.sort(key=lambda name: order.get(name, len(order)))
         groups.append((names, json.loads(of_ranks[0][1])))

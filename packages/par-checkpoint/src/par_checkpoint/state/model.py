@@ -295,6 +295,7 @@ def storage_of(tensor: torch.Tensor) -> object:
 def _identity(tensor: torch.Tensor) -> object:
     """Return a key that is equal for tied tensors, which have the same elements of one storage."""
     local = memory_of(tensor)
+    # These tensors have no memory of their own, and their addresses are all equal.
     if local.device.type == "meta" or local.numel() == 0:
         return id(tensor)
     return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
@@ -322,4 +323,5 @@ def materialise_(tensor: torch.Tensor, device: torch.device) -> None:
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
+    # Optimizers and tied modules hold this object, so the new tensor takes its identity.
     torch.utils.swap_tensors(tensor, made)

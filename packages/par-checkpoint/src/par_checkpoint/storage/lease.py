@@ -139,6 +139,7 @@ def is_held(path: Path, seconds: float) -> bool:
             now, age = _read(path)
         except FileNotFoundError:
             return False
+        # A newer beat proves that the holder lives, whatever its clock says.
         if now != holder:
             return True
     return False

@@ -99,6 +99,7 @@ class Outline:
                 raise corrupt(
                     MANIFEST, f"has options of a param group that are none: {wrong or type(options).__name__}"
                 )
+        # Decoding raises for invalid content, so it happens here, before a load has changed anything.
         self.slots()
         self.own()
 
@@ -152,6 +153,7 @@ def read_outline(
     side = {}
     if manifest is not None:
         check_sizes(folder, manifest, sizes)
+        # Param groups and schedulers refer to these tensors, so they are read before any state is decoded.
         if SIDE_FILE in manifest.files:
             side = side_tensors(read_small(folder, SIDE_FILE, manifest.files[SIDE_FILE]), f"{folder.url}/{SIDE_FILE}")
     if optimizer and manifest is None:

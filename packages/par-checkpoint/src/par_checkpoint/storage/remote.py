@@ -161,6 +161,7 @@ class RemoteFolder:
         """Remove the checkpoint: first the files that transformers opens, then the manifest, then all other objects."""
         self.recover()
         seen = self.look()
+        # transformers would otherwise find an index whose files are gone.
         self.store.delete(self.path, sorted(name for name in seen.root if name != MANIFEST and seen.generation))
         self.at("hidden")
         self.store.delete(self.path, [MANIFEST])
@@ -186,6 +187,7 @@ class RemoteFolder:
         if isinstance(self.store, S3Store):
             for path, upload in list(self.store.uploads(f"{self.path}/generation-")):
                 generation = "/".join(path.split("/")[: self.path.count("/") + 2])
+                # Uploads of the saver that sweeps may begin at the same time, so they are no remnants.
                 if generation not in (f"{self.path}/{seen.generation}", f"{self.path}/{of}"):
                     paths[generation] = None
                     if not dry_run:
@@ -193,6 +195,8 @@ class RemoteFolder:
         if not dry_run:
             if dead and SHOWN in seen.generations.get(seen.generation, ()):
                 self._show_anew(seen)
+            # The index goes before the generation that it names, so that transformers never opens an index without
+            # files.
             self.store.delete(self.path, seen.orphans)
             for name in dead:
                 self.store.delete(f"{self.path}/{name}", seen.generations[name])
@@ -204,6 +208,7 @@ class RemoteFolder:
         """Return the content below the path, listed by the first call, and again by the first call after `recover`."""
         if self._seen is None:
             listed = self.store.objects(self.path)
+            # An equal tag proves that the manifest is unchanged, and saves one request in every load.
             is_known = MANIFEST in listed and listed[MANIFEST].tag and listed[MANIFEST].tag == self._manifest[1]
             if MANIFEST in listed and not is_known:
                 try:
@@ -377,6 +382,7 @@ class RemoteStaging:
         folder.check_target(overwrite=overwrite)
         inside = seen.generations.get(self.generation, {})
         for name, record in decode_manifest(self._manifest).files.items():
+            # A concurrent save may have swept this generation as dead, and its manifest must not name missing files.
             if inside.get(name) != record.size:
                 raise CheckpointError(
                     f"{self._path}/{name} is not there as it was written ({inside.get(name)} of {record.size} bytes): "

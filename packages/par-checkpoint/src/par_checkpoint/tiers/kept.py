@@ -126,6 +126,8 @@ class KeptFolder(LocalFolder):
         lost: list[str] = []
         for (name, number), hosts in spoiled.items():
             seeing = tuple(rank for rank in places[parts[name][number]] if machine[rank] not in hosts)
+            # Blocks with the same readers share one entry, so that the table stays as small as the number of different
+            # sets.
             if seeing not in places:
                 places.append(seeing)
             parts[name][number] = places.index(seeing)
@@ -150,6 +152,7 @@ class KeptFolder(LocalFolder):
     def reader(self, name: str, number: int) -> int:
         """Return the rank that checks a block for all ranks."""
         ranks = self.homes.ranks[self.homes.parts[name][number]]
+        # Blocks are spread over all ranks that can read them, so that the hosts share the work of the check.
         return ranks[number % len(ranks)]
 
 
