@@ -8,8 +8,29 @@ from torch import nn
 
 from par_testing import for_each, storm
 from par_zero import no_sync, shard, summon
+from par_zero.programs.record import StepRecord
 
 STAGES = (0, 1, 2, 3)
+
+
+def _check_program(record):
+    """That what a step has done is a valid program, whose ledger comes to the bytes that were counted."""
+    if not all(chunk.flat.untyped_storage().resizable() for chunk in record._chunks):
+        return  # NumPy has seen it, so its memory is not given back
+    found = record.last
+    *_, (_, held) = found.walk()
+    counted, fullest = record._meter.now, record._meter.fullest
+    assert held == dict(counted), f"{found}\nends with {held}, counted {dict(counted)}"
+    peak = sum(found.peak().values())  # two moments may be as full
+    assert peak == sum(fullest.values()), f"{found}\nis fullest with {found.peak()}, counted {dict(fullest)}"
+
+
+def _end_checked(record, end_step=StepRecord.end_step):
+    end_step(record)
+    _check_program(record)
+
+
+StepRecord.end_step = _end_checked  # every step of every test
 
 
 for_each_stage = for_each(stage=(0, 1, storm(2), 3))

@@ -2,7 +2,18 @@
 
 from ._cost import Memory, Transfers, memory, traffic, transfers
 from ._policies import MixedPrecision, OptimizerUpdate, Overlap, ParameterInit, ShardOptions, bucket_bytes
-from ._shard import disk_usage, no_sync, reload_state, reset, residency, shard, summon, sync_module_states_, trace
+from ._shard import (
+    disk_usage,
+    no_sync,
+    program,
+    reload_state,
+    reset,
+    residency,
+    shard,
+    summon,
+    sync_module_states_,
+    trace,
+)
 from ._tiers import Offload
 from .known.classes import UpdateScope
 from .known.scope import update_scope_of
@@ -15,6 +26,7 @@ from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
 from .placement.policies import register_policy
+from .programs.ledger import Program
 from .residency.table import Residency
 
 __version__ = "0.1.0"
@@ -32,6 +44,7 @@ __all__ = [
     "Overlap",
     "ParameterInit",
     "Placement",
+    "Program",
     "Residency",
     "ShardOptions",
     "Trace",
@@ -45,6 +58,7 @@ __all__ = [
     "memory",
     "no_sync",
     "place",
+    "program",
     "register_policy",
     "reload_state",
     "reset",

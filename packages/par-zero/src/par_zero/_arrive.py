@@ -171,6 +171,7 @@ class Arrivals:
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
         for chunk in [updated[number] for number in self._order.numbers if number in updated]:
+            chunk.meter.note("gather", chunk.name)
             handle = all_gather(chunk.flat, chunk.own, chunk.groups.shards, overlapped=False)
             if chunk.number in arrivals:
                 arrivals[chunk.number].begin(handle)

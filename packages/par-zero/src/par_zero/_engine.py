@@ -39,10 +39,12 @@ from .optimizer.step import rewire_
 from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
 from .placement.room import Room
-from .program.agreement import FLAGS, Agreement
-from .program.book import PassBook
-from .program.executor import Executor
-from .program.steps import Recording, StepBook
+from .programs.agreement import FLAGS, Agreement
+from .programs.book import PassBook
+from .programs.executor import Executor
+from .programs.ledger import Program
+from .programs.record import StepRecord
+from .programs.steps import Recording, StepBook
 from .residency.count import count
 from .residency.table import Residency
 from .watch.outputs import computed
@@ -105,7 +107,9 @@ class Engine:
             self._steps = None if room is None else _steps_within(room, units, optimizers, agreement)
             book = self._steps or PassBook([unit.outer for unit in units])
             executor = Executor(units, book, agreement, self._reducer)
-            self._gatherer = Gatherer(module, units, self._reducer, executor)
+            self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
+        self._reducer.at_end(self._meter.note_end)
+        self._program = StepRecord(self._chunks, units if stage.shards_parameters else (), self._reducer, self._meter)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
         self._apart: list[SliceSplitter] = []  # by number of the optimizer
         # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
@@ -275,6 +279,10 @@ class Engine:
         """See `par_zero.reload_state`."""
         return 0 if self._disk_tier is None else self._disk_tier.reload_state(size)
 
+    def program(self) -> Program | None:
+        """See `par_zero.program`."""
+        return self._program.last
+
     @property
     def trace(self) -> Trace | None:
         """See `par_zero.trace`."""
@@ -324,6 +332,7 @@ class Engine:
             self._gatherer.reset()
         if self._disk_tier is not None:
             self._disk_tier.settle()
+        self._program.forget()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
@@ -374,6 +383,7 @@ class Engine:
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
             self._apart[number].look(unused)
+            self._meter.note("S", str(number))
             if self._disk_tier is not None:
                 self._disk_tier.step(number, self._apart[number])
             self._apart[number].enter()
@@ -410,7 +420,7 @@ class Engine:
             self._closer.forget()
         if self._gatherer is not None:
             self._gatherer.end_step()
-        self._meter.end_step()
+        self._program.end_step()
         if self._disk_tier is not None and not self._disk_tier.runner.is_late:
             self._disk_tier.errors.raise_together()
 
@@ -431,6 +441,8 @@ class Engine:
                         chunk.own[part].copy_(exact)
                 elif chunk.master is not chunk.own and not any(part.in_pieces for part in chunk.slices[:1]):
                     chunk.own[: chunk.master.numel()].copy_(chunk.master)
+            if not anew:
+                self._program.note_stepped(chunks)
             self._writes.end_step(number)
             # The all-gathers begin last: from then on the optimizer's tensors wait for them when they are touched.
             if self._arrivals is not None:

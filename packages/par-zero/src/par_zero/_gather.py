@@ -23,10 +23,11 @@ from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
 from .calls.record import Call, Calls
-from .program.agreement import PassEnd
-from .program.book import PassKind
-from .program.entries import BACKWARD, FORWARD, RECOMPUTE, Event
-from .program.executor import Executor
+from .layout.meter import Meter
+from .programs.agreement import PassEnd
+from .programs.book import PassKind
+from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, Event
+from .programs.executor import Executor
 from .watch.outputs import SideOutputs, computed, hook_, tensors_of
 
 
@@ -38,10 +39,13 @@ class Gatherer:
         units: The units, the root's own first.
         reducer: Knows which gradients are there, and when a backward pass ends.
         executor: Gathers and frees units.
+        meter: Records what is done.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, executor: Executor) -> None:
-        self._units, self._reducer, self._executor = tuple(units), reducer, executor
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, executor: Executor, meter: Meter
+    ) -> None:
+        self._units, self._reducer, self._executor, self._meter = tuple(units), reducer, executor, meter
         self._calls = Calls(len(self._units))
         self._keepers = 0  # under no_sync: gathered once for several passes
         self._summoners = 0
@@ -248,6 +252,7 @@ class Gatherer:
                 return
             self._executor.end_pass(PassEnd.EVALUATION)
             self._end_pass()
+            self._meter.note("E")
             self.on_evaluated()
 
     def _end_pass(self) -> None:

@@ -167,6 +167,20 @@ class Reducer:
         """The buffers that no chunk has borrowed."""
         return (*self._gradients.free, *self._received.free)
 
+    @property
+    def pools(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of the buffers that no chunk has borrowed: those for gradients, and those for what is received."""
+        lent, received = (
+            tuple(buffer.untyped_storage().nbytes() for buffer in pool.free)
+            for pool in (self._gradients, self._received)
+        )
+        return lent, received
+
+    @property
+    def kept_buffers(self) -> int:
+        """How many buffers of each kind are kept between two passes."""
+        return self._kept
+
     def at_start(self, call: Callable[[], None]) -> None:
         """Has a function called when a backward pass begins that will reduce gradients."""
         self._at_start.append(call)
@@ -526,11 +540,15 @@ class Reducer:
             raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
         share = chunk.place_of_sum(gradient)
         if self._reduces_at_once(chunk):
+            chunk.meter.note("reduce", chunk.name)
             yield scaled_sum(gradient, groups.shards, scale=groups.scale)
             chunk.take_sum(share, self._gradients)
+            chunk.meter.note("sum", chunk.name)
             return
+        chunk.meter.note("scatter", chunk.name)
         yield reduce_scatter(gradient, share, groups.shards, scale=groups.scale, buffers=self._received)
         chunk.take_sum(share, self._gradients)  # the next chunk may have its buffer
+        chunk.meter.note("sum", chunk.name)
         if groups.replicas is not None:
             yield scaled_sum(share, groups.replicas, scale=groups.scale_of_replicas)
         chunk.add_earlier_(share)
@@ -551,6 +569,8 @@ class Reducer:
             for number in self._order.numbers:
                 if self._arrived[number] and number not in self._taken:
                     self._take(self._chunks[number])
+        for chunk in self._chunks[:1]:
+            chunk.meter.note("release")
         self._received.keep(self._kept)
         if self._gradients.keep(self._kept):
             for chunk in self._chunks:

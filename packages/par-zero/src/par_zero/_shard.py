@@ -47,6 +47,7 @@ from .offload.tier import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
+from .programs.ledger import Program
 from .residency.table import Residency
 
 
@@ -349,6 +350,21 @@ def trace(module: nn.Module) -> Trace | None:
         ValueError: The module is not sharded.
     """
     return _engine_of(module).trace
+
+
+def program(module: nn.Module) -> Program | None:
+    """Return what this rank did in the latest step, entry by entry. It prints as text.
+
+    Args:
+        module: Module that was passed to `shard`, or an item of it that is called.
+
+    Returns:
+        The program; None before the first step.
+
+    Raises:
+        ValueError: The module is not sharded.
+    """
+    return _engine_of(module).program()
 
 
 def reset(module: nn.Module) -> None:

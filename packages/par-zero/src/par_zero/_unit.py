@@ -50,6 +50,7 @@ class Unit:
         outer: Numbers of the units around it.
 
     Attributes:
+        label: Its name as a trace has it, such as "blocks.1".
         state: Where its parameters are.
         kept: Whether they stay gathered for later passes too.
         running: Number of calls of forward that are under way.
@@ -68,6 +69,7 @@ class Unit:
         outer: Iterable[int] = (),
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
+        self.label = name.replace("'", "")
         self.state = State.FREED  # as the parameters are packed
         self.kept = False
         self.running = 0
@@ -76,11 +78,6 @@ class Unit:
         self.shards: DiskShards | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._handles: list[Handle] = []
-
-    @property
-    def label(self) -> str:
-        """Its name as a trace has it, such as "blocks.1"."""
-        return self.name.replace("'", "")
 
     @property
     def size(self) -> int:
@@ -107,6 +104,11 @@ class Unit:
         if self.chunks and self.state not in states:
             raise RuntimeError(f"{self.name} is {self.state.name} and cannot be {what}; a bug of par-zero")
 
+    def note(self, op: str) -> None:
+        """Records what is done with it, or that it runs."""
+        if self.chunks:
+            self.chunks[0].meter.note(op, self.label)
+
     def await_step(self) -> None:
         """Waits until this rank's parts are those after the latest step."""
         if self.on_read is not None:
@@ -117,6 +119,7 @@ class Unit:
         self._check("gathered", State.FREED)
         self.await_step()
         self.state = State.ARRIVING
+        self.note("gather")
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
             with without_new_version(chunk.flat):
@@ -186,6 +189,8 @@ class Unit:
         """Gives back the memory of whole parameters."""
         self.wait()
         self.hide()
+        if self.state is not State.FREED:
+            self.note("free")
         self.state, self.kept = State.FREED, False
         for chunk in self.chunks:
             chunk.resize_(0)

@@ -11,6 +11,7 @@ from par_groups import part_of
 from par_testing import for_each
 from par_zero import no_sync, reset, residency, summon
 from par_zero._unit import State, Unit
+from par_zero.layout.meter import Meter
 
 from ..helpers import assert_near, assert_same, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
 
@@ -43,7 +44,7 @@ class Chunk:
     def __init__(self):
         self.layout, self.share = SimpleNamespace(size=32), (0, 32)
         self.own = torch.arange(32.0)
-        self.groups = SimpleNamespace(gathers=dist.group.WORLD)
+        self.groups, self.meter = SimpleNamespace(gathers=dist.group.WORLD), Meter()
         self.flat, self.shows_whole = torch.empty(32), False
         self.resize_(0)
 

@@ -45,6 +45,11 @@ class Buffers:
         """The buffers that nobody has borrowed."""
         return tuple(self._free)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each of them."""
+        return tuple(buffer.untyped_storage().nbytes() for buffer in self._free)
+
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Lends the smallest free buffer that has room; without one, makes a new one.
 

@@ -111,6 +111,7 @@ class Chunk:
         gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
         slices: The tensors of the optimizer that hold `master`.
         wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
+        name: The name of its first parameter, by which programs call it.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
         home: Where its parameters and its reduced gradients lie between passes, as bytes are counted.
         sums: Keeps its reduced gradients, where they lie on a disk; None: they are in memory.
@@ -157,6 +158,7 @@ class Chunk:
         self.elsewhere: dict[int, torch.Tensor] = {}
         names = [member.names[0] for member in members]
         self._label = " to ".join(dict.fromkeys((names[0], names[-1])))
+        self.name = names[0]
         for tensor in (self.flat, self.own):
             attributes.LABEL.set(tensor, self._label)
         self.reduce_dtype, self.items = reduce_dtype, items
@@ -289,6 +291,21 @@ class Chunk:
             storage.resize_(count * self.flat.element_size())
             self.meter.add(UNITS, storage.nbytes() - before)
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether it has memory for its gradients between passes: all of them, or its shard of their sum."""
+        return (self._share_of_sum if self.stage.shards_gradients else self.gradient) is not None
+
+    @property
+    def holds_cast(self) -> bool:
+        """Whether the optimizer has its gradients in another dtype."""
+        return self._cast > 0
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of its members' gradients as autograd makes them."""
+        return self._arriving
+
     def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:
         """What it has memory for now: of which kind, a tensor in that memory, which may be the same for several; tier.
 
@@ -332,6 +349,7 @@ class Chunk:
         pairs = [
             (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
         ]
+        self.meter.note("C" if pairs else "zero", self.name)
         if pairs:
             self.meter.touch(GRADIENTS, self._arriving)
         into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
@@ -464,6 +482,7 @@ class Chunk:
         if self.sums is not None and self._share_of_sum is not None:
             self.sums.write(self, self._share_of_sum)
             self.meter.add(GRADIENTS, -self._share_of_sum.nbytes)
+            self.meter.note("send", self.name)
             self._share_of_sum = self._reduced = None
             self._is_away = True
 
@@ -513,8 +532,9 @@ class Chunk:
 
     def _count_cast(self, size: int) -> None:
         """Gradients in the optimizer's dtype have that many bytes from now on."""
-        if self.home.gradients == "device":
+        if self.home.gradients == "device" and size != self._cast:
             self.meter.add(GRADIENTS, size - self._cast)
+            self.meter.note("cast" if size else "drop", self.name)
         self._cast = size
 
     def forget_buffer(self) -> None:

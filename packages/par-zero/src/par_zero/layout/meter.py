@@ -1,4 +1,4 @@
-"""How many bytes of what comes and goes within a step there are, and how many there were at the fullest moment."""
+"""What is done in a step, and how many bytes of what comes and goes there are, now and at the fullest moment."""
 
 from collections.abc import Mapping
 
@@ -7,14 +7,38 @@ UNITS, GRADIENTS, BUFFERS = "units", "gradients", "buffers"
 
 
 class Meter:
-    """Adds up bytes as memory is taken and given back; a few integers each time."""
+    """Adds up bytes as memory is taken and given back, and lists what is done; a few integers each time.
+
+    Attributes:
+        done: What was done in the latest step, in its order.
+    """
 
     def __init__(self) -> None:
         self._now = dict.fromkeys((UNITS, GRADIENTS, BUFFERS), 0)
         self._total = 0
         self._passed = False  # whether a backward pass has ended since the latest step
         self._latest = (0, dict(self._now))  # of the latest step: the most bytes in all, and of what they were
+        self._done: list[tuple[str, str]] = []
+        self.done: list[tuple[str, str]] = []
         self._note()
+
+    def note(self, op: str, of: str = "") -> None:
+        """Records that something was done, or has come: see `par_zero.programs.entries`.
+
+        Args:
+            op: What.
+            of: The unit or chunk.
+        """
+        self._done.append((op, of))
+
+    def forget(self) -> None:
+        """Forgets what was done in the step under way, as a pass has failed."""
+        self._done.clear()
+
+    @property
+    def now(self) -> Mapping[str, int]:
+        """Bytes by kind now."""
+        return self._now
 
     def _note(self) -> None:
         self._most, self._fullest = self._total, dict(self._now)
@@ -40,12 +64,24 @@ class Meter:
         """A backward pass has ended, with gradients reduced or not."""
         self._passed |= reduced
 
-    def end_step(self) -> None:
-        """An optimizer has stepped. If no backward pass was since another one did, that belongs to the same step."""
+    def note_end(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - as the reducer calls it
+        """Records that a pass has ended, with all that was done for it."""
+        self.note("E")
+
+    def end_step(self) -> bool:
+        """An optimizer has stepped. If no backward pass was since another one did, that belongs to the same step.
+
+        Returns:
+            Whether this was the first optimizer of its step.
+        """
+        first = self._passed
         if self._passed or self._most > self._latest[0]:
             self._latest = self._most, self._fullest
+        self.done = self._done if self._passed else [*self.done, *self._done]
+        self._done = []
         self._passed = False
         self._note()
+        return first
 
     @property
     def fullest(self) -> Mapping[str, int]:

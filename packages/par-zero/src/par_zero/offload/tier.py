@@ -323,10 +323,14 @@ class DiskTier:
         self._swapper.follow(step.order)
         try:
             for piece in step.order:
+                meter, name = piece.chunk.meter, f"{piece.chunk.name}+{piece.first}"
+                meter.note("fetch", name)
                 step.update_(piece, self._swapper.fetch(piece))
+                meter.note("step", name)
                 if piece.in_memory or piece.start is None:
                     self.runner.finish_piece(piece.chunk)  # other parameters are ready when they are written
                 self._swapper.evict(piece)
+                meter.note("evict", name)
         except BaseException:  # also of the optimizer
             self._swapper.drop_reads()
             raise

@@ -127,6 +127,7 @@ class Executor:
         if event.op == BACKWARD and event.unit not in current.begun:
             current.begun.append(event.unit)
         unit.wait()
+        unit.note(event.op)
         if self.on_next is not None:
             self._announce_next(current, self.on_next)
         self._book.note(current, event, place, self._units)

@@ -1,0 +1,85 @@
+"""Turns what was noted in a step into its program."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from .._collectives import is_gloo
+from .._reduce import Reducer
+from .._unit import Unit
+from ..layout.chunk import Chunk
+from ..layout.meter import Meter
+from .ledger import ChunkBytes, Entry, HeldMemory, Program
+
+
+class StepRecord:
+    """What the latest step has done, and what memory was there before it.
+
+    Args:
+        chunks: All chunks of a module.
+        units: Its units at stage 3; none below.
+        reducer: Has the buffers of reductions.
+        meter: Has noted what was done.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], units: Sequence[Unit], reducer: Reducer, meter: Meter) -> None:
+        self._chunks, self._units, self._reducer, self._meter = tuple(chunks), tuple(units), reducer, meter
+        self._start = self._next = HeldMemory()
+
+    def note_stepped(self, chunks: Sequence[Chunk]) -> None:
+        """Record that an optimizer has updated some chunks; pieces of others are recorded one by one."""
+        for chunk in chunks:
+            if not any(part.in_pieces for part in chunk.slices):
+                self._meter.note("step", chunk.name)
+
+    def end_step(self) -> None:
+        """Record that an optimizer has stepped."""
+        self._meter.note("E")
+        if self._meter.end_step():
+            self._start = self._next
+        self._next = self._held()
+
+    def _held(self) -> HeldMemory:
+        lent, received = self._reducer.pools
+        return HeldMemory(
+            gradients=frozenset(chunk.name for chunk in self._chunks if chunk.holds_gradients),
+            casts=frozenset(chunk.name for chunk in self._chunks if chunk.holds_cast),
+            lent=lent,
+            received=received,
+        )
+
+    def forget(self) -> None:
+        """Forget the step under way, as a pass has failed."""
+        self._meter.forget()
+        self._next = self._held()
+
+    @property
+    def last(self) -> Program | None:
+        """The program of the latest step; None before there was one."""
+        if not self._meter.done:
+            return None
+        unit_of = {chunk: unit.label for unit in self._units for chunk in unit.chunks}
+        shards_gradients = any(chunk.stage.shards_gradients for chunk in self._chunks)
+        return Program(
+            entries=tuple(Entry(*each) for each in self._meter.done),
+            units={unit.label: unit.size for unit in self._units if unit.chunks},
+            chunks={chunk.name: _bytes_of(chunk, unit_of.get(chunk)) for chunk in self._chunks},
+            shards_gradients=shards_gradients,
+            kept_buffers=self._reducer.kept_buffers,
+            start=self._start,
+        )
+
+
+def _bytes_of(chunk: Chunk, unit: str | None) -> ChunkBytes:
+    gradient = chunk.layout.size * chunk.reduce_dtype.itemsize
+    low, high = chunk.share
+    shares = dist.get_world_size(chunk.groups.shards) > 1 and is_gloo(chunk.own, chunk.groups.shards)
+    cast = sum(part.tensor.nbytes for part in chunk.slices) if chunk.reduce_dtype != chunk.master.dtype else 0
+    return ChunkBytes(
+        unit=unit,
+        gradient=gradient,
+        shard=(high - low) * chunk.reduce_dtype.itemsize if chunk.home.gradients != "host" else 0,
+        arriving=chunk.arriving,
+        cast=cast if chunk.home.gradients == "device" else 0,
+        received=gradient if shares else 0,
+    )
