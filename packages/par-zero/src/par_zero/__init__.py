@@ -26,6 +26,7 @@ from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
 from .placement.policies import register_policy
+from .programs.draw import draw_program
 from .programs.ledger import Program
 from .residency.table import Residency
 
@@ -54,6 +55,7 @@ __all__ = [
     "buffer_elements",
     "chunk_sizes",
     "disk_usage",
+    "draw_program",
     "find_scope_violation",
     "memory",
     "no_sync",

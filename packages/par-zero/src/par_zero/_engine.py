@@ -109,7 +109,9 @@ class Engine:
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
         self._reducer.at_end(self._meter.note_end)
-        self._program = StepRecord(self._chunks, units if stage.shards_parameters else (), self._reducer, self._meter)
+        whole_units = units if stage.shards_parameters else ()
+        is_late = offload is not None and offload.late
+        self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
         self._apart: list[SliceSplitter] = []  # by number of the optimizer
         # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.

@@ -257,7 +257,7 @@ class Reducer:
             chunk = self._chunks[order[self.begun]]
             flat, share = chunk.without_gradients()
             groups = chunk.groups
-            handle = reduce_scatter(flat, share, groups.shards, scale=groups.scale, buffers=self._received)
+            handle = reduce_scatter(flat, share, groups.shards, scale=groups.scale, buffers=Buffers())
             self.begun += 1
             self._drop_empty(over=True)
             self._empty.append(handle)

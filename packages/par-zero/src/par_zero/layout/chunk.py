@@ -297,6 +297,13 @@ class Chunk:
         return (self._share_of_sum if self.stage.shards_gradients else self.gradient) is not None
 
     @property
+    def borrowed(self) -> int:
+        """Bytes of the buffer that it has borrowed for its gradients, where these are sharded."""
+        if self.gradient is None or not self.stage.shards_gradients:
+            return 0
+        return self.gradient.untyped_storage().nbytes()
+
+    @property
     def holds_cast(self) -> bool:
         """Whether the optimizer has its gradients in another dtype."""
         return self._cast > 0

@@ -32,8 +32,9 @@ class Meter:
         self._done.append((op, of))
 
     def forget(self) -> None:
-        """Forgets what was done in the step under way, as a pass has failed."""
+        """Forgets what was done in the step under way, and its fullest moment, as a pass has failed."""
         self._done.clear()
+        self._note()
 
     @property
     def now(self) -> Mapping[str, int]:

@@ -70,12 +70,16 @@ class HeldMemory:
     Args:
         gradients: Chunks that have memory for gradients.
         casts: Chunks that have gradients in the optimizer's dtype.
+        filled: Chunks whose gradients wait for their sum, as after `no_sync`.
+        borrowed: Bytes of the buffer of each chunk that has one.
         lent: Bytes of each buffer for gradients.
         received: Bytes of each buffer for what reductions receive.
     """
 
     gradients: frozenset[str] = frozenset()
     casts: frozenset[str] = frozenset()
+    filled: frozenset[str] = frozenset()
+    borrowed: Mapping[str, int] = field(default_factory=dict)
     lent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
 
@@ -85,10 +89,11 @@ class BufferSizes:
 
     Args:
         free: Bytes of each buffer that nobody has borrowed.
+        borrowed: Bytes of each that is borrowed, by borrower.
     """
 
-    def __init__(self, free: Sequence[int]) -> None:
-        self._free, self._lent = list(free), dict[str, int]()
+    def __init__(self, free: Sequence[int], borrowed: Mapping[str, int] | None = None) -> None:
+        self._free, self._lent = list(free), dict(borrowed or {})
 
     @property
     def total(self) -> int:
@@ -96,7 +101,9 @@ class BufferSizes:
         return sum(self._free) + sum(self._lent.values())
 
     def take(self, borrower: str, size: int) -> None:
-        """Lend the smallest free buffer that has room, or a new one in place of the smallest."""
+        """Lend the smallest free buffer that has room, or a new one in place of the smallest, unless one is lent."""
+        if borrower in self._lent:
+            return
         self._free.sort()
         chosen = next((free for free in self._free if free >= size), None)
         if chosen is not None:
@@ -124,6 +131,7 @@ class Program:
         chunks: Bytes of each chunk, by name.
         shards_gradients: Whether gradients are sharded: a chunk borrows the buffer of its gradients.
         kept_buffers: Number of buffers that are kept when a pass ends.
+        is_late: Whether a thread steps pieces while the next step begins, so that their entries belong to both.
         start: Memory that was there before.
     """
 
@@ -132,6 +140,7 @@ class Program:
     chunks: Mapping[str, ChunkBytes]
     shards_gradients: bool
     kept_buffers: int
+    is_late: bool = False
     start: HeldMemory = field(default_factory=HeldMemory)
 
     def __str__(self) -> str:
@@ -181,11 +190,11 @@ class _State:
         self._program, start = program, program.start
         self._whole: set[str] = set()
         self._stale: set[str] = set()  # units and chunks whose parameters were stepped, and not gathered since
-        self._filled: set[str] = set()
+        self._filled = set(start.filled)
         self._under_way: dict[str, str] = {}
         self._fetched: set[str] = set()  # pieces that are in memory
         self._gradients, self._casts = set(start.gradients), set(start.casts)
-        self._lent, self._received = BufferSizes(start.lent), BufferSizes(start.received)
+        self._lent, self._received = BufferSizes(start.lent, start.borrowed), BufferSizes(start.received)
 
     def bytes(self) -> dict[str, int]:
         """Bytes by kind."""
@@ -225,7 +234,7 @@ class _State:
         _need(entry.of not in self._stale, "its parameters are out of date")
         if not self._program.shards_gradients:
             self._gradients.add(entry.of)
-        elif entry.of not in self._filled:
+        else:
             self._lent.take(entry.of, self._program.chunks[entry.of].gradient)
         self._filled.add(entry.of)
 
@@ -260,12 +269,16 @@ class _State:
         self._fetched.add(entry.of)
 
     def _evict(self, entry: Entry) -> None:
-        _need(entry.of in self._fetched, "it is not in memory")
+        self._need_piece(entry)
         self._fetched.discard(entry.of)
+
+    def _need_piece(self, entry: Entry) -> None:
+        _need(self._program.is_late or entry.of in self._fetched, "it is not in memory")
 
     def _step(self, entry: Entry) -> None:
         chunk = self._program.chunks.get(entry.of)  # None for a piece of a chunk, whose state is fetched
-        _need(chunk is not None or entry.of in self._fetched, "it is not in memory")
+        if chunk is None:
+            self._need_piece(entry)
         _need(entry.of not in self._under_way, "its sum is not there")
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)

@@ -20,10 +20,14 @@ class StepRecord:
         units: Its units at stage 3; none below.
         reducer: Has the buffers of reductions.
         meter: Has noted what was done.
+        is_late: Whether a thread may step pieces while the next step begins.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], units: Sequence[Unit], reducer: Reducer, meter: Meter) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], units: Sequence[Unit], reducer: Reducer, meter: Meter, *, is_late: bool
+    ) -> None:
         self._chunks, self._units, self._reducer, self._meter = tuple(chunks), tuple(units), reducer, meter
+        self._is_late = is_late
         self._start = self._next = HeldMemory()
 
     def note_stepped(self, chunks: Sequence[Chunk]) -> None:
@@ -44,6 +48,8 @@ class StepRecord:
         return HeldMemory(
             gradients=frozenset(chunk.name for chunk in self._chunks if chunk.holds_gradients),
             casts=frozenset(chunk.name for chunk in self._chunks if chunk.holds_cast),
+            filled=frozenset(chunk.name for chunk in self._chunks if chunk.waits_for_sum),
+            borrowed={chunk.name: chunk.borrowed for chunk in self._chunks if chunk.borrowed},
             lent=lent,
             received=received,
         )
@@ -66,6 +72,7 @@ class StepRecord:
             chunks={chunk.name: _bytes_of(chunk, unit_of.get(chunk)) for chunk in self._chunks},
             shards_gradients=shards_gradients,
             kept_buffers=self._reducer.kept_buffers,
+            is_late=self._is_late,
             start=self._start,
         )
 

@@ -1,0 +1,76 @@
+"""Programs of passes as pure data: what is whole when, and where an event is found."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from par_zero.programs.compiler import ROOT, compile_pass, find_event
+from par_zero.programs.entries import Event, digest_of
+
+FLAT = [frozenset()] + [frozenset({ROOT})] * 5
+EVENTS = st.builds(Event, st.sampled_from("FRB"), st.integers(0, 5), st.booleans())
+
+
+def text_of(program):
+    found = []
+    for actions, event in program.segments:
+        found += [f"{action.op}:{action.unit}" for action in actions]
+        found.append(f"{event.op}:{event.unit}")
+    return " ".join(found)
+
+
+def trace_of(text, *, keeps=False):
+    return [Event(op, int(unit), keeps) for op, unit in (each.split(":") for each in text.split())]
+
+
+def test_a_step_gathers_one_unit_ahead_and_keeps_the_last_two_for_backward():
+    trace = trace_of("F:0 F:1 F:2 F:3 B:0 B:3 B:2 B:1")
+    expected = "gather:0 gather:1 F:0 gather:2 F:1 free:1 gather:3 F:2 F:3 B:0 B:3 free:3 gather:1 B:2 free:2 B:1"
+    assert text_of(compile_pass(trace, FLAT, frozenset())) == expected
+
+
+def test_recomputed_units_stay_until_their_own_backward():
+    trace = trace_of("F:1 F:2 F:3 R:1 R:2 B:2 B:1")
+    expected = "gather:1 gather:2 F:1 free:1 gather:3 F:2 free:2 gather:1 F:3 gather:2 R:1 R:2 B:2 free:2 B:1"
+    assert text_of(compile_pass(trace, FLAT, frozenset())) == expected
+
+
+def test_what_no_sync_keeps_is_freed_in_backward_alone():
+    trace = [*trace_of("F:1 F:2 B:2 B:1", keeps=True), *trace_of("F:1 F:2 B:2 B:1")]
+    assert text_of(compile_pass(trace, FLAT, frozenset())) == "gather:1 gather:2 F:1 F:2 B:2 B:1 F:1 F:2 B:2 free:2 B:1"
+
+
+@given(trace=st.lists(EVENTS, max_size=40), start=st.frozensets(st.integers(0, 5)))
+def test_every_unit_is_whole_when_its_event_comes(trace, start):
+    whole = set(start)
+    for actions, event in compile_pass(trace, FLAT, start).segments:
+        for op, unit in actions:
+            assert (unit in whole) == (op == "free")
+            whole ^= {unit}
+        assert event.unit in whole
+
+
+@given(trace=st.lists(st.builds(lambda unit: Event("F", unit), st.integers(0, 5)), max_size=40))
+def test_a_forward_has_the_root_and_two_units_whole_at_most(trace):
+    whole = set()
+    for actions, _ in compile_pass(trace, FLAT, frozenset()).segments:
+        for op, unit in actions:
+            whole = whole - {unit} if op == "free" else whole | {unit}
+        assert len(whole - {ROOT}) <= 2
+
+
+@given(trace=st.lists(EVENTS, max_size=20), event=EVENTS, at=st.integers(0, 20))
+def test_a_forward_is_not_found_behind_a_backward_that_reduces(trace, event, at):
+    segments = compile_pass(trace, FLAT, frozenset()).segments
+    place = find_event(segments, event, at)
+    assert place is None or (place >= at and trace[place] == event)
+    passed = trace[at:] if place is None else trace[at:place]
+    reduces = any(each.op == "B" and not each.keeps for each in passed)
+    if place is None:
+        assert event not in trace[at:] or (event.op == "F" and reduces)
+    else:
+        assert not (event.op == "F" and reduces)
+
+
+@given(first=st.lists(EVENTS, max_size=10), second=st.lists(EVENTS, max_size=10))
+def test_digests_of_different_traces_differ(first, second):
+    assert (digest_of(first) == digest_of(second)) == (first == second)
