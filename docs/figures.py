@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+import torch.distributed as dist
 from against import draw_against
 from copies import draw_copies
 from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ from travels import draw_travels
 from watchdog import draw_watchdog
 from ways import draw_ways
 
-from par_groups import Topology
+from par_groups import Topology, launch
 from par_layers import (
     LoadBalancing,
     Router,
@@ -35,7 +36,7 @@ from par_pipeline import schedule, simulate
 from par_plan import Machine, OffloadTiers, Shape, TrainingJob, search_configurations
 from par_recompute import frontier, measure
 from par_train.run.metrics import draw_load, load_of
-from par_zero import Moment, Trace, place
+from par_zero import Moment, Overlap, Trace, draw_program, place, program, shard
 from par_zero import simulate as simulate_placement
 
 HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
@@ -89,8 +90,23 @@ def main() -> None:
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)
     draw_shards(IMAGES / "data-shards.svg")
+    draw_zero_step(IMAGES / "zero-program.svg")
     draw_rooms(IMAGES)
     draw_ways(IMAGES)
+
+
+def draw_zero_step(path: Path) -> None:
+    """Draws the program of a step at stage 3, of four blocks on one rank."""
+    with launch():
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        model = nn.Sequential(*blocks)
+        optimizer = torch.optim.AdamW(model.parameters())
+        shard(model, optimizer, stage=3, group=dist.group.WORLD, overlap=Overlap(bucket=1, inflight=1))
+        for _ in range(3):
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        path.write_text(draw_program(program(model)))
 
 
 def draw_tiers(path: Path) -> None:
