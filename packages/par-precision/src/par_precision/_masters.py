@@ -93,10 +93,13 @@ class Masters(Weights):
                 else:
                     stepped.append(parameter)
         for pair in self._pairs:
+            # The state moves with its parameter, or the optimizer would begin anew for the master.
             if pair.parameter in optimizer.state:  # Adagrad's constructor fills it
                 state = optimizer.state.pop(pair.parameter)
                 optimizer.state[pair.master] = {k: v.float() if isinstance(v, Tensor) else v for k, v in state.items()}
+        # Tensors compare by element, so a dict is keyed by identity.
         self._by_id = {id(pair.parameter): pair for pair in self._pairs}
+        # Accumulated gradients are in fp32 already, so smaller buckets would save no memory.
         buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
         self._buckets = [(bucket, _by_kind(bucket)) for bucket in buckets]
 
@@ -139,6 +142,8 @@ class Masters(Weights):
         for pair in self._pairs:  # fused kernels accept no subclass
             pair.master.__class__ = nn.Parameter
         several = len(self._buckets) > 1
+        # Masters outside the current bucket must have no gradient, because the optimizer steps every tensor that has
+        # one.
         if several:
             _hide(self._pairs)
         for bucket, kinds in self._buckets:
@@ -148,6 +153,7 @@ class Masters(Weights):
             if stepped:
                 change.apply_([pair.master for pair in stepped])
                 self._optimizer.step()
+                # The fp32 gradients of this bucket are freed before the next bucket makes its own.
                 _hide(stepped)
                 _round(stepped)
         self._note_versions()
@@ -218,6 +224,7 @@ class Masters(Weights):
         Raises:
             RuntimeError: The program has also written the parameters since the last step.
         """
+        # Comparing version counters costs no read of the weights, so this can run before every forward.
         if self._master_versions == [version_of(pair.master) for pair in self._pairs]:
             return
         versions = zip(self._pairs, self._versions, self._current_versions(), strict=True)
@@ -256,6 +263,7 @@ class Masters(Weights):
         """Record that masters and parameters agree, and count what a program writes to either of them from now on."""
         self._versions = self._current_versions()
         for pair in self._pairs:
+            # A write through `data` of an ordinary parameter would not raise the version counter.
             pair.master.__class__ = WatchedParameter
         self._master_versions = [version_of(pair.master) for pair in self._pairs]
 

@@ -40,11 +40,14 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
     except Exception as error:  # of any type: the others wait for this rank
         problem, data = error if problem is None else problem, b""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    # Values travel as bytes, so that a rank with a problem can send the problem even if its value cannot be pickled.
     heard = {rank: ("" if problem is None else f"{type(problem).__name__}: {error_text(problem)}", data)}
     for group in groups:
+        # Every member of a row has gathered the row, so a gather over the columns completes the grid.
         by_member = [heard] * dist.get_world_size(group)
         dist.all_gather_object(by_member, heard, group=group)
         heard = {number: theirs for member in by_member for number, theirs in member.items()}
+    # The own error comes first: it has the traceback that a message from another rank lacks.
     if problem is not None:
         raise problem
     heard = dict(sorted(heard.items()))

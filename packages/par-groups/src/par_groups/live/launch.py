@@ -205,6 +205,7 @@ def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
     An early rank may connect to the store of an earlier start, which ends while the rank waits. The rank then tries to
     find rank 0 again, until the timeout.
     """
+    # A single process must also start where no port may be opened, and several of them must not collide at one port.
     if place.world_size == 1 and place.launcher != "torchrun":
         return dist.HashStore()  # type: ignore[attr-defined]  # torch exports it late
     keeps_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun, which has met by itself
@@ -215,6 +216,7 @@ def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
         try:
             prefix = _prefix_of_start(store, place.rank, place.world_size, place.contradiction)
         except dist.DistNetworkError as error:
+            # All tries together must not exceed the timeout, so the next try gets only the rest of it.
             longest = timedelta(seconds=deadline - time.monotonic())
             if place.rank == 0 or keeps_one:
                 raise
@@ -309,6 +311,7 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
                 "meeting; look at the log of rank 0, which has not come, or names there who is missing"
             ) from error
         start, _, refusal = prefix.removeprefix(_MISSING).removeprefix(_REFUSED).partition(" ")
+        # The confirmation comes before any error here: rank 0 waits for it, and would name this rank as missing.
         store.set(f"par_groups/received/{start}/{rank}", "")
         if prefix.startswith(_REFUSED):
             raise ValueError(refusal)
@@ -324,6 +327,7 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
     received = [f"par_groups/received/{word}/{other}" for other in others]
     answered: set[str] = set()
     deadline = time.monotonic() + 0.9 * seconds  # before those that have come give up by themselves
+    # Rank 0 polls: a blocking wait for one rank's key would leave the answers to the other ranks unsent.
     while not store.check(received):
         if time.monotonic() > deadline:
             raise TimeoutError(_name_missing(store, received, word, seconds))

@@ -148,6 +148,7 @@ class ProcessGroups:
             axes: One name, or several, slowest first; a named product is one mesh dim.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
+        # A DeviceMesh numbers its ranks row by row, so its dims must have the order of the topology.
         in_order = [self.topology.leaves(name)[0] for name in names]
         if in_order != [leaf for leaf in self.topology.leaves(names) if leaf in in_order]:
             raise ValueError(f"mesh({names}): name the axes in the topology's order, slowest first")
@@ -201,6 +202,7 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Destroy every communicator made here; the default group stays. A second call does nothing."""
+        # The tables are emptied first, so that a second call finds nothing, even if destroying a group raises.
         live = self._live()
         self._groups.clear()
         self._channels.clear()
@@ -264,6 +266,7 @@ class ProcessGroups:
             return _checked(
                 dist.split_group(split_ranks=all_groups, timeout=self._timeout, group_desc=_label(axes)), mine
             )
+        # `new_group` is a collective of the world, so every rank makes the groups of all ranks, and keeps its own.
         made = None
         for ranks in self.topology.groups(axes):
             group = dist.new_group(list(ranks), self._timeout, self._backend)
@@ -299,6 +302,7 @@ def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], d
     """
     problem = _problem(topology, declared)
     text, own = problem or f"{topology.to_json()} {declared!r}", versions()
+    # A hash of 63 bits fits into one number of a tensor, so that the usual case costs a single small all-reduce.
     digest = int.from_bytes(hashlib.sha256(repr((text, own)).encode()).digest()[:8]) >> 1
     if not _is_same_everywhere(digest, device):
         said = [(text, own)] * dist.get_world_size()

@@ -92,6 +92,8 @@ class Observer(TorchDispatchMode):
             if name:
                 self._handles += [
                     module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                    # The hook must come first: other hooks of the module may replace its output, and are not part of
+                    # `forward`.
                     module.register_forward_hook(self._leave, prepend=True, with_kwargs=True),
                 ]
         outer = outer_hooks()
@@ -116,6 +118,7 @@ class Observer(TorchDispatchMode):
         fixed = {
             self._numbers[identity]
             for tensor in (*self._layer.parameters(), *self._layer.buffers())
+            # Parameters and buffers exist anyway, so saving them costs no memory.
             if is_plain(tensor) and (identity := identity_of(tensor.untyped_storage())) in self._numbers
         }
         inputs = self._inputs - fixed
@@ -150,6 +153,7 @@ class Observer(TorchDispatchMode):
         moved = 0 if func.is_view else sum(each.numel() * each.element_size() for each in (*read, *made))
         self._total[0] += flops
         self._total[1] += moved
+        # A tensor made out of Python numbers comes from nowhere, but its creation looks like a read.
         sources = set() if func.overloadpacket.__name__ in _NEW else {self._number(each) for each in read}
         results = {self._number(each) for each in made}
         writes = _writes_statistics(func, args, kwargs)
@@ -159,6 +163,8 @@ class Observer(TorchDispatchMode):
             call.writes |= writes
             call.draws |= torch.Tag.nondeterministic_seeded in func.tags
             call.communicates |= func.namespace in _COLLECTIVES
+            # A module that reads from elsewhere, such as an attribute set by another module, may find other elements
+            # there in backward.
             if call.name and not sources <= call.known:
                 call.obstacles.append("reads what is neither its input nor its own")
             call.known |= results
@@ -179,6 +185,7 @@ class Observer(TorchDispatchMode):
 
     def _makers_of(self, tensor: Tensor, number: int) -> tuple[int, ...]:
         """Return the events whose output contains the tensor, unchanged since; innermost module first."""
+        # `as_strided` cannot change the dtype, so a view with another dtype cannot be cut out of a recomputed output.
         now = version_of(tensor), tensor.dtype
         return tuple(event for event, *then in self._makers.get(number, ()) if tuple(then) == now)
 
@@ -186,6 +193,7 @@ class Observer(TorchDispatchMode):
         if is_plain(tensor):
             number = self._number(tensor)
             self._events.append(Saved(number, self._makers_of(tensor, number)))
+            # Checkpointing stops to recompute at the last saved tensor, so what follows it costs nothing.
             self._until_saved = (self._total[0], self._total[1])
 
     def _enter(self, name: str) -> Any:
@@ -230,6 +238,8 @@ class Observer(TorchDispatchMode):
         self._modules[call.name] = Module(
             flops=call.flops + (before.flops if before else 0),
             moved=call.moved + (before.moved if before else 0),
+            # A module that is called several times in a layer has one row, so one call with an obstacle rules out all
+            # of them.
             obstacle=obstacle or (before.obstacle if before else None),
             draws=call.draws or (before is not None and before.draws),
             communicates=call.communicates or (before is not None and before.communicates),

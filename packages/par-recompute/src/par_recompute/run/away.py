@@ -111,8 +111,11 @@ class OffloadedCall:
             return None
         storage = tensor.untyped_storage()
         key = identity_of(storage), version_of(tensor), tensor.dtype
+        # Several layers may save one tensor, such as an attention mask, and it must be copied only once.
         elements = self._away.known(key)
         if elements is None and not isinstance(tensor, nn.Parameter) and key[0] not in self._fixed():
+            # The complete storage is copied, because its memory can be released only if no tensor in it stays on the
+            # device.
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             if self._away.has_room(storage.nbytes()):
                 elements = Elements(storage, None, *self._staying(flat), is_stored=False)
@@ -166,6 +169,7 @@ class Away:
         """
         call = OffloadedCall(self, self._count, layer, module)
         for number, earlier in list(self._calls.items()):
+            # With the `store` of the options, no device memory is held here, so there is nothing to release.
             if self._to_host.store is None and number < call.number - self._to_host.ahead:
                 for elements in _alive(earlier):
                     elements.let_go(self._copies)
@@ -180,6 +184,7 @@ class Away:
         if call.is_approached or copies.fetch is None:
             return
         call.is_approached = True
+        # Backward visits the calls in reverse order, so the latest earlier calls are needed first.
         numbers = sorted((number for number in list(self._calls) if number < call.number), reverse=True)
         for number in numbers[: self._to_host.ahead]:
             for elements in _alive(self._calls.get(number)):
@@ -210,6 +215,7 @@ class Away:
         self._elements[key] = elements
         if not elements.is_stored:
             self._resident += elements.size
+            # The graph owns the elements, so only their end tells when backward has released the memory.
             finalize(elements, self._free, elements.size).atexit = False
 
     def _free(self, size: int) -> None:

@@ -123,6 +123,8 @@ class Frame:
         self._hooks.__exit__()
         del self._hooks  # which would hold the call that holds it
         for note in reversed(self._all):
+            # Later notes may use earlier ones as inputs, so the loop goes backwards: dropping one may free those before
+            # it.
             if note.uses == 0:
                 use(note.source, -1)
         kept = {identity for kept, identity in self._kept.values() if kept.uses > 0}
@@ -150,6 +152,8 @@ class Frame:
         """
         storage = output.untyped_storage()
         identity = identity_of(storage)
+        # An output within its own input cannot be dropped: the input, which is needed to recompute it, would keep its
+        # memory.
         if identity == identity_of(source.untyped_storage()):
             return
         before = self._notes.get(identity)
@@ -172,6 +176,8 @@ class Frame:
         identity, geometry, version = identity_of(storage), Geometry.of(tensor), version_of(tensor)
         if identity not in self._resident:
             note = self._notes.get(identity)
+            # After a write in place, recomputation would return the elements before the write, so such a tensor is
+            # stored.
             if note is not None and (note.version, note.dtype) == (version, tensor.dtype):
                 return Part(note, geometry)
             self._resident[identity] = storage.nbytes()

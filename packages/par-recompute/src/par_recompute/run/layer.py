@@ -100,7 +100,10 @@ class Layer:
         Within a checkpoint of torch, the layer's forward runs twice and both runs must save the same tensors. Policies
         that depend on earlier calls, and offloading, are therefore skipped there.
         """
+        # Calls of a layer may nest, and every end removes one entry, so a call that is skipped needs one, too.
         self._runs.append(None)
+        # A call within recomputation is part of a call that was recorded in forward, and without gradients nothing is
+        # saved.
         if self._again or not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling() or callable(compiles_frames()):

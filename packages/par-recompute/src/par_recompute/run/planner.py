@@ -175,14 +175,17 @@ class Planner:
             return None
         if isinstance(self.policy, Keep):
             alone = not seen.table.modules[WHOLE].communicates
+            # Saved bytes grow with the call, so a plan from a smaller call would exceed the budget.
             if alone and _elements(layer.sizes) > _elements(seen.sizes):
                 return None
             if self.measures:
                 return frozenset({WHOLE})
             dropped = seen.dropped
+            # The budget was divided among fewer calls than this forward makes, so the plan cannot hold from here on.
             if dropped is not None and layer.calls[layer.current] > seen.calls:
                 self._undecide()
                 return frozenset({WHOLE}) if alone else dropped
+            # A dropped layer keeps only its inputs, so the calls before the plan leave the most room.
             if dropped is None and not self._have_all_run():
                 return frozenset({WHOLE})
         if seen.dropped is None:
@@ -194,6 +197,7 @@ class Planner:
 
         Layers that have not run yet may follow: a model may contain several pipeline stages that run in sequence.
         """
+        # A plan in the forward that discarded the previous plan would count only the calls so far.
         is_new = self.forward is None or self.forward != self._looked_in
         return is_new and (self.in_backward or all(each.seen for each in self.layers))
 
@@ -236,12 +240,14 @@ class Planner:
             table = None if layer.current is None else layer.seen[layer.current].table
             if table is not None and (assumed := table.flops / RATE + table.moved / _bandwidth(layer)):
                 ratios.append(seconds / assumed)
+        # The median is robust against the first recomputations, in which kernels and allocators warm up.
         slower = statistics.median(ratios) if ratios else 1.0
         return Choices(
             layers=tuple(layer.name for layer, _ in calls),
             frontiers=tuple(
                 tuple(each._replace(seconds=each.seconds * slower) for each in one) for one in self._frontiers(calls)
             ),
+            # Without a budget every call is dropped completely, so each forward recomputes every call once.
             forwards=max(1, round(len(self.ran_again) / max(1, sum(each.calls for _, each in calls)))),
         )
 
@@ -286,6 +292,7 @@ class Planner:
 
     def _within(self, policy: Keep, calls: Sequence[tuple[Known, Seen]]) -> None:
         """Make one choice per layer and kind of call, within the budget; all calls of the kind use it."""
+        # A budget in percent refers to the bytes that are saved if nothing is dropped.
         budget = policy.bytes_of(sum(each.calls * kept(each.table, ()) for _, each in calls))
         for (_, each), choice in zip(calls, knapsack(self._frontiers(calls), budget), strict=True):
             each.dropped = choice.dropped
@@ -298,6 +305,7 @@ class Planner:
         for layer, each in calls:
             key = (each.table.sizes, each.table.inputs, each.table.events)
             if key not in frontiers:
+                # Ranks plan by themselves, and a rank that recomputed a layer with collectives alone would hang.
                 whole = not each.table.modules[WHOLE].communicates
                 frontiers[key] = frontier(each.table, RATE, bandwidth=_bandwidth(layer), whole=whole)
             of_layer.append([Choice(one[0], each.calls * one[1], each.calls * one[2]) for one in frontiers[key]])
@@ -334,6 +342,7 @@ def kind_of(
     """Return the kind of a call, and the shapes of its tensor arguments."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if is_plain(leaf)]
+    # An operation on CPU tensors may run in any layer, and autocast has one state per device type.
     types = {tensor.device.type for tensor in tensors} | {"cpu"}
     autocast = [
         (each, torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each))
