@@ -13,9 +13,9 @@ MOST = {
     # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
     "save": (12, 44),
     "load": (11, 45),  # one declares the attributes that packages set on tensors
-    "zero-step": (17, 17),  # one counts bytes, one finds writes outside of a step, one keeps stand-ins for gradients
+    "zero-step": (22, 22),  # six of them reduce: the reducer, a pass, its order, its gradients and their use
     "pipeline-step": (17, 17),
-    "strategy-step": (43, 43),  # two of them pass the loss factor to routers; one seeds the next step
+    "strategy-step": (48, 48),  # two of them pass the loss factor to routers; one seeds the next step
 }
 
 

@@ -197,10 +197,10 @@ def test_backward_waits_only_for_more_reductions_than_may_be_in_flight():
 
 
 LOOKS = {
-    "item() or bool() in _reduce.py:<genexpr>": "whether all parameters had a gradient here",
+    "item() or bool() in usage.py:<genexpr>": "whether all parameters had a gradient here",
     "tolist() in _collectives.py:read": "whether they had in the pass before, on any rank, and which order to learn",
-    "nonzero() in _reduce.py:unused": "which parameters had none anywhere",
-    "tolist() in _reduce.py:unused": "the same",
+    "nonzero() in usage.py:unused": "which parameters had none anywhere",
+    "tolist() in usage.py:unused": "the same",
     "tolist() in agreement.py:compare": "whether all ranks end the pass alike, at stage 3",
 }
 """Where the host looks at numbers in a step, and at which; all of them lie on the CPU where a group has gloo for it."""

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from par_testing import count_collectives, for_each, storm
 from par_zero import reset, shard
-from par_zero._reduce import Reductions
 from par_zero.layout.sharers import Groups, Sharers
+from par_zero.reduce.in_flight import Reductions
 
 from .helpers import assert_near, assert_same, batch, copies, policies, sgd, sharded, whole
 

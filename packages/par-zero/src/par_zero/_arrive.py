@@ -25,9 +25,10 @@ from torch import nn
 from par_groups import WatchedParameter, WatchedWeight
 
 from ._collectives import Handle, all_gather, is_gloo
-from ._reduce import LearnedOrder, Reducer
 from ._torch_private import has_compiled, without_torch_functions
 from .layout.chunk import Chunk
+from .reduce.order import LearnedOrder
+from .reduce.reducer import Reducer
 
 _NOTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
 
@@ -84,11 +85,11 @@ class Arrival:
     Args:
         chunk: The chunk.
         arriving: Numbers of the chunks that are on their way.
-        came: Numbers of the chunks that were read, in that order, since the last step.
+        observed: Numbers of the chunks that were read, in that order, since the last step.
     """
 
-    def __init__(self, chunk: Chunk, arriving: set[int], came: list[int]) -> None:
-        self._number, self._arriving, self._came = chunk.number, arriving, came
+    def __init__(self, chunk: Chunk, arriving: set[int], observed: list[int]) -> None:
+        self._number, self._arriving, self._observed = chunk.number, arriving, observed
         self._chunk = chunk
         # A slice does not call `read`: a hook that logs on one rank must not change the order that all ranks learn.
         self._class_of = {
@@ -115,7 +116,7 @@ class Arrival:
     def read(self) -> None:
         """Waits, and notes that the chunk is needed now."""
         if self._number in self._arriving:
-            self._came.append(self._number)
+            self._observed.append(self._number)
             self.wait()
 
     def wait(self) -> None:
@@ -144,16 +145,17 @@ class Arrivals:
 
     def __init__(self, chunks: Sequence[Chunk], reducer: Reducer) -> None:
         self._arriving = reducer.arriving
-        self._came: list[int] = []
         self._order = LearnedOrder(reversed(range(len(chunks))))  # gradients come in the opposite order
         self._arrivals: dict[int, Arrival] = {}
         known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)  # whose streams `Arrival` waits for
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
         if cut and known and not by_gloo:
-            reducer.learn(self._order, self._came)
+            reducer.learn(self._order)
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
-            self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving, self._came) for chunk in ordinary}
+            self._arrivals = {
+                chunk.number: Arrival(chunk, reducer.arriving, self._order.observed) for chunk in ordinary
+            }
 
     @property
     def late(self) -> bool:
@@ -166,7 +168,7 @@ class Arrivals:
         Args:
             chunks: What an optimizer has updated.
         """
-        self._came.clear()
+        self._order.observed.clear()
         arrivals = {} if has_compiled() else self._arrivals
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []

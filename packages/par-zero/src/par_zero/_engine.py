@@ -15,7 +15,6 @@ from par_groups import on_settle, on_written, refuse_get_state_dict, zero_grad_
 from ._arrive import Arrivals
 from ._check import ENGINE, mark_packed
 from ._gather import Gatherer
-from ._reduce import Reducer
 from ._stage import ZeroStage
 from ._torch_private import (
     call_first_after_step,
@@ -45,6 +44,7 @@ from .programs.executor import Executor
 from .programs.ledger import Program
 from .programs.record import StepRecord
 from .programs.steps import Recording, StepBook
+from .reduce.reducer import Reducer
 from .residency.count import count
 from .residency.table import Residency
 from .watch.outputs import computed
@@ -93,7 +93,7 @@ class Engine:
         self._closer: Closer | None = None
         if closes and not stage.shards_parameters:
             self._closer = Closer(module, self._trained, self._reducer)
-        self._reducer.at_end(self._meter.end_pass)
+        self._reducer.hooks.at_end.append(self._meter.end_pass)
         # At stage 3 a freed parameter reports each write by itself.
         self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
         self._arrivals: Arrivals | None = None
@@ -108,7 +108,7 @@ class Engine:
             book = self._steps or PassBook([unit.outer for unit in units])
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
-        self._reducer.at_end(self._meter.note_end)
+        self._reducer.hooks.at_end.append(self._meter.note_end)
         whole_units = units if stage.shards_parameters else ()
         is_late = offload is not None and offload.late
         self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
@@ -130,7 +130,7 @@ class Engine:
         )
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
-            self._reducer.at_end(assembly.take_gradients)
+            self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.pop_sum))
         cuts = {} if offload is None else {c: tiers.pieces for c, tiers in zip(chunks, offload.chunks, strict=True)}
         first = 0
         for number, optimizer in enumerate(optimizers):
@@ -145,7 +145,7 @@ class Engine:
             else:  # hooks of the user's are to see all gradients and all that was stepped
                 call_first_after_step(optimizer, partial(self._after_step, number))
             self._apart.append(SliceSplitter(optimizer, self._stepped[number]))
-            self._reducer.at_start(self._apart[number].leave)
+            self._reducer.hooks.at_start.append(self._apart[number].leave)
             optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
             optimizer.register_state_dict_pre_hook(self._apart[number].leave)
             optimizer.register_load_state_dict_pre_hook(self._apart[number].leave)
@@ -178,6 +178,8 @@ class Engine:
         if offload.disk is None:
             return None
         tier = DiskTier(offload, offload.disk, self._chunks, self._optimizers, self._sharers.agreeing)
+        for chunk in tier.gradients.chunks:
+            self._reducer.gradients[chunk.number].store = tier.gradients
         for number, optimizer in enumerate(self._optimizers):
             tier.adopt_(number)
             on_settle(tier.tensors(number), tier.settle)
@@ -189,10 +191,10 @@ class Engine:
 
     def _attend(self, tier: DiskTier, units: Sequence[Unit]) -> None:
         """Connect the disk tier to passes, to units that are gathered, and to readers of parameters."""
-        self._reducer.at_start(tier.prefetch)
+        self._reducer.hooks.at_start.append(tier.prefetch)
         if tier.shards.were_given or tier.gradients.were_given:
             tier.errors.on_lost = self._drop_gradients
-            self._reducer.at_end(self._raise_problem)
+            self._reducer.hooks.at_end.append(self._raise_problem)
         if tier.shards.were_given:
             if self._gatherer is not None:
                 self._gatherer.read_ahead()
@@ -263,15 +265,15 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         """What was computed is NaN: nobody is to step by it."""
-        self._reducer.forget(self._trained)
+        self._reducer.usage.forget(self._trained)
         for chunk in self._trained:
             for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
                 tensor.grad = None
 
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
-        buffers = self._reducer.buffers
-        return count(self._module, self._optimizers, self._chunks, buffers, self._disk_tier, self._meter)
+        gradients = self._reducer.memory()
+        return count(self._module, self._optimizers, self._chunks, gradients, self._disk_tier, self._meter)
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""
@@ -293,7 +295,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
         self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
-        self._reducer.forget(self._trained)
+        self._reducer.usage.forget(self._trained)
         for optimizer in self._optimizers:
             zero_grad_(optimizer, set_to_none, partial(type(optimizer).zero_grad, optimizer))
 
@@ -301,7 +303,7 @@ class Engine:
         """Drops the gradients of what one optimizer steps. It is the optimizer's method, with its class's arguments."""
         set_to_none = keywords.get("set_to_none", args[0] if args else True)
         self._finish_with_gradients([number], bool(set_to_none))
-        self._reducer.forget(self._stepped[number])
+        self._reducer.usage.forget(self._stepped[number])
         optimizer = self._optimizers[number]
         type(optimizer).zero_grad(optimizer, *args, **keywords)
 
@@ -317,7 +319,7 @@ class Engine:
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
         chunks = [chunk for chunk in self._trained if item in chunk.items]
-        self._reducer.forget(chunks)
+        self._reducer.usage.forget(chunks)
         for chunk in chunks:
             for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
                 tensor.grad = None
@@ -380,8 +382,8 @@ class Engine:
                 self._disk_tier.before_step(number)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
                 self._packed.look()
-            self._reducer.look_before_step(chunks)
-            unused = self._reducer.unused(chunks)
+            self._reducer.usage.look_before_step(chunks)
+            unused = self._reducer.usage.unused(chunks)
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
             self._apart[number].look(unused)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._reduce import Reducer
 from ._torch_private import is_in_torch_func, without_torch_functions
 from ._unit import State, Unit
 from .calls.record import Call, Calls
@@ -28,6 +27,7 @@ from .programs.agreement import PassEnd
 from .programs.book import PassKind
 from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, Event
 from .programs.executor import Executor
+from .reduce.reducer import Reducer
 from .watch.outputs import SideOutputs, computed, hook_, tensors_of
 
 
@@ -56,10 +56,10 @@ class Gatherer:
         self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
-        reducer.compare_by(partial(executor.end_pass, PassEnd.BACKWARD))
+        reducer.hooks.compare = partial(executor.end_pass, PassEnd.BACKWARD)
         reducer.expect_last(units[0].chunks)
-        reducer.lead(executor.finish_program)
-        reducer.at_end(self._end_backward)
+        reducer.hooks.before_last = executor.finish_program
+        reducer.hooks.at_end.append(self._end_backward)
         executor.on_skipped = self._pass_by
         for unit in units:
             unit.side = SideOutputs(_own_modules(unit, units))

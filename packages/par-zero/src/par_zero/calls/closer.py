@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._reduce import LearnedOrder, Reducer
 from ..layout.chunk import Chunk
 from ..layout.units import owners, sections
+from ..reduce.order import LearnedOrder
+from ..reduce.reducer import Reducer
 from ..watch.outputs import computed, hook_
 from .record import Call, Calls
 
@@ -44,7 +45,7 @@ class Closer:
         self._chunks, self._reducer, self._calls = chunks, reducer, Calls(len(modules))
         self._owners = [{owner[member.parameter] for member in chunk.members} for chunk in chunks]
         # The root is never left behind, and so stays last of all orders.
-        self._order, self._came = LearnedOrder(reversed(range(len(modules)))), list[int]()
+        self._order = LearnedOrder(reversed(range(len(modules))))
         self._arranged_by: list[int] = []
         self._place: dict[int, int] = {}  # of each section in the order
         self._places: list[tuple[int, Chunk]] = []  # of the last of its sections in the order, for each chunk in turn
@@ -53,8 +54,8 @@ class Closer:
         self._left: set[int] = set()  # the sections that the pass under way has left behind
         self._passed = 0  # how many sections of the order are left behind, and all before them
         self._closed = 0  # how many chunks are closed
-        reducer.learn_first(self._order, self._came)
-        reducer.at_end(self._end_pass)
+        reducer.learn_first(self._order)
+        reducer.hooks.at_end.append(self._end_pass)
         self._arrange()
         for number, module in enumerate(modules):
             hook_(module, self._enter, partial(self._leave, number))
@@ -85,7 +86,7 @@ class Closer:
         if self._order.is_agreed:
             left = sorted([*left, *self._pass_uncalled()], key=self._place.__getitem__)
             self._close()
-        self._came += left
+        self._order.observed += left
 
     def _pass_uncalled(self) -> list[int]:
         """Goes on in the order, and finds the sections that this rank has not called and whose turn has come."""
@@ -123,5 +124,5 @@ class Closer:
         self._calls.end_pass(graphed=self._graphed)
         self._in_backward, self._graphed, self._passed, self._closed = False, False, 0, 0
         self._left.clear()
-        self._came.clear()
+        self._order.observed.clear()
         self._arrange()

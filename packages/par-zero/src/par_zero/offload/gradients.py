@@ -5,7 +5,7 @@ backward   reduce chunk k | write chunk k - 1, whose gradient leaves memory
 step       read the gradient of each piece with its state
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ _IN_FLIGHT = 2
 
 
 class DiskGradients:
-    """Store of reduced gradients on a disk. A chunk calls it as its `sums`.
+    """Store of reduced gradients on a disk, see `GradientStore`.
 
     Args:
         disk: The file.
@@ -36,8 +36,11 @@ class DiskGradients:
         self._unwritten: dict[Chunk, list[torch.Tensor]] = {}
         self.were_given = bool(pieces)
         """Whether any gradient was on the disk when the module was sharded: the same on every rank, forever."""
-        for chunk in self._pieces:
-            chunk.sums = self
+
+    @property
+    def chunks(self) -> Iterable[Chunk]:
+        """The chunks whose gradients are on the disk."""
+        return self._pieces
 
     @property
     def stored_bytes(self) -> int:
@@ -59,8 +62,12 @@ class DiskGradients:
             handle += self._disk.write(piece.block.start + piece.block.size, memory)
         self._writes[chunk] = handle, buffer
 
-    def bind(self, chunk: Chunk) -> None:
-        """Set the gradients of the optimizer's tensors, after their writes have ended."""
+    def bind(self, chunk: Chunk) -> bool:
+        """Set the gradients of the optimizer's tensors, after their writes have ended.
+
+        Returns:
+            Whether they were written, and those of later passes can be, too.
+        """
         if chunk in self._writes:
             self._end_write(chunk)
         pieces, in_memory = self._pieces[chunk], self._unwritten.pop(chunk, None)
@@ -68,7 +75,7 @@ class DiskGradients:
             piece.tensor.grad = piece.gradient if in_memory is None else in_memory[number]
         if in_memory is not None:  # a disk that has failed once is not tried again
             del self._pieces[chunk]
-            chunk.keep_sums_in_memory()
+        return in_memory is None
 
     def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Add the gradients that the optimizer's tensors have, from earlier microbatches, to a chunk's new ones."""

@@ -11,7 +11,7 @@ Parameters are sent in every step, as no rank knows whether others were written 
 checkpoint that was loaded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,15 +90,16 @@ class Assembly:
             yield from kind
 
     @torch.no_grad()
-    def take_gradients(self, *, reduced: bool) -> None:
+    def take_gradients(self, pop_sum: Callable[[Chunk], torch.Tensor], *, reduced: bool) -> None:
         """After a backward pass: gradients are put together, and added to those that there are. All-to-all.
 
         Args:
+            pop_sum: Returns elements `updated` of a chunk's sum of gradients, which nothing else keeps.
             reduced: Whether they were summed over the data ranks; else there is nothing to do.
         """
         if not reduced:
             return
-        sums = {chunk: chunk.drop_sum() for chunk in self._chunks}
+        sums = {chunk: pop_sum(chunk) for chunk in self._chunks}
         for kind in self._kinds:
             for one, gradient in self._put_together(kind, [sums[one.chunk] for one in kind], partial=True):
                 if one.whole is not None and one.whole.grad is not None:

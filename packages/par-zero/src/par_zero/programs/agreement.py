@@ -10,8 +10,8 @@ import torch.distributed as dist
 from par_groups import agree
 
 from .._collectives import all_reduce
-from .._reduce import Reducer
 from .._unit import Unit
+from ..reduce.reducer import Reducer
 
 FLAGS = 2
 """How many flags the ranks tell each other in every comparison, beside those of a budget."""

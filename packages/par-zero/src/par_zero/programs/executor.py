@@ -23,8 +23,8 @@ are complete.
 
 from collections.abc import Callable, Sequence
 
-from .._reduce import Reducer
 from .._unit import Unit
+from ..reduce.reducer import Reducer
 from .agreement import FLAGS, Agreement, PassEnd
 from .book import Book, Pass, PassKind
 from .compiler import ROOT, find_event, over_at

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from .._collectives import is_gloo
-from .._reduce import Reducer
 from .._unit import Unit
 from ..layout.chunk import Chunk
 from ..layout.meter import Meter
+from ..reduce.reducer import Reducer
 from .ledger import ChunkBytes, Entry, HeldMemory, Program
 
 
@@ -44,14 +44,14 @@ class StepRecord:
         self._next = self._held()
 
     def _held(self) -> HeldMemory:
-        lent, received = self._reducer.pools
+        gradients, buffers = self._reducer.gradients, self._reducer.buffers
         return HeldMemory(
-            gradients=frozenset(chunk.name for chunk in self._chunks if chunk.holds_gradients),
-            casts=frozenset(chunk.name for chunk in self._chunks if chunk.holds_cast),
-            filled=frozenset(chunk.name for chunk in self._chunks if chunk.waits_for_sum),
-            borrowed={chunk.name: chunk.borrowed for chunk in self._chunks if chunk.borrowed},
-            lent=lent,
-            received=received,
+            gradients=frozenset(each.chunk.name for each in gradients if each.has_memory),
+            casts=frozenset(each.chunk.name for each in gradients if each.is_cast),
+            filled=frozenset(each.chunk.name for each in gradients if each.waits_for_sum),
+            borrowed={each.chunk.name: each.borrowed for each in gradients if each.borrowed},
+            lent=buffers.gradients.sizes,
+            received=buffers.received.sizes,
         )
 
     def forget(self) -> None:
@@ -71,7 +71,7 @@ class StepRecord:
             units={unit.label: unit.size for unit in self._units if unit.chunks},
             chunks={chunk.name: _bytes_of(chunk, unit_of.get(chunk)) for chunk in self._chunks},
             shards_gradients=shards_gradients,
-            kept_buffers=self._reducer.kept_buffers,
+            kept_buffers=self._reducer.buffers.kept,
             is_late=self._is_late,
             start=self._start,
         )

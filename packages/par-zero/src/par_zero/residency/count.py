@@ -19,7 +19,7 @@ def count(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     chunks: Sequence[Chunk],
-    buffers: Iterable[torch.Tensor],
+    gradients: Iterable[tuple[str, torch.Tensor, str]],
     disk_tier: DiskTier | None,
     meter: Meter,
 ) -> Residency:
@@ -29,7 +29,7 @@ def count(
         module: The sharded module.
         optimizers: The optimizers of its parameters.
         chunks: All of its chunks.
-        buffers: Buffers that no chunk has borrowed.
+        gradients: Memory of gradients and of their reductions: its kind, a tensor in it, its tier.
         disk_tier: Data on a disk. None: there is none.
         meter: What has counted what comes and goes.
     """
@@ -48,6 +48,8 @@ def count(
         now["host"][BUFFERS] = disk_tier.buffer_bytes
         now["disk"] |= disk_tier.stored_bytes
         seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if disk_tier.shards.has(chunk)}
+    for each in gradients:
+        add(*each)
     for chunk in chunks:
         for each in chunk.memory():
             add(*each)
@@ -60,8 +62,6 @@ def count(
                 add(*each)
     for tensor in (*module.parameters(), *module.buffers()):
         add("parameters", tensor)
-    for buffer in buffers:
-        add(BUFFERS, buffer)
     fullest = {tier: dict(held) for tier, held in now.items()}
     fullest["device"] |= meter.fullest
     return Residency(now=now, fullest=fullest)

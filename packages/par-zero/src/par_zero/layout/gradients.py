@@ -1,0 +1,316 @@
+"""The gradients of a chunk, from autograd to the optimizer.
+
+backward   autograd sets them in the parameters -> `take` moves them into a flat buffer
+reduce     `place_of_sum` is where this rank's shard of their sum over the ranks goes -> `take_sum` keeps it
+           -> `offload` sends it to the tier where it is kept
+step       `bind` shows it to the optimizer
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from par_groups import attributes
+
+from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
+from .buffers import Buffers
+from .chunk import Chunk
+from .meter import BUFFERS, GRADIENTS
+
+
+class GradientStore(Protocol):
+    """Store of reduced gradients outside of memory."""
+
+    @property
+    def chunks(self) -> Iterable[Chunk]:
+        """The chunks whose gradients it keeps."""
+
+    def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
+        """Add the gradients that the optimizer holds of a chunk to this rank's shard of the sum."""
+
+    def write(self, chunk: Chunk, total: torch.Tensor) -> None:
+        """Begin to write this rank's shard of a chunk's sum. `total` may be reused on return."""
+
+    def bind(self, chunk: Chunk) -> bool:
+        """Show the optimizer its gradients, when they are written. Return whether it can keep later ones, too."""
+
+
+class ChunkGradients:
+    """The gradients of a chunk.
+
+    Args:
+        chunk: The chunk.
+
+    Attributes:
+        chunk: The chunk.
+        buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
+            returns it to the buffers that it came from; otherwise the chunk keeps it.
+        store: Where the reduced gradients are kept; None: in memory.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.buffer: torch.Tensor | None = None
+        self.store: GradientStore | None = None
+        self._places: list[torch.Tensor] = []  # of the members in the last buffer, which may be lent again
+        self._filled = False  # whether `buffer` holds gradients of this rank that are not reduced yet
+        self._adds_stored = False  # whether earlier results in `store` are to be added to the sum
+        self._earlier: torch.Tensor | None = None  # this rank's shard of earlier results in memory, to be added
+        self._shard: torch.Tensor | None = None  # memory for this rank's shard of the sum, if it is not in `buffer`
+        self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
+        self._is_stored = False  # whether the latest sum is in `store`, and the optimizer does not have it yet
+        self._cast_bytes = 0  # of gradients in the optimizer's dtype
+
+    @property
+    def waits_for_sum(self) -> bool:
+        """Whether there are gradients of this rank that are not reduced yet."""
+        return self._filled
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither this rank has gradients that are not reduced, nor the optimizer has any."""
+        return not self._filled and all(tensor.grad is None for tensor in self._stepped)
+
+    @property
+    def is_stepped_here(self) -> bool:
+        """Whether an optimizer of this rank holds any part of the chunk; a small chunk is padding on some ranks."""
+        return bool(self._stepped)
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether the results of earlier reductions are still to be added to the sum."""
+        return self._earlier is not None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether they have memory between passes: for all of them, or for this rank's shard of their sum."""
+        return (self._shard if self.chunk.stage.shards_gradients else self.buffer) is not None
+
+    @property
+    def borrowed(self) -> int:
+        """Bytes of the buffer that is lent for them, if gradients are sharded."""
+        if self.buffer is None or not self.chunk.stage.shards_gradients:
+            return 0
+        return self.buffer.untyped_storage().nbytes()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the optimizer has them in another dtype."""
+        return self._cast_bytes > 0
+
+    @property
+    def _stepped(self) -> list[nn.Parameter]:
+        """The optimizer's tensors."""
+        return [*(part.tensor for part in self.chunk.slices), *self.chunk.wholes]
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Yield the memory that they take once they were moved: its kind, a tensor in it, its tier. Not of `store`."""
+        if self.buffer is not None:
+            yield (BUFFERS if self.chunk.stage.shards_gradients else GRADIENTS), self.buffer, "device"
+        kept = [*(tensor.grad for tensor in self._stepped), self._shard, self._earlier, self._reduced]
+        if self.store is None:
+            tier = self.chunk.home.gradients
+            yield from ((GRADIENTS, tensor, tier) for tensor in kept if tensor is not None)
+
+    def take(self, buffers: Buffers) -> list[int]:
+        """Move the members' gradients into `buffer`: by copy the first time, then by addition.
+
+        Args:
+            buffers: Lends `buffer`, if gradients are sharded.
+
+        Returns:
+            1 for each member that had a gradient, else 0.
+        """
+        chunk = self.chunk
+        buffer = self._borrow(buffers)
+        # The first gradients overwrite the buffer. The sum may be written where the optimizer still reads earlier
+        # results, so these are kept aside until it is there.
+        if not self._filled and self.store is None:
+            self._earlier = self._copy_earlier()
+        elif not self._filled:
+            self._adds_stored = any(part.tensor.grad is not None for part in chunk.slices)
+        with without_torch_functions():  # quicker, where parameters are freed
+            gradients = [member.parameter.grad for member in chunk.members]
+        pairs = [
+            (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
+        ]
+        chunk.meter.note("C" if pairs else "zero", chunk.name)
+        if pairs:
+            chunk.meter.touch(GRADIENTS, chunk.arriving)
+        into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
+        if not self._filled and len(pairs) < len(gradients):
+            buffer.zero_()
+        if given:
+            (foreach_add_ if self._filled else foreach_copy_)(into, given)
+        self._filled = True
+        with without_torch_functions():
+            for member in chunk.members:
+                member.parameter.grad = None
+        return [int(gradient is not None) for gradient in gradients]
+
+    def zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros in place of the gradients, for a sum that other ranks wait for, and memory for the result."""
+        chunk = self.chunk
+        low, high = chunk.share
+        flat = torch.zeros(chunk.layout.size, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        for tensor in (flat, shard):
+            attributes.LABEL.set(tensor, chunk.label)
+        return flat, shard
+
+    def place_of_sum(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the memory for this rank's shard of the sum over the ranks.
+
+        Args:
+            buffer: (size) The buffer of all gradients, of which the shard is a part unless gradients are sharded.
+        """
+        chunk = self.chunk
+        if not chunk.stage.shards_gradients:
+            return chunk.share_in(buffer)
+        if self._shard is None:
+            low, high = chunk.share
+            self._shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+            attributes.LABEL.set(self._shard, chunk.label)
+            if chunk.home.gradients != "host":
+                chunk.meter.add(GRADIENTS, self._shard.nbytes)
+        return self._shard
+
+    def take_sum(self, shard: torch.Tensor, buffers: Buffers) -> None:
+        """Keep the sum for the optimizer, and return the buffer if gradients are sharded.
+
+        Args:
+            shard: This rank's shard of the sum, in `place_of_sum`.
+            buffers: Where `buffer` came from.
+        """
+        self._reduced = shard if self.chunk.stage.shards_state else self.buffer
+        self._filled = False
+        if self.chunk.stage.shards_gradients and self.buffer is not None:
+            buffers.give_back(self.buffer)
+            self.buffer = None
+
+    def add_earlier_(self, shard: torch.Tensor) -> None:
+        """Add the results of earlier reductions to this rank's shard of the sum."""
+        if self._earlier is not None:
+            shard.add_(self._earlier)
+            self._earlier = None
+        if self.store is not None and self._adds_stored:
+            self.store.add_earlier_(self.chunk, shard)
+
+    def offload(self) -> None:
+        """Begin to write the sum to `store`, if there is one, and free its memory."""
+        if self.store is not None and self._shard is not None:
+            self.store.write(self.chunk, self._shard)
+            self.chunk.meter.add(GRADIENTS, -self._shard.nbytes)
+            self.chunk.meter.note("send", self.chunk.name)
+            self._shard = self._reduced = None
+            self._is_stored = True
+
+    def bind(self) -> None:
+        """Show the optimizer its gradients, in its own dtype."""
+        chunk = self.chunk
+        if self.store is not None and self._is_stored:
+            self._is_stored = False
+            if not self.store.bind(chunk):  # a write has failed, so gradients stay in memory from the next pass on
+                self.store, chunk.home = None, replace(chunk.home, gradients="device")
+            return
+        if self._reduced is None or chunk.assembled:
+            return
+        origin, _ = chunk.updated
+        for part in chunk.slices:
+            view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
+            part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
+        if chunk.reduce_dtype != chunk.master.dtype:
+            self._count_cast(sum(part.tensor.nbytes for part in chunk.slices))
+        self._reduced = None  # the optimizer's now, for it to drop
+
+    def pop_sum(self) -> torch.Tensor:
+        """Return elements `updated` of the sum over the ranks, and keep it no longer.
+
+        Raises:
+            RuntimeError: There is no sum, because no reduction was made since the last call.
+        """
+        if self._reduced is None:
+            raise RuntimeError(f"chunk {self.chunk.number} has no sum of gradients to put together; a bug of par-zero")
+        total, self._reduced = self._reduced, None
+        return total
+
+    def drop_reduced(self) -> None:
+        """Drop the gradients that the optimizer holds."""
+        for tensor in self._stepped:
+            tensor.grad = None
+        self._count_cast(0)
+
+    def drop_members(self, members: Iterable[int]) -> None:
+        """Drop the gradients of some members that the optimizer holds.
+
+        Raises:
+            RuntimeError: They are kept with those of other members outside of memory, or on other ranks.
+        """
+        chunk = self.chunk
+        for index in members:
+            if self.store is not None or chunk.assembled:
+                raise RuntimeError(
+                    f"the gradient of {chunk.members[index].names[0]!r} was set to None, and those of other parameters "
+                    "that travel with it were not; set all to None, or use optimizer.zero_grad()"
+                )
+            start, stop = chunk.layout.slots[index]
+            for part in chunk.slices:
+                low, high = max(start, part.start), min(stop, part.stop)
+                if part.tensor.grad is None or low >= high:
+                    continue
+                if chunk.layout.atomic:
+                    part.tensor.grad = None
+                else:
+                    part.tensor.grad[low - part.start : high - part.start].zero_()
+
+    def forget(self) -> None:
+        """Drop gradients that are not reduced."""
+        self._filled, self._earlier, self._adds_stored, self._is_stored = False, None, False, False
+        self._count_cast(0)
+        for member in self.chunk.members:
+            member.parameter.grad = None
+
+    def forget_buffer(self) -> None:
+        """Release the memory of a returned buffer, which the places of the members would keep alive."""
+        if self.buffer is None:
+            self._places = []
+
+    def _borrow(self, buffers: Buffers) -> torch.Tensor:
+        """Return `buffer`, with zeros in its padding."""
+        chunk = self.chunk
+        if self.buffer is None:
+            size, device = chunk.layout.size, chunk.own.device
+            if chunk.stage.shards_gradients:
+                self.buffer = buffers.take(size, chunk.reduce_dtype, device)
+            else:
+                self.buffer = torch.empty(size, dtype=chunk.reduce_dtype, device=device)
+                chunk.meter.add(GRADIENTS, self.buffer.nbytes)
+            attributes.LABEL.set(self.buffer, chunk.label)
+            for start, stop in chunk.layout.gaps:  # padding is summed with the rest, whatever was there before
+                self.buffer[start:stop].zero_()
+            if not self._places or self._places[0].untyped_storage().data_ptr() != self.buffer.data_ptr():
+                self._places = list(chunk.views(self.buffer))
+        return self.buffer
+
+    def _copy_earlier(self) -> torch.Tensor | None:
+        """Copy this rank's shard of what the optimizer still holds of earlier reductions; None: nothing."""
+        chunk = self.chunk
+        if all(part.tensor.grad is None for part in chunk.slices):
+            return None
+        low, high = chunk.share
+        earlier = torch.zeros(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        for part in chunk.slices:
+            start, stop = max(part.start, low), min(part.stop, high)
+            if part.tensor.grad is not None and start < stop:
+                earlier[start - low : stop - low] = part.tensor.grad.view(-1)[start - part.start : stop - part.start]
+        return earlier
+
+    def _count_cast(self, size: int) -> None:
+        """Count that many bytes of gradients in the optimizer's dtype from now on."""
+        if self.chunk.home.gradients == "device" and size != self._cast_bytes:
+            self.chunk.meter.add(GRADIENTS, size - self._cast_bytes)
+            self.chunk.meter.note("cast" if size else "drop", self.chunk.name)
+        self._cast_bytes = size
