@@ -230,7 +230,7 @@ def test_one_rank_of_a_huge_fake_world_makes_its_own_groups_only():
 @pytest.mark.ranks(2)
 def test_groups_are_split_by_name_only_where_all_ranks_have_made_as_many():
     cpu = torch.device("cpu")
-    assert _process_groups._are_names_alike(cpu)
+    assert _process_groups._is_same_everywhere(_process_groups.number_of_groups(), cpu)
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
-    assert not _process_groups._are_names_alike(cpu)
+    assert not _process_groups._is_same_everywhere(_process_groups.number_of_groups(), cpu)
