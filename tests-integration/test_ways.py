@@ -13,9 +13,10 @@ MOST = {
     # Of these: turns of threads, the roll of ranks, what is no tensor, quantised weights, the rotation over ranks.
     "save": (12, 44),
     "load": (11, 45),  # one declares the attributes that packages set on tensors
-    "zero-step": (22, 22),  # six of them reduce: the reducer, a pass, its order, its gradients and their use
+    # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program.
+    "zero-step": (23, 23),
     "pipeline-step": (17, 17),
-    "strategy-step": (48, 48),  # two of them pass the loss factor to routers; one seeds the next step
+    "strategy-step": (49, 49),  # two of them pass the loss factor to routers; one seeds the next step
 }
 
 
