@@ -2,7 +2,7 @@
 
 from random import Random
 
-from .programs import ALL, EXPERTS, Backward, Evaluate, Forward, Freeze, NoSync, Program, Step, Visit
+from .random_programs import ALL, EXPERTS, Backward, Evaluate, Forward, Freeze, NoSync, Program, Step, Visit
 
 
 def draw(setup, ranks, seed):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_testing import for_each, storm
 
 from .draws import draw
-from .programs import (
+from .random_programs import (
     Backward,
     Evaluate,
     Forward,
