@@ -35,6 +35,7 @@ from .offload.tier import DiskTier, DiskUsage
 from .optimizer.apart import SliceSplitter
 from .optimizer.assembly import Assembly
 from .optimizer.step import rewire_
+from .optimizer.stepped import SteppedOptimizer
 from .optimizer.written import ModuleWrites, Writes
 from .placement.moments import Trace
 from .placement.room import Room
@@ -80,9 +81,9 @@ class Engine:
         offload: OffloadPlan | None = None,
         room: Room | None = None,
     ) -> None:
-        self._optimizers, self._stage, self._sharers, self._chunks = tuple(optimizers), stage, sharers, tuple(chunks)
+        self._sharers, self._chunks = sharers, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
-        self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
+        stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
@@ -113,29 +114,28 @@ class Engine:
         is_late = offload is not None and offload.late
         self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
-        self._apart: list[SliceSplitter] = []  # by number of the optimizer
+        self._optimizers: list[SteppedOptimizer] = []
         # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
-        self._keeps_copies = any(
+        keeps_copies = any(
             chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
         )
         late = offload is not None and offload.late
         self._writes = Writes(
-            self._stepped,
+            stepped,
             sharers,
             self._publish_anew,
             self._follow_module_writes,
-            ignored=not self._keeps_copies,
+            ignored=not keeps_copies,
             late=late,
         )
-        self._assemblies = dict(assemblies)
-        for assembly in self._assemblies.values():
+        for assembly in assemblies.values():
             self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.pop_sum))
         cuts = {} if offload is None else {c: tiers.pieces for c, tiers in zip(chunks, offload.chunks, strict=True)}
         first = 0
         for number, optimizer in enumerate(optimizers):
-            wholes = self._assemblies[number].wholes if number in self._assemblies else ()
-            rewire_(optimizer, self._stepped[number], first, wholes, cuts)
+            wholes = assemblies[number].wholes if number in assemblies else ()
+            rewire_(optimizer, stepped[number], first, wholes, cuts)
             first += len(optimizer.param_groups)
             # Hooks of the user's may change gradients and settings before.
             call_last_before_step(optimizer, partial(self._before_step, number))
@@ -144,11 +144,16 @@ class Engine:
                 optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
             else:  # hooks of the user's are to see all gradients and all that was stepped
                 call_first_after_step(optimizer, partial(self._after_step, number))
-            self._apart.append(SliceSplitter(optimizer, self._stepped[number]))
-            self._reducer.hooks.at_start.append(self._apart[number].leave)
+            splitter = SliceSplitter(optimizer, stepped[number])
+            self._optimizers.append(
+                SteppedOptimizer(
+                    optimizer=optimizer, chunks=stepped[number], splitter=splitter, assembly=assemblies.get(number)
+                )
+            )
+            self._reducer.hooks.at_start.append(splitter.leave)
             optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
-            optimizer.register_state_dict_pre_hook(self._apart[number].leave)
-            optimizer.register_load_state_dict_pre_hook(self._apart[number].leave)
+            optimizer.register_state_dict_pre_hook(splitter.leave)
+            optimizer.register_load_state_dict_pre_hook(splitter.leave)
             zero_grad: Any = partial(self._zero_grad_of_optimizer, number)
             zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # by which `zero_grad_` calls it
             call_first_after_step(optimizer, partial(self._join, number))
@@ -167,7 +172,7 @@ class Engine:
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
-            if self._keeps_copies:
+            if keeps_copies:
                 item.register_forward_pre_hook(torch.compiler.disable(self._writes.publish_seen), prepend=True)
             if self._arrivals is not None and self._arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
@@ -177,10 +182,11 @@ class Engine:
         """Return what steps state on the disk, after moving state that the optimizers have made to the file."""
         if offload.disk is None:
             return None
-        tier = DiskTier(offload, offload.disk, self._chunks, self._optimizers, self._sharers.agreeing)
+        optimizers = [each.optimizer for each in self._optimizers]
+        tier = DiskTier(offload, offload.disk, self._chunks, optimizers, self._sharers.agreeing)
         for chunk in tier.gradients.chunks:
             self._reducer.gradients[chunk.number].store = tier.gradients
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(optimizers):
             tier.adopt_(number)
             on_settle(tier.tensors(number), tier.settle)
             on_settle(tier.tensors(number), partial(self._writes.settled, number))
@@ -273,7 +279,8 @@ class Engine:
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
         gradients = self._reducer.memory()
-        return count(self._module, self._optimizers, self._chunks, gradients, self._disk_tier, self._meter)
+        optimizers = [each.optimizer for each in self._optimizers]
+        return count(self._module, optimizers, self._chunks, gradients, self._disk_tier, self._meter)
 
     def disk_usage(self) -> DiskUsage:
         """See `par_zero.disk_usage`."""
@@ -296,21 +303,21 @@ class Engine:
         """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
         self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
         self._reducer.usage.forget(self._trained)
-        for optimizer in self._optimizers:
-            zero_grad_(optimizer, set_to_none, partial(type(optimizer).zero_grad, optimizer))
+        for each in self._optimizers:
+            zero_grad_(each.optimizer, set_to_none, partial(type(each.optimizer).zero_grad, each.optimizer))
 
     def _zero_grad_of_optimizer(self, number: int, *args: Any, **keywords: Any) -> None:
         """Drops the gradients of what one optimizer steps. It is the optimizer's method, with its class's arguments."""
         set_to_none = keywords.get("set_to_none", args[0] if args else True)
         self._finish_with_gradients([number], bool(set_to_none))
-        self._reducer.usage.forget(self._stepped[number])
-        optimizer = self._optimizers[number]
+        self._reducer.usage.forget(self._optimizers[number].chunks)
+        optimizer = self._optimizers[number].optimizer
         type(optimizer).zero_grad(optimizer, *args, **keywords)
 
     def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
         """Waits, where gradients of some optimizers are about to be written that a step may still need."""
         for number in numbers:
-            self._apart[number].leave()
+            self._optimizers[number].splitter.leave()
         if self._disk_tier is not None:
             self._disk_tier.drop_hidden_gradients(numbers)
             if not set_to_none:
@@ -328,8 +335,8 @@ class Engine:
         """See `par_zero.reset`."""
         self._wait_for_parameters()
         self._reducer.reset()
-        for apart in self._apart:
-            apart.leave()
+        for each in self._optimizers:
+            each.splitter.leave()
         if self._closer is not None:
             self._closer.forget()
         if self._gatherer is not None:
@@ -369,8 +376,9 @@ class Engine:
         """Sees what is stepped apart; of a step with a closure, when that has made the gradients."""
         if is_within_step(optimizer):
             return None
-        self._apart[number].leave()  # where the step before has failed
-        chunks = self._stepped[number]
+        stepped = self._optimizers[number]
+        stepped.splitter.leave()  # where the step before has failed
+        chunks = stepped.chunks
 
         def prepare() -> None:
             if self._gatherer is not None:
@@ -384,13 +392,13 @@ class Engine:
                 self._packed.look()
             self._reducer.usage.look_before_step(chunks)
             unused = self._reducer.usage.unused(chunks)
-            if number in self._assemblies:
-                self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
-            self._apart[number].look(unused)
+            if stepped.assembly is not None:
+                stepped.assembly.before_step(dict(zip(chunks, unused, strict=True)))
+            stepped.splitter.look(unused)
             self._meter.note("S", str(number))
             if self._disk_tier is not None:
-                self._disk_tier.step(number, self._apart[number])
-            self._apart[number].enter()
+                self._disk_tier.step(number, stepped.splitter)
+            stepped.splitter.enter()
 
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):  # a class may take something else there, such as a loss
@@ -410,7 +418,7 @@ class Engine:
     def _join(self, number: int, optimizer: Optimizer, *_: Any) -> None:
         """What was stepped apart is one again, before hooks of the user's look at it."""
         if not is_within_step(optimizer):
-            self._apart[number].join_()
+            self._optimizers[number].splitter.join_()
 
     def _after_step(self, number: int, optimizer: Optimizer, *_: Any) -> None:
         """Brings what an optimizer has updated to the parameters, and to the other ranks."""
@@ -435,9 +443,9 @@ class Engine:
             number: Number of the optimizer.
             anew: Whether it was written outside of a step. In a step, pieces are copied when they are stepped.
         """
-        chunks = self._stepped[number]
-        if number in self._assemblies:
-            self._assemblies[number].after_step()
+        chunks, assembly = self._optimizers[number].chunks, self._optimizers[number].assembly
+        if assembly is not None:
+            assembly.after_step()
         with torch.no_grad():
             for chunk in chunks:
                 if anew:
@@ -458,7 +466,7 @@ class Engine:
         Raises:
             RuntimeError: The program has also written the master weights since the last step.
         """
-        chunks = self._stepped[number]
+        chunks = self._optimizers[number].chunks
         written = self._module_writes.find(chunks)
         if written and self._writes.was_written(number):
             self._refuse_both_writes(number, written[0])
@@ -473,15 +481,16 @@ class Engine:
             self._writes.agree(number)
 
     def _refuse_both_writes(self, number: int, chunk: Chunk) -> NoReturn:
+        optimizer = self._optimizers[number].optimizer
         raise RuntimeError(
             f"{self._module_writes.first_name(chunk)!r} was written in the module, and its master weights in the "
-            f"{type(self._optimizers[number]).__name__}, since the last step, and only one of the two can count; "
+            f"{type(optimizer).__name__}, since the last step, and only one of the two can count; "
             "write the module's parameters within par_zero.summon(module)"
         )
 
     def _publish_anew(self, number: int) -> None:
         """The same, after the optimizer's tensors were written outside of its step. Collective, as a step is."""
-        if written := self._module_writes.find(self._stepped[number]):
+        if written := self._module_writes.find(self._optimizers[number].chunks):
             self._refuse_both_writes(number, written[0])
         self._wait_for_parameters()
         if self._disk_tier is not None:
