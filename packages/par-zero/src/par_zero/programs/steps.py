@@ -177,8 +177,9 @@ class StepBook:
         elif place is None:
             self._recording.note(event, ())
         else:
-            ends = self._recording.ends
-            number = place + (ends[-1] if ends else 0)
+            # Of the program's events: this rank may have recorded others, or fewer, in the passes before.
+            passed = len(self._recording.ends)
+            number = place + (program.ends[passed - 1] if passed else 0)
             self._grown |= self._recording.note(event, program.held[number]) > program.others[number]
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
