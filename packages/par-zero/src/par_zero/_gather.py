@@ -53,6 +53,7 @@ class Gatherer:
         self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
         self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
         self.on_evaluated: Callable[[], None] = lambda: None  # is called after each pass without gradients
+        self._skipped: list[int] = []  # units that other ranks came to in this backward, and this one did not
         self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
@@ -335,13 +336,24 @@ class Gatherer:
         uncalled = self._calls.uncalled if self._calls.returned else []
         uncalled = [number for number in uncalled if not self._executor.is_to_come(number)]
         self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
+        # A call of an earlier pass may be known still, as somebody keeps its loss: autograd knows what this one brings.
+        skipped = [number for number in self._skipped if not self._may_come_to(number)]
+        self._skipped = [number for number in self._skipped if number not in skipped]
         # What the root has is used by anybody, at any time.
-        closed = [chunk for number in (*numbers, *uncalled) if number for chunk in self._units[number].chunks]
+        over = dict.fromkeys((*numbers, *uncalled, *skipped))
+        closed = [chunk for number in over if number for chunk in self._units[number].chunks]
         if closed:
             self._reducer.close(closed)
 
+    def _may_come_to(self, number: int) -> bool:
+        """Whether this pass may still come to a unit that this rank has skipped."""
+        chunks = self._units[number].chunks
+        return self._executor.is_to_come(number) or any(self._reducer.may_bring(chunk) for chunk in chunks)
+
     def _pass_by(self, number: int) -> None:
-        """This rank or another comes to the backward of a unit, and begins to reduce what it has left behind."""
+        """Another rank comes to the backward of a unit that this one skips, and begins to reduce what is behind it."""
+        if number not in self._skipped:
+            self._skipped.append(number)
         self._close([])
         self._reducer.begin(before=self._units[number].chunks)
 
@@ -360,6 +372,7 @@ class Gatherer:
     def _forget_backward(self) -> None:
         self._calls.end_pass(graphed=self._graphed)
         self._in_backward, self._graphed = False, False
+        self._skipped.clear()
         self._executor.end_backward()
 
     def _show_parts(self, *_: Any) -> None:

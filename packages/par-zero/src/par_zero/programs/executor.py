@@ -108,6 +108,9 @@ class Executor:
         place = find_event(segments, event, current.at)
         if place is not None:
             self._follow(current, segments[:place])
+        # Where each gathering is compared first, a rank that waits for a reduction could keep others from comparing. It
+        # needs no bound there: a comparison waits for the device, so that what was reduced before is there.
+        self._reducer.lift_bound(lifted=current.program is None)
         if in_backward:
             self._reducer.begin()
         self._free_late(current)

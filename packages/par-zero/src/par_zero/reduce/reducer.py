@@ -146,6 +146,10 @@ class Reducer:
         """Whether backward may have to wait for a reduction before the next one begins."""
         return self._reductions.is_bounded
 
+    def lift_bound(self, *, lifted: bool) -> None:
+        """Let backward wait for no reduction although they are bounded, or let it wait again."""
+        self._reductions.is_lifted = lifted
+
     @property
     def failed(self) -> bool:
         """Whether a pass has begun that did not end, and is not under way."""
@@ -198,6 +202,10 @@ class Reducer:
         """Return whether the pass under way brings a gradient of a chunk that has not arrived yet."""
         missing = self._missing(chunk)
         return not self.has_all_gradients(chunk) and any(will_get_gradient(parameter) for parameter in missing)
+
+    def may_bring(self, chunk: Chunk) -> bool:
+        """Return whether the pass may bring a gradient of a chunk. Autograd announces none of passes within the pass."""
+        return self._expected.from_nested_passes or self.awaits(chunk)
 
     def close(self, chunks: Iterable[Chunk]) -> None:
         """Note that the pass brings no more gradients of some chunks: a member without one is unused.
