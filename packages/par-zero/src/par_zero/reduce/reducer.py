@@ -204,7 +204,7 @@ class Reducer:
         return not self.has_all_gradients(chunk) and any(will_get_gradient(parameter) for parameter in missing)
 
     def may_bring(self, chunk: Chunk) -> bool:
-        """Return whether the pass may bring a gradient of a chunk. Autograd announces none of passes within the pass."""
+        """Return whether the pass may bring a gradient of a chunk; autograd announces none of nested passes."""
         return self._expected.from_nested_passes or self.awaits(chunk)
 
     def close(self, chunks: Iterable[Chunk]) -> None:
