@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .._collectives import Flags, all_reduce
-from .._torch_private import without_torch_functions
+from .._torch_private import is_in_torch_func, without_torch_functions
 from ..layout.chunk import Chunk
 from ..layout.gradients import ChunkGradients
 from ..layout.sharers import Sharers
@@ -66,7 +66,10 @@ class GradientUsage:
         """
         for dropped in self.stand_ins.take(arrived):
             self._drop(dropped)
-        self._clear_dropped()
+        if (
+            not is_in_torch_func()
+        ):  # which forbids writes to tensors from outside, and brings no gradients of parameters
+            self._clear_dropped()
 
     def end_pass(self, flags: Flags, *, had_all: bool) -> Flags | None:
         """Keep the flags of a pass that has reduced all chunks.
