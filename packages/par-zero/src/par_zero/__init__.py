@@ -27,7 +27,7 @@ from .placement.moments import Moment, Trace
 from .placement.place import place
 from .placement.policies import register_policy
 from .programs.draw import draw_program
-from .programs.ledger import Program
+from .programs.ledger import ZeroProgram
 from .residency.table import Residency
 
 __version__ = "0.1.0"
@@ -45,12 +45,12 @@ __all__ = [
     "Overlap",
     "ParameterInit",
     "Placement",
-    "Program",
     "Residency",
     "ShardOptions",
     "Trace",
     "Transfers",
     "UpdateScope",
+    "ZeroProgram",
     "bucket_bytes",
     "buffer_elements",
     "chunk_sizes",

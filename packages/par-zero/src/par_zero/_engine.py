@@ -42,7 +42,7 @@ from .placement.room import Room
 from .programs.agreement import FLAGS, Agreement
 from .programs.book import PassBook
 from .programs.executor import Executor
-from .programs.ledger import Program
+from .programs.ledger import ZeroProgram
 from .programs.record import StepRecord
 from .programs.steps import Recording, StepBook
 from .reduce.reducer import Reducer
@@ -290,7 +290,7 @@ class Engine:
         """See `par_zero.reload_state`."""
         return 0 if self._disk_tier is None else self._disk_tier.reload_state(size)
 
-    def program(self) -> Program | None:
+    def program(self) -> ZeroProgram | None:
         """See `par_zero.program`."""
         return self._program.last
 

@@ -25,7 +25,7 @@ from .calls.record import Call, Calls
 from .layout.meter import Meter
 from .programs.agreement import PassEnd
 from .programs.book import PassKind
-from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, Event
+from .programs.entries import BACKWARD, FORWARD, RECOMPUTE, PassEvent
 from .programs.executor import Executor
 from .reduce.reducer import Reducer
 from .watch.outputs import SideOutputs, computed, hook_, tensors_of
@@ -184,10 +184,10 @@ class Gatherer:
             self._refuse_autocast()
         if unit.chunks:
             op: Literal["F", "R"] = RECOMPUTE if self._in_backward else FORWARD
-            self._meet(Event(op, unit.number, self._keepers > 0))
+            self._meet(PassEvent(op, unit.number, self._keepers > 0))
         unit.show()
 
-    def _meet(self, event: Event) -> None:
+    def _meet(self, event: PassEvent) -> None:
         """Has a unit whole, as it begins."""
         without = "forward" if torch.is_grad_enabled() else "evaluation"
         kind = PassKind("backward" if self._in_backward else without, event.keeps)
@@ -328,7 +328,7 @@ class Gatherer:
         self._close(self._calls.left_behind(call))
         self._executor.begin_unit_backward(unit, mark, graphed=self._graphed)
         if unit.chunks:
-            self._meet(Event(BACKWARD, unit.number, self._keepers > 0))
+            self._meet(PassEvent(BACKWARD, unit.number, self._keepers > 0))
         unit.show()
 
     def _close(self, numbers: Iterable[int]) -> None:

@@ -47,7 +47,7 @@ from .offload.tier import DiskUsage
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
-from .programs.ledger import Program
+from .programs.ledger import ZeroProgram
 from .residency.table import Residency
 
 
@@ -352,7 +352,7 @@ def trace(module: nn.Module) -> Trace | None:
     return _engine_of(module).trace
 
 
-def program(module: nn.Module) -> Program | None:
+def program(module: nn.Module) -> ZeroProgram | None:
     """Return what this rank did in the latest step, entry by entry. It prints as text.
 
     Args:

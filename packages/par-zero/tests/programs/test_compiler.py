@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_zero.programs.compiler import ROOT, compile_pass, find_event
-from par_zero.programs.entries import Event, digest_of
+from par_zero.programs.entries import PassEvent, digest_of
 
 FLAT = [frozenset()] + [frozenset({ROOT})] * 5
-EVENTS = st.builds(Event, st.sampled_from("FRB"), st.integers(0, 5), st.booleans())
+EVENTS = st.builds(PassEvent, st.sampled_from("FRB"), st.integers(0, 5), st.booleans())
 
 
 def text_of(program):
@@ -19,7 +19,7 @@ def text_of(program):
 
 
 def trace_of(text, *, keeps=False):
-    return [Event(op, int(unit), keeps) for op, unit in (each.split(":") for each in text.split())]
+    return [PassEvent(op, int(unit), keeps) for op, unit in (each.split(":") for each in text.split())]
 
 
 def test_a_step_gathers_one_unit_ahead_and_keeps_the_last_two_for_backward():
@@ -49,7 +49,7 @@ def test_every_unit_is_whole_when_its_event_comes(trace, start):
         assert event.unit in whole
 
 
-@given(trace=st.lists(st.builds(lambda unit: Event("F", unit), st.integers(0, 5)), max_size=40))
+@given(trace=st.lists(st.builds(lambda unit: PassEvent("F", unit), st.integers(0, 5)), max_size=40))
 def test_a_forward_has_the_root_and_two_units_whole_at_most(trace):
     whole = set()
     for actions, _ in compile_pass(trace, FLAT, frozenset()).segments:

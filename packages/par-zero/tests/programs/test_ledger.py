@@ -6,16 +6,16 @@ import pytest
 import torch.distributed as dist
 
 from par_testing import for_each
-from par_zero import Program, draw_program, program, shard
-from par_zero.programs.ledger import BufferSizes, ChunkBytes, Entry, HeldMemory
+from par_zero import ZeroProgram, draw_program, program, shard
+from par_zero.programs.ledger import BufferSizes, ChunkBytes, HeldMemory, ProgramEntry
 
 from ..helpers import STAGES, adamw, batch, mlp, policies, train
 
 
 def made(text, **options):
     chunk = ChunkBytes(unit="u", gradient=80, shard=40, arriving=72, cast=20, received=80)
-    entries = tuple(Entry(*each.split(":")) for each in text.split())
-    return Program(
+    entries = tuple(ProgramEntry(*each.split(":")) for each in text.split())
+    return ZeroProgram(
         entries=entries, units={"u": 100}, chunks={"c": chunk}, shards_gradients=True, kept_buffers=2, **options
     )
 

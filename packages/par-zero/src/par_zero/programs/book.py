@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from .._unit import Unit
 from .compiler import compile_pass
-from .entries import Event, PassProgram, digest_of
+from .entries import PassEvent, PassProgram, digest_of
 
 _TRACES = 100
 """How many traces are kept: a training loop whose passes are drawn at random has a new one after each."""
@@ -46,13 +46,13 @@ class Pass:
     start: frozenset[int]
     program: PassProgram | None
     at: int = 0
-    trace: list[Event] = field(default_factory=list)
+    trace: list[PassEvent] = field(default_factory=list)
     digest: int = 0
-    shared: list[Event] = field(default_factory=list)
+    shared: list[PassEvent] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: PassEvent) -> None:
         """Record that an event has come."""
         self.trace.append(event)
         self.digest = event.extend(self.digest)
@@ -70,7 +70,7 @@ class LearnedPass:
         programs: Programs by the units that are whole when the pass begins.
     """
 
-    def __init__(self, trace: Sequence[Event]) -> None:
+    def __init__(self, trace: Sequence[PassEvent]) -> None:
         self.trace, self.digest = tuple(trace), digest_of(trace)
         self.programs: dict[frozenset[int], PassProgram] = {}
 
@@ -93,7 +93,7 @@ class Book(Protocol):
     def flags(self) -> tuple[bool, ...]:
         """What the ranks tell each other at the end of a pass. As many on all ranks."""
 
-    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
+    def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
         """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
@@ -145,14 +145,14 @@ class PassBook:
             known.programs[start] = compile_pass(known.trace, self._outer, start)
         return known.programs[start]
 
-    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
+    def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
         """Do nothing: the pass has the event already."""
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - those of the protocol
         """Take over a trace that is new, or that was twice another, so that an odd pass changes nothing."""
         self._data_decides |= not alike
         followed = None if current.program is None else current.program.trace
-        found: Sequence[Event] = current.trace
+        found: Sequence[PassEvent] = current.trace
         if self._data_decides:  # what the ranks skip by their data they may need the next time
             found = current.shared if followed is None else followed
         if not found:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from par_groups import format_bytes
 
 from ..layout.meter import BUFFERS, GRADIENTS, UNITS
-from .ledger import Entry, Program
+from .ledger import ProgramEntry, ZeroProgram
 
 _STEP, _LEFT, _TOP, _CHART, _LANE = 11, 90, 34, 130, 26  # pixels
 _COLORS = {
@@ -39,16 +39,16 @@ _ENDS = {
 }
 
 
-class Bar(NamedTuple):
+class ProgramBar(NamedTuple):
     """A bar of a lane, from one entry to another by number."""
 
     lane: str
-    entry: Entry
+    entry: ProgramEntry
     start: int
     stop: int
 
 
-def bars_of(entries: Sequence[Entry]) -> Iterator[Bar]:
+def bars_of(entries: Sequence[ProgramEntry]) -> Iterator[ProgramBar]:
     """Yield the bars of a program: what computes lasts until the next event, a collective until something waits for it.
 
     Args:
@@ -63,10 +63,10 @@ def bars_of(entries: Sequence[Entry]) -> Iterator[Bar]:
             for stop in range(start + 1, len(entries))
             if entries[stop].op in _ENDS[entry.op] and (any_unit or entries[stop].of == entry.of)
         )
-        yield Bar(_LANES[entry.op], entry, start, next(ends, len(entries)))
+        yield ProgramBar(_LANES[entry.op], entry, start, next(ends, len(entries)))
 
 
-def draw_program(program: Program) -> str:
+def draw_program(program: ZeroProgram) -> str:
     """Return an SVG of a program: a column for each entry, the bytes after it, and bars for what it begins.
 
     Args:

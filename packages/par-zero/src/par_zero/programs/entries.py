@@ -12,7 +12,7 @@ RECOMPUTE: Final = "R"
 BACKWARD: Final = "B"
 
 
-class Event(NamedTuple):
+class PassEvent(NamedTuple):
     """What the model does: it is recorded, never caused.
 
     Args:
@@ -36,7 +36,7 @@ class Event(NamedTuple):
         return crc32(b"%c%d%d" % (ord(self.op), self.unit, self.keeps), digest)
 
 
-class Action(NamedTuple):
+class UnitAction(NamedTuple):
     """What is done with a unit.
 
     Args:
@@ -48,11 +48,11 @@ class Action(NamedTuple):
     unit: int
 
 
-class Segment(NamedTuple):
+class PassSegment(NamedTuple):
     """An event, and the actions before it, in their order."""
 
-    actions: tuple[Action, ...]
-    event: Event
+    actions: tuple[UnitAction, ...]
+    event: PassEvent
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class PassProgram:
         segments: The events of the pass, in their order, each with the actions before it.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PassSegment, ...]
 
     @property
-    def trace(self) -> tuple[Event, ...]:
+    def trace(self) -> tuple[PassEvent, ...]:
         """The events alone."""
         return tuple(segment.event for segment in self.segments)
 
 
-def digest_of(trace: Iterable[Event]) -> int:
+def digest_of(trace: Iterable[PassEvent]) -> int:
     """Return a number of 32 bits that differs between traces."""
     digest = 0
     for event in trace:

@@ -28,7 +28,7 @@ from ..reduce.reducer import Reducer
 from .agreement import FLAGS, Agreement, PassEnd
 from .book import Book, Pass, PassKind
 from .compiler import ROOT, find_event, over_at
-from .entries import BACKWARD, Action, Event, Segment
+from .entries import BACKWARD, PassEvent, PassSegment, UnitAction
 
 
 class Executor:
@@ -90,7 +90,7 @@ class Executor:
         self._together = {*self._together, unit.number} if mark is self._mark else {unit.number}
         self._mark, self._graphed = mark, graphed
 
-    def meet(self, event: Event, kind: PassKind, *, in_backward: bool) -> None:
+    def meet(self, event: PassEvent, kind: PassKind, *, in_backward: bool) -> None:
         """A unit is needed: do what the program has before that. The unit is whole afterwards.
 
         Args:
@@ -124,7 +124,7 @@ class Executor:
             self._agreement.meet(event.unit)
             current.shared.append(event)
             if unit.freed or event.unit in self._late:
-                self._act(current, [Action("gather", event.unit)])
+                self._act(current, [UnitAction("gather", event.unit)])
         if event.keeps:
             current.kept.add(event.unit)
         if event.op == BACKWARD and event.unit not in current.begun:
@@ -215,7 +215,7 @@ class Executor:
         self._pass = Pass(kind=kind, start=start, program=self._book.look_up(kind, start), kept=set(start))
         return self._pass
 
-    def _follow(self, current: Pass, segments: Sequence[Segment]) -> None:
+    def _follow(self, current: Pass, segments: Sequence[PassSegment]) -> None:
         """Do what other ranks do in segments that this rank skips."""
         for place in range(current.at, len(segments)):
             event, actions = segments[place].event, segments[place].actions
@@ -244,7 +244,7 @@ class Executor:
             self._reducer.begin_empty()
         current.shared, current.program = list(current.program.trace), None
 
-    def _act(self, current: Pass, actions: Sequence[Action]) -> None:
+    def _act(self, current: Pass, actions: Sequence[UnitAction]) -> None:
         """Do some actions of the program."""
         for action in actions:
             unit = self._units[action.unit]
@@ -265,7 +265,7 @@ class Executor:
             self._late.discard(number)
             self._units[number].free()
 
-    def _free_over(self, current: Pass, event: Event) -> None:
+    def _free_over(self, current: Pass, event: PassEvent) -> None:
         """Frees what is over, where no program says so."""
         if event.keeps:
             return

@@ -27,7 +27,7 @@ _WIDTH = 100
 """Columns of a printed program."""
 
 
-class Entry(NamedTuple):
+class ProgramEntry(NamedTuple):
     """One entry of the program of a step.
 
     Args:
@@ -122,7 +122,7 @@ class BufferSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class ZeroProgram:
     """What a rank has done in a step, entry by entry. It prints as text, a line or more for each pass.
 
     Args:
@@ -135,7 +135,7 @@ class Program:
         start: Memory that was there before.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ProgramEntry, ...]
     units: Mapping[str, int]
     chunks: Mapping[str, ChunkBytes]
     shards_gradients: bool
@@ -155,13 +155,13 @@ class Program:
                 line = ""
         return "\n".join([*lines, line] if line else lines)
 
-    def walk(self) -> Iterator[tuple[Entry, dict[str, int]]]:
+    def walk(self) -> Iterator[tuple[ProgramEntry, dict[str, int]]]:
         """Go through the entries, and yield each with the bytes by kind after it.
 
         Raises:
             ValueError: An entry lacks what it needs, such as a unit that runs and is not whole.
         """
-        state = _State(self)
+        state = _LedgerState(self)
         for number, entry in enumerate(self.entries):
             try:
                 state.apply(entry)
@@ -183,10 +183,10 @@ class Program:
         return fullest
 
 
-class _State:
+class _LedgerState:
     """What is where between two entries."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ZeroProgram) -> None:
         self._program, start = program, program.start
         self._whole: set[str] = set()
         self._stale: set[str] = set()  # units and chunks whose parameters were stepped, and not gathered since
@@ -206,31 +206,31 @@ class _State:
             BUFFERS: self._lent.total + self._received.total,
         }
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: ProgramEntry) -> None:
         """Go on by an entry."""
         kind = "run" if entry.op in ("F", "R", "B") else "begin" if entry.op in ("scatter", "reduce") else entry.op
         follow = getattr(self, f"_{kind.lower()}", None)
         if follow is not None:  # an optimizer that steps changes nothing by itself
             follow(entry)
 
-    def _run(self, entry: Entry) -> None:
+    def _run(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._whole, "it is not whole")
         _need(entry.of not in self._stale, "its parameters are out of date")
 
-    def _gather(self, entry: Entry) -> None:
+    def _gather(self, entry: ProgramEntry) -> None:
         if entry.of in self._program.units:
             _need(entry.of not in self._whole, "it is whole already")
             self._whole.add(entry.of)
         self._stale.discard(entry.of)
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._whole, "it is not whole")
         self._whole.remove(entry.of)
 
-    def _zero(self, entry: Entry) -> None:
+    def _zero(self, entry: ProgramEntry) -> None:
         self._c(entry)
 
-    def _c(self, entry: Entry) -> None:
+    def _c(self, entry: ProgramEntry) -> None:
         _need(entry.of not in self._stale, "its parameters are out of date")
         if not self._program.shards_gradients:
             self._gradients.add(entry.of)
@@ -238,7 +238,7 @@ class _State:
             self._lent.take(entry.of, self._program.chunks[entry.of].gradient)
         self._filled.add(entry.of)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: ProgramEntry) -> None:
         _need(entry.of not in self._under_way, "it is under way already")
         _need(entry.of in self._filled, "it has no gradients")
         self._under_way[entry.of] = entry.op
@@ -250,7 +250,7 @@ class _State:
         """Whether the reduction of a chunk under way has a buffer for what it receives."""
         return self._under_way[chunk] == "scatter" and self._program.chunks[chunk].received > 0
 
-    def _sum(self, entry: Entry) -> None:
+    def _sum(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._under_way, "it is not under way")
         if self._receives(entry.of):
             self._received.give_back(entry.of)
@@ -259,23 +259,23 @@ class _State:
             self._lent.give_back(entry.of)
         self._filled.discard(entry.of)
 
-    def _cast(self, entry: Entry) -> None:
+    def _cast(self, entry: ProgramEntry) -> None:
         self._casts.add(entry.of)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: ProgramEntry) -> None:
         self._casts.discard(entry.of)
 
-    def _fetch(self, entry: Entry) -> None:
+    def _fetch(self, entry: ProgramEntry) -> None:
         self._fetched.add(entry.of)
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: ProgramEntry) -> None:
         self._need_piece(entry)
         self._fetched.discard(entry.of)
 
-    def _need_piece(self, entry: Entry) -> None:
+    def _need_piece(self, entry: ProgramEntry) -> None:
         _need(self._program.is_late or entry.of in self._fetched, "it is not in memory")
 
-    def _step(self, entry: Entry) -> None:
+    def _step(self, entry: ProgramEntry) -> None:
         chunk = self._program.chunks.get(entry.of)  # None for a piece of a chunk, whose state is fetched
         if chunk is None:
             self._need_piece(entry)
@@ -283,13 +283,13 @@ class _State:
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)
 
-    def _send(self, entry: Entry) -> None:
+    def _send(self, entry: ProgramEntry) -> None:
         self._gradients.discard(entry.of)
 
-    def _e(self, _: Entry) -> None:
+    def _e(self, _: ProgramEntry) -> None:
         _need(not self._under_way, "reductions are under way")
 
-    def _release(self, _: Entry) -> None:
+    def _release(self, _: ProgramEntry) -> None:
         self._lent.keep(self._program.kept_buffers)
         self._received.keep(self._program.kept_buffers)
 

@@ -9,7 +9,7 @@ from .._unit import Unit
 from ..layout.chunk import Chunk
 from ..layout.meter import Meter
 from ..reduce.reducer import Reducer
-from .ledger import ChunkBytes, Entry, HeldMemory, Program
+from .ledger import ChunkBytes, HeldMemory, ProgramEntry, ZeroProgram
 
 
 class StepRecord:
@@ -60,14 +60,14 @@ class StepRecord:
         self._next = self._held()
 
     @property
-    def last(self) -> Program | None:
+    def last(self) -> ZeroProgram | None:
         """The program of the latest step; None before there was one."""
         if not self._meter.done:
             return None
         unit_of = {chunk: unit.label for unit in self._units for chunk in unit.chunks}
         shards_gradients = any(chunk.stage.shards_gradients for chunk in self._chunks)
-        return Program(
-            entries=tuple(Entry(*each) for each in self._meter.done),
+        return ZeroProgram(
+            entries=tuple(ProgramEntry(*each) for each in self._meter.done),
             units={unit.label: unit.size for unit in self._units if unit.chunks},
             chunks={chunk.name: _bytes_of(chunk, unit_of.get(chunk)) for chunk in self._chunks},
             shards_gradients=shards_gradients,

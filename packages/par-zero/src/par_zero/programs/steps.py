@@ -16,9 +16,9 @@ from .._unit import Unit
 from ..placement.ledger import Placement
 from ..placement.moments import Moment, Trace
 from .book import Pass, PassBook, PassKind
-from .entries import Action, Event, PassProgram, Segment
+from .entries import PassEvent, PassProgram, PassSegment, UnitAction
 
-StepEvents = tuple[Event, ...]
+StepEvents = tuple[PassEvent, ...]
 """The events of all passes of a step."""
 
 
@@ -55,12 +55,12 @@ class Recording:
 
     def clear(self) -> None:
         """Forget the step under way."""
-        self.events: list[Event] = []
+        self.events: list[PassEvent] = []
         self.held: list[tuple[int, ...]] = []
         self.others: list[int] = []
         self.ends: list[int] = []
 
-    def note(self, event: Event, held: Sequence[int]) -> int:
+    def note(self, event: PassEvent, held: Sequence[int]) -> int:
         """Record an event and the further units that it needs. Return the other bytes that there are when it begins."""
         self._note_other()
         self.events.append(event)
@@ -94,12 +94,11 @@ class Recording:
     def program(self, placement: Placement, others: Sequence[int]) -> StepProgram:
         """Return the program of what was recorded, with the moves of a placement."""
         numbers = {name: number for number, name in enumerate(self._names)}
-        segments = [
-            Segment(
-                tuple(Action("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moves), event
-            )
-            for event, moves in zip(self.events, placement.moves[:-1], strict=True)
+        moves = [
+            tuple(UnitAction("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moved)
+            for moved in placement.moves[:-1]
         ]
+        segments = [PassSegment(actions, event) for actions, event in zip(moves, self.events, strict=True)]
         starts = [0, *self.ends[:-1]]
         return StepProgram(
             events=tuple(self.events),
@@ -168,7 +167,7 @@ class StepBook:
             return self._passes.look_up(kind, start)
         return self._program.passes[len(self._recording.ends)]
 
-    def note(self, current: Pass, event: Event, place: int | None, units: Sequence[Unit]) -> None:
+    def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
         """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
         program = self._program
         if program is None or current.program is None:
