@@ -200,8 +200,7 @@ class Reducer:
 
     def awaits(self, chunk: Chunk) -> bool:
         """Return whether the pass under way brings a gradient of a chunk that has not arrived yet."""
-        missing = self._missing(chunk)
-        return not self.has_all_gradients(chunk) and any(will_get_gradient(parameter) for parameter in missing)
+        return not self.has_all_gradients(chunk) and any(map(will_get_gradient, self._missing(chunk)))
 
     def may_bring(self, chunk: Chunk) -> bool:
         """Return whether the pass may bring a gradient of a chunk; autograd announces none of nested passes."""
@@ -253,11 +252,10 @@ class Reducer:
         holds_back = len(current.taken) > current.begun and number not in expected.closed_before_end
         if not holds_back or expected.from_nested_passes or expected.only_when_closed:
             return False
-        # In the first pass the order is a guess, and nothing has shown yet whether gradients arrive from nested passes.
+        # In the first pass the order is a guess, and gradients may still turn out to arrive from nested passes.
         if not self._order.is_agreed or not is_in_backward():
             return False
-        missing = self._missing(self._chunks[number])
-        if any(will_get_gradient(parameter, if_unknown=True) for parameter in missing):
+        if any(will_get_gradient(parameter, if_unknown=True) for parameter in self._missing(self._chunks[number])):
             return False
         current.given_up.add(number)
         return True
@@ -344,8 +342,7 @@ class Reducer:
         self._pass.begun += 1
         gradients = self.gradients[chunk.number]
         one = chunk.stage.shards_state or is_one_all_reduce(gradients)
-        steps = reduction(gradients, self.buffers)
-        self._reductions.begin(steps, single=one and chunk.groups.replicas is None)
+        self._reductions.begin(reduction(gradients, self.buffers), single=one and chunk.groups.replicas is None)
 
     def _end(self) -> None:
         """End a backward pass."""

@@ -66,9 +66,8 @@ class GradientUsage:
         """
         for dropped in self.stand_ins.take(arrived):
             self._drop(dropped)
-        if (
-            not is_in_torch_func()
-        ):  # which forbids writes to tensors from outside, and brings no gradients of parameters
+        # A transform forbids writes to tensors from outside, and its pass brings no gradients of parameters.
+        if not is_in_torch_func():
             self._clear_dropped()
 
     def end_pass(self, flags: Flags, *, had_all: bool) -> Flags | None:
