@@ -1,6 +1,6 @@
-"""A pass at stage 3 as data: events of the model, and what is gathered and freed at each of them.
+"""Programs of passes and steps as data: events of the model, with the gathers and frees before each event.
 
-`entries` is the vocabulary, and `compiler` makes a program of a recorded trace; both are pure. `book` knows which
-program a pass follows, `steps` those of whole steps within a budget. `executor` follows them, and `agreement` has the
-ranks compare what they come to.
+`entries` defines the data, and `compiler` turns a recorded trace into a program. Both are pure. `book` stores the
+program of each kind of pass, and `steps` stores programs of complete steps within a budget. `executor` follows the
+programs, and `agreement` compares the ranks.
 """

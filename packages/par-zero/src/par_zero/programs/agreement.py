@@ -1,4 +1,4 @@
-"""What the ranks compare at stage 3: which unit they come to, or how they end a pass."""
+"""Comparisons of the ranks at stage 3: which unit a rank needs next, or how it ends a pass."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -14,11 +14,11 @@ from .._unit import Unit
 from ..reduce.reducer import Reducer
 
 FLAGS = 2
-"""How many flags the ranks tell each other in every comparison, beside those of a budget."""
+"""Number of flags in every comparison, in addition to the flag of a budget."""
 
 
 class PassEnd(IntEnum):
-    """How a pass ends, as it is compared with the numbers of units, which are 0 or more."""
+    """Ways to end a pass. The values are negative because a comparison also takes unit numbers, from 0 up."""
 
     BACKWARD = -1
     EVALUATION = -2
@@ -27,7 +27,7 @@ class PassEnd(IntEnum):
 
     @property
     def text(self) -> str:
-        """What a rank does that ends a pass so."""
+        """Text for error messages: an action of a rank that ends a pass this way."""
         return {
             PassEnd.BACKWARD: "ends backward",
             PassEnd.EVALUATION: "ends a forward without gradients",
@@ -37,11 +37,11 @@ class PassEnd(IntEnum):
 
 
 class Compared(NamedTuple):
-    """What a comparison has shown.
+    """The result of a comparison.
 
     Args:
-        alike: Whether all ranks have told the same detail.
-        flags: For each flag, whether any rank has set it.
+        alike: Whether all ranks passed the same detail.
+        flags: One boolean per flag: whether any rank has set it.
     """
 
     alike: bool
@@ -49,14 +49,15 @@ class Compared(NamedTuple):
 
 
 class Agreement:
-    """Comparisons of the ranks that gather together. Each is an all-reduce of a few numbers over each group.
+    """Comparisons of the ranks that gather together. Each comparison all-reduces a few int32 numbers over each group.
 
     Args:
-        units: The units.
-        groups: The ranks, by communicators that have no other use: over one after the other all compare.
-        device: Where small numbers lie that all ranks compare.
-        reducer: Brings all ranks to the same reductions before they raise.
-        flags: For how many flags there is room in a comparison.
+        units: Units, by number.
+        groups: Process groups for comparisons only. A comparison reduces over the groups one after the other, and so
+            reaches all ranks.
+        device: Device of the compared numbers.
+        reducer: Reducer that begins the same reductions on all ranks before they raise.
+        flags: Number of flags in a comparison, the same on all ranks.
     """
 
     def __init__(
@@ -72,23 +73,29 @@ class Agreement:
         self._flags = flags
 
     def most(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest that any rank has at each place of a list that is as long on all. An all-reduce."""
+        """Return the elementwise maximum of the ranks' lists, by an all-reduce.
+
+        Args:
+            numbers: List of integers, with the same length on all ranks.
+        """
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._take_largest_(largest)
         return [int(number) for number in largest.tolist()]
 
     def compare(self, what: int, detail: int = 0, flags: Sequence[bool] = ()) -> Compared:
-        """Compare with all ranks what this one comes to.
+        """Compare the next step of this rank with all other ranks.
 
         Args:
-            what: A unit by number, or a `PassEnd`. It must be alike on all ranks.
-            detail: A number that may differ.
-            flags: What the ranks are to know of each other, at most as many as there is room for.
+            what: Number of the unit that this rank needs, or a `PassEnd`. It must be equal on all ranks.
+            detail: An int32 that may differ between ranks.
+            flags: Flags to combine over the ranks, at most the number that the constructor received.
 
         Raises:
-            RuntimeError: The ranks come to different things. All of them raise.
+            RuntimeError: The ranks need different units, or end the pass differently. All ranks raise.
         """
-        room = [False] * (self._flags - len(flags))  # as other ranks may come to something else
+        # Padding to one shape: another rank may compare something else, with another number of flags.
+        room = [False] * (self._flags - len(flags))
+        # The maximum of a number and of its negative shows in one all-reduce whether the number is equal on all ranks.
         numbers = torch.tensor([what, -what, detail, -detail, *flags, *room], dtype=torch.int32, device=self._device)
         self._take_largest_(numbers)
         most, least, most_detail, least_detail, *told = numbers.tolist()
@@ -97,11 +104,16 @@ class Agreement:
         return Compared(most_detail == -least_detail, [bool(flag) for flag in told])
 
     def meet(self, number: int) -> None:
-        """Compare with all ranks that they need a unit which no program has.
+        """Compare whether all ranks need the same unit, which is in no program.
+
+        Args:
+            number: Number of the unit.
 
         Raises:
-            RuntimeError: Some need another unit, or end their pass, or cannot go on from here. All of them raise.
+            RuntimeError: Some ranks need another unit, or end their pass, or cannot continue. All ranks raise.
         """
+        # If the ranks continue, they repeat the reductions of zeros with gradients. Ranks that had begun different
+        # numbers of reductions would resume at different chunks.
         if not self.compare(number, self._reducer.begun_with_gradients).alike:
             self._reducer.begin_all(0)
             raise RuntimeError(
@@ -112,13 +124,14 @@ class Agreement:
         self._reducer.rejoin()
 
     def _take_largest_(self, numbers: torch.Tensor) -> None:
-        """Each number becomes the largest of all ranks."""
+        """Replace each number with the maximum over all ranks."""
         for group in self._groups:
             all_reduce(numbers, group, dist.ReduceOp.MAX).wait()
 
     def _refuse(self, what: int) -> NoReturn:
-        """Says which rank comes to what, on all of them, when none is left waiting for another."""
+        """Raise on all ranks, with the two ranks that differ, after all reductions in flight have completed."""
         said = agree(None, what, *self._groups)
+        # Reductions that only some ranks have begun would never complete, so every rank begins the same number first.
         begun = torch.tensor([self._reducer.begun], dtype=torch.int32, device=self._device)
         self._take_largest_(begun)
         self._reducer.begin_all(int(begun))

@@ -1,4 +1,4 @@
-"""Which program a pass follows: the one that was made of an earlier pass of its kind."""
+"""The programs of earlier passes, one of which a new pass of the same kind follows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ _TRACES = 100
 
 
 class PassKind(NamedTuple):
-    """What the training loop decides about a pass, so that it is alike on all ranks.
+    """The properties of a pass that the training loop decides, which are therefore equal on all ranks.
 
     Args:
-        begins_with: What needs its first unit: "forward", "backward" or "evaluation".
+        begins_with: Phase in which the pass needs its first unit: "forward", "backward" or "evaluation".
         keeps: Whether units stay gathered, under `no_sync`.
     """
 
@@ -26,20 +26,20 @@ class PassKind(NamedTuple):
 
 @dataclass(kw_only=True)
 class Pass:
-    """A pass under way: all from one comparison of its end to the next.
+    """The pass in progress, from the end of the previous pass to its own end. Ranks compare at each end.
 
     Args:
-        kind: Its kind.
-        start: Units that were whole when it began, by number.
-        program: What it follows; None: nothing is known of it, so the ranks compare each unit that they gather.
+        kind: Kind of the pass.
+        start: Numbers of the units that were gathered when the pass began.
+        program: Program that the pass follows. None: no program exists, so the ranks compare before each gather.
 
     Attributes:
-        at: Number of segments of the program that are over.
+        at: Number of program segments that were executed.
         trace: Events so far on this rank.
-        digest: Digest of the trace.
-        shared: Events that all ranks have alike, whatever each of them skips: those for which they have gathered.
-        begun: Units whose backward has begun.
-        kept: Units that stay whole to their backward.
+        digest: Digest of the trace, 32 bits.
+        shared: Events that are equal on all ranks, because all ranks have gathered a unit for them.
+        begun: Numbers of the units whose backward has begun.
+        kept: Numbers of the units that stay gathered until their backward.
     """
 
     kind: PassKind
@@ -53,21 +53,21 @@ class Pass:
     kept: set[int] = field(default_factory=set)
 
     def record(self, event: PassEvent) -> None:
-        """Record that an event has come."""
+        """Record an event of this rank."""
         self.trace.append(event)
         self.digest = event.extend(self.digest)
 
 
 class LearnedPass:
-    """The trace of an earlier pass, and the programs that were made of it.
+    """The trace of an earlier pass, and the programs compiled from it.
 
     Args:
         trace: Events of the pass.
 
     Attributes:
         trace: Events of the pass.
-        digest: Digest of the trace.
-        programs: Programs by the units that are whole when the pass begins.
+        digest: Digest of the trace, 32 bits.
+        programs: Programs by the units that are gathered when the pass begins.
     """
 
     def __init__(self, trace: Sequence[PassEvent]) -> None:
@@ -76,53 +76,66 @@ class LearnedPass:
 
 
 class Book(Protocol):
-    """Programs of passes, and what they are made of."""
+    """The store of programs that an executor follows, and the recordings from which programs are made."""
 
     @property
     def is_over(self) -> bool:
-        """Whether units are whole for passes of a program of which none is to come."""
+        """Whether all passes of the program have ended, while units may still be gathered for them."""
 
     @property
     def stays(self) -> bool:
-        """Whether a program says which units stay whole between this pass and the next."""
+        """Whether a program keeps units gathered between this pass and the next pass."""
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins; None if nothing is known of it."""
+        """Return the program of a pass that begins. Return None if the book has no program for it.
+
+        Args:
+            kind: Kind of the pass.
+            start: Numbers of the units that are gathered now.
+        """
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """What the ranks tell each other at the end of a pass. As many on all ranks."""
+        """The flags that the ranks combine at the end of a pass, the same number on all ranks."""
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
-
-    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
-        """Learn from a pass that has ended on all ranks.
+        """Record an event and the units that it needs.
 
         Args:
-            current: The pass.
-            alike: Whether it had the same events on all ranks.
-            flags: For each of `flags`, whether any rank has set it.
+            current: Pass in progress.
+            event: Event that has happened.
+            place: Index of the event in the program of the pass. None: the program does not contain it.
+            units: Units, with their present states.
+        """
+
+    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
+        """Update the programs after a pass that has ended on all ranks.
+
+        Args:
+            current: Pass that has ended.
+            alike: Whether the pass had the same events on all ranks.
+            flags: One boolean for each item of `self.flags`: whether any rank has set it.
         """
 
     def end_step(self) -> None:
-        """Learn from the passes of a step. Nothing is whole any more."""
+        """Update the programs after a step. All units have been freed."""
 
     def stop(self) -> None:
         """Follow no program for the rest of the step."""
 
     def forget(self) -> None:
-        """Forget what was recorded, as a pass has failed."""
+        """Forget the recordings of the step, because a pass has failed."""
 
 
 class PassBook:
-    """Programs of single passes: by the kind of the pass, and by what came before it, as an actor before a critic.
+    """The programs of single passes, by the kind of the pass and by the pass before it.
 
-    It needs no collective of its own. What the ranks have gathered together they know to be alike, and the digests of
-    their traces are compared when a pass ends anyway.
+    The previous pass tells passes of one kind from each other, such as an actor's forward and a critic's forward. The
+    book needs no collective of its own. Events for which all ranks gathered a unit are equal on all ranks, and the
+    ranks compare the digests of their traces at the end of each pass.
 
     Args:
-        outer: For each unit by number, the units around it.
+        outer: Sets of unit numbers, one per unit: the units around it.
     """
 
     is_over = stays = False
@@ -132,12 +145,13 @@ class PassBook:
         self._outer = tuple(outer)
         self._known: dict[tuple[PassKind, int], LearnedPass] = {}
         self._seen: dict[tuple[PassKind, int], int] = {}  # digest of another trace, until a second pass confirms it
-        self._latest: dict[PassKind, LearnedPass] = {}  # that of a pass after one that was never seen before
-        self._before = 0  # digest of the pass before, as all ranks know it
+        # A pass behind a new trace has no entry by key yet. The latest pass of its kind is a better guess than none.
+        self._latest: dict[PassKind, LearnedPass] = {}
+        self._before = 0  # digest of the pass before, equal on all ranks
         self._data_decides = False  # whether the ranks have ever run different units
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins; None if no pass of its kind was seen."""
+        """Return the program of a pass that begins. Return None if no pass of its kind was recorded."""
         known = self._known.get((kind, self._before), self._latest.get(kind))
         if known is None:
             return None
@@ -146,19 +160,22 @@ class PassBook:
         return known.programs[start]
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Do nothing: the pass has the event already."""
+        """Do nothing: `Pass.record` has recorded the event already."""
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - those of the protocol
-        """Take over a trace that is new, or that was twice another, so that an odd pass changes nothing."""
+        """Store a trace that has no program, or replace one after two equal passes. One odd pass changes nothing."""
         self._data_decides |= not alike
         followed = None if current.program is None else current.program.trace
         found: Sequence[PassEvent] = current.trace
-        if self._data_decides:  # what the ranks skip by their data they may need the next time
+        # If data decides which units run, this rank's trace is not equal to the other ranks' traces. The shared events
+        # are, and a unit that this rank skipped now may run on it next time.
+        if self._data_decides:
             found = current.shared if followed is None else followed
         if not found:
             return
         key, digest = (current.kind, self._before), digest_of(found)
         if key not in self._known:
+            # All ranks clear at the same pass, because their keys are equal.
             if len(self._known) == _TRACES:
                 self._known.clear()
                 self._seen.clear()
@@ -171,10 +188,10 @@ class PassBook:
         self._before = digest
 
     def end_step(self) -> None:
-        """Do nothing: what is learned is of single passes."""
+        """Do nothing: this book learns from single passes only."""
 
     def stop(self) -> None:
-        """Do nothing: no program outlasts its pass."""
+        """Do nothing: no program lasts longer than its pass."""
 
     def forget(self) -> None:
-        """Do nothing: a pass that has failed was never taken over."""
+        """Do nothing: this book has not learned from a pass that failed."""

@@ -1,31 +1,32 @@
-"""From the trace of a pass to its program. Pure arithmetic: it knows units by number, and nothing of torch."""
+"""The compiler of a trace into the program of a pass. Pure arithmetic on unit numbers, without torch."""
 
 from collections.abc import Sequence
 
 from .entries import BACKWARD, FORWARD, RECOMPUTE, PassEvent, PassProgram, PassSegment, UnitAction
 
 ROOT = 0
-"""Number of the unit that holds what belongs to no other: anybody may use it at any time, so it stays to the end."""
+"""Number of the unit with the parameters of no other unit. Any code may use them, so it stays to the end of a pass."""
 
 
 def compile_pass(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], start: frozenset[int]) -> PassProgram:
-    """Return the program of a pass: each unit is freed when the next one begins, and gathered one unit ahead.
+    """Return the program of a pass. It gathers each unit one unit ahead, and frees it when the next unit begins.
 
-    At most three units are whole at a time: the root, the one that runs, and the next one.
+    At most three units are gathered at a time: the root, the unit that runs, and the next unit.
 
     Args:
-        trace: Events of the pass, in their order.
-        outer: For each unit by number, the units around it, which are in use while it runs.
-        start: Units that are whole when the pass begins, as after passes under `no_sync`.
+        trace: Events of the pass, in order.
+        outer: Sets of unit numbers, one per unit: the units around it, which are in use while it runs.
+        start: Numbers of the units that are gathered when the pass begins, such as after passes under `no_sync`.
     """
     whole, kept, begun = set(start), set(start), list[int]()
     segments = []
     for place, event in enumerate(trace):
         following = _next_unit(trace, place)
         actions = []
-        if event.op == FORWARD:  # the backward before it, if there was one, has ended
+        if event.op == FORWARD:  # the backward before this forward has ended
             begun.clear()
         if not event.keeps:
+            # The next unit stays even if nothing needs it now: the last two units of forward begin backward.
             in_use = {ROOT, event.unit, following, *outer[event.unit]}
             freed = [unit for unit in over_at(event, sorted(whole), begun, kept) if unit not in in_use]
             actions += [UnitAction("free", unit) for unit in freed]
@@ -44,41 +45,42 @@ def compile_pass(trace: Sequence[PassEvent], outer: Sequence[frozenset[int]], st
 
 
 def over_at(event: PassEvent, whole: Sequence[int], begun: Sequence[int], kept: set[int]) -> list[int]:
-    """Return the units that nothing needs for now when an event comes, as far as they are not in use.
+    """Return the units that may be freed at an event. The caller excludes the units in use.
 
     Args:
-        event: The event.
-        whole: Units that are whole.
-        begun: Units whose backward has begun in this pass.
-        kept: Units that stay whole from earlier passes to their backward.
+        event: Event that begins.
+        whole: Numbers of the gathered units.
+        begun: Numbers of the units whose backward has begun in this pass.
+        kept: Numbers of the units that stay gathered from earlier passes to their backward.
     """
     if event.op == FORWARD:
         return [unit for unit in whole if unit not in kept]
-    # What is computed again within backward is needed by the backward that follows.
+    # The backward that follows a recomputation needs the recomputed units.
     return [] if event.op == RECOMPUTE else [unit for unit in begun if unit in whole]
 
 
 def _next_unit(trace: Sequence[PassEvent], place: int) -> int | None:
-    """The unit that is needed next beside the one at a place, but for the root, which is gathered once."""
+    """Return the next unit of a trace that differs from the unit at `place`. Skip the root, which is gathered once."""
     unit = trace[place].unit
     coming = (event.unit for event in trace[place + 1 :] if event.unit not in (unit, ROOT))
     return next(coming, None)
 
 
 def find_event(segments: Sequence[PassSegment], event: PassEvent, at: int) -> int | None:
-    """Return the place of an event in what is to come of a pass; None if it is not to come.
+    """Return the index of an event in the rest of a program. Return None if the rest does not contain it.
 
-    A forward is not looked for behind a backward that reduces gradients: other ranks wait for those first.
+    The search for a forward stops at a backward that reduces gradients.
 
     Args:
-        segments: Segments of the pass.
-        event: The event.
-        at: Number of segments that are over.
+        segments: Segments of the program.
+        event: Event to find.
+        at: Number of segments that were executed.
     """
     for place in range(at, len(segments)):
         found = segments[place].event
         if found == event:
             return place
+        # The other ranks wait in that backward for this rank's gradients, so this rank must not pass it in forward.
         if event.op == FORWARD and found.op == BACKWARD and not found.keeps:
             return None
     return None

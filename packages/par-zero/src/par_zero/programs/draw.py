@@ -1,4 +1,4 @@
-"""Draws the program of a step as an SVG: bytes above, and below them lanes of what computes and communicates."""
+"""The drawing of a step's program as SVG: a chart of bytes, and below it lanes of computation and communication."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -40,7 +40,7 @@ _ENDS = {
 
 
 class ProgramBar(NamedTuple):
-    """A bar of a lane, from one entry to another by number."""
+    """A bar in a lane, from entry number `start` to entry number `stop`."""
 
     lane: str
     entry: ProgramEntry
@@ -49,7 +49,9 @@ class ProgramBar(NamedTuple):
 
 
 def bars_of(entries: Sequence[ProgramEntry]) -> Iterator[ProgramBar]:
-    """Yield the bars of a program: what computes lasts until the next event, a collective until something waits for it.
+    """Yield the bars of a program.
+
+    The bar of an event ends at the next event. The bar of a collective ends at the first entry that waits for it.
 
     Args:
         entries: Entries of the program.
@@ -67,7 +69,7 @@ def bars_of(entries: Sequence[ProgramEntry]) -> Iterator[ProgramBar]:
 
 
 def draw_program(program: ZeroProgram) -> str:
-    """Return an SVG of a program: a column for each entry, the bytes after it, and bars for what it begins.
+    """Return an SVG of a program: one column per entry with the bytes after it, and bars in lanes below.
 
     Args:
         program: Program of a step.

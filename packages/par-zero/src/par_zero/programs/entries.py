@@ -1,4 +1,4 @@
-"""The entries of a program. Pure data."""
+"""The entries of a pass program. Pure data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ BACKWARD: Final = "B"
 
 
 class PassEvent(NamedTuple):
-    """What the model does: it is recorded, never caused.
+    """An event of the model. par-zero records events and never causes them.
 
     Args:
-        op: "F": the forward of a unit begins. "R": the same within backward, where it is computed again. "B": its
-            backward begins.
+        op: Kind of the event. "F": the forward of a unit begins. "R": its recomputation within backward begins.
+            "B": its backward begins.
         unit: Number of the unit.
-        keeps: Whether whatever is gathered stays whole, as under `no_sync`.
+        keeps: Whether gathered units stay gathered, as under `no_sync`. Default: False.
     """
 
     op: Literal["F", "R", "B"]
@@ -28,19 +28,23 @@ class PassEvent(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """What happens, as a trace of moments calls it."""
+        """Kind of this event in a placement trace. A recomputation counts as backward."""
         return "forward" if self.op == FORWARD else "backward"
 
     def extend(self, digest: int) -> int:
-        """Return the digest of a trace to which this event is added, of 32 bits; that of an empty trace is 0."""
+        """Return the digest of a trace with this event appended.
+
+        Args:
+            digest: Digest of the trace before, 32 bits. The empty trace has 0.
+        """
         return crc32(b"%c%d%d" % (ord(self.op), self.unit, self.keeps), digest)
 
 
 class UnitAction(NamedTuple):
-    """What is done with a unit.
+    """An action of par-zero on a unit.
 
     Args:
-        op: "gather": its parameters become whole. "free": the memory of whole parameters is given back.
+        op: "gather" all-gathers the full parameters. "free" releases their memory.
         unit: Number of the unit.
     """
 
@@ -49,7 +53,7 @@ class UnitAction(NamedTuple):
 
 
 class PassSegment(NamedTuple):
-    """An event, and the actions before it, in their order."""
+    """An event, and the actions before it, in order."""
 
     actions: tuple[UnitAction, ...]
     event: PassEvent
@@ -57,22 +61,22 @@ class PassSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class PassProgram:
-    """What is gathered and freed in a pass. When it ends, what is still whole is freed too, unless it stays.
+    """The gathers and frees of a pass. Units that are still gathered when the pass ends are freed, unless they stay.
 
     Args:
-        segments: The events of the pass, in their order, each with the actions before it.
+        segments: Events of the pass, in order, each with the actions before it.
     """
 
     segments: tuple[PassSegment, ...]
 
     @property
     def trace(self) -> tuple[PassEvent, ...]:
-        """The events alone."""
+        """Events without their actions."""
         return tuple(segment.event for segment in self.segments)
 
 
 def digest_of(trace: Iterable[PassEvent]) -> int:
-    """Return a number of 32 bits that differs between traces."""
+    """Return a 32-bit digest of a trace."""
     digest = 0
     for event in trace:
         digest = event.extend(digest)

@@ -1,24 +1,28 @@
-"""Follows the program of each pass at stage 3. One rule for events, one for departing.
+"""The executor of stage 3: it follows the program of each pass, by one rule for events and one rule for departures.
 
-1. When an event comes, everything that the program has before it is done, in its order, on every rank. So a rank that
-   skips a unit gathers and frees it with the others, and what is whole is alike on all ranks. A rank delays a `free`
-   only while it uses the unit, and then sends its share where the others gather the unit again.
-2. A rank that needs a unit which is neither whole nor to come does the rest of the program for the others, begins the
-   reductions of the pass with nothing in them if others may wait for those, and compares with the others which unit it
-   needs. They compare at the end of the pass. If all have departed alike, they go on, compare each gathering from
-   there on, and learn. If not, the comparison differs, and all raise.
+1. When an event happens, a rank first executes every program entry before this event, in order. A rank that skips a
+   unit therefore still gathers and frees it with the other ranks, and the same units are gathered on all ranks. A rank
+   delays a `free` only while it uses the unit. It then sends its shard when the other ranks gather the unit again.
+2. A rank departs from the program when it needs a unit that is neither gathered nor in the rest of the program. It
+   executes the rest of the program for the other ranks. If another rank may wait for reductions of this pass, it also
+   begins them, with zeros. It then compares with the other ranks which unit it needs. If all ranks need the same unit,
+   they continue: they compare before each gather until the pass ends, and learn the new trace. If not, all ranks raise.
 
-No rank waits for ever: collectives of one pass have one order on all ranks, that of the program (rule 1). A rank leaves
-that order at one place alone, behind its last entry (rule 2), and there it meets all others, who come there too when
-their pass ends, or depart themselves. A comparison is one all-reduce of as many numbers, whatever it is for. In between
-a rank may wait for a reduction of this one, where reductions are bounded: therefore rule 2 begins them.
+No rank waits forever, for four reasons:
 
-A pass of which nothing is known runs as if its ranks had departed at its beginning: each gathering is compared first.
+- All ranks issue the collectives of a pass in the order of the program (rule 1).
+- A rank leaves this order only after the last program entry (rule 2). Its next collective is a comparison.
+- Every other rank reaches the same comparison, because it also departs or its pass ends, and each pass ends with a
+  comparison. All comparisons have the same shape, so a comparison of units pairs with a comparison of ends.
+- Before it reaches the comparison, another rank may wait for a reduction, if `Overlap(inflight=...)` bounds reductions.
+  The departed rank has begun this reduction too (rule 2).
 
-In backward a rank begins reductions when an event comes, before the actions of that event: of all that ran behind it,
-used or not. So does a rank that skips the event. So all ranks begin gatherings and reductions in one order. They have
-communicators of their own nevertheless: where all ranks share all chunks, a reduction begins as soon as its gradients
-are complete.
+A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather.
+
+In backward, a rank begins reductions when an event happens, before the actions of this event. It begins the reductions
+of all units whose backward has finished, also of unused ones. A rank that skips the event begins the same reductions.
+All ranks therefore begin gathers and reductions in one order. Gathers and reductions still need separate communicators:
+if every chunk is sharded over all ranks, a reduction begins as soon as the gradients of its chunk are complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,74 +36,76 @@ from .entries import BACKWARD, PassEvent, PassSegment, UnitAction
 
 
 class Executor:
-    """Gathers and frees the units of one module.
+    """The object that gathers and frees the units of one module.
 
     Args:
-        units: The units, the root's first.
-        book: Which program a pass follows.
-        agreement: What the ranks compare.
-        reducer: Begins reductions between gatherings.
+        units: Units, the root unit first.
+        book: Programs of earlier passes.
+        agreement: Comparisons with the other ranks.
+        reducer: Reducer that begins reductions between gathers.
 
     Attributes:
-        on_skipped: Called with a unit by number when other ranks come to its backward, and this one does not.
-        on_next: Called with the unit that is gathered next, whose shares can be read from a disk meanwhile.
+        on_skipped: Function that is called with a unit number when this rank skips a backward of the program.
+        on_next: Function that is called with the next unit to gather, so that its shard can be prefetched from disk.
     """
 
     def __init__(self, units: Sequence[Unit], book: Book, agreement: Agreement, reducer: Reducer) -> None:
         self._units, self._book, self._agreement, self._reducer = tuple(units), book, agreement, reducer
         self._pass: Pass | None = None
-        self._late: set[int] = set()  # units that were to be freed while they were in use
-        self._mark: object = None  # of what the units returned whose backward began last
-        self._together: set[int] = set()  # those units
+        self._late: set[int] = set()  # units that the program freed while this rank used them
+        # Units that return the same tensor begin backward together: the next event must not free the first of them.
+        self._mark: object = None  # identity of the tensor whose gradient arrived last
+        self._together: set[int] = set()  # units that returned this tensor
         self._graphed = False
-        self._at_backward = 0  # how many gatherings were compared when the latest backward began
+        self._at_backward = 0  # number of compared gathers when the latest backward began
         self.on_skipped: Callable[[int], None] = lambda _: None
         self.on_next: Callable[[Unit], None] | None = None
 
     @property
     def is_following(self) -> bool:
-        """Whether the pass under way follows a program, or a program says what stays whole until the next pass."""
+        """Whether a program decides which units are gathered, in this pass or until the next one."""
         return self._book.stays if self._pass is None else self._pass.program is not None
 
     @property
     def stays(self) -> bool:
-        """Whether units stay whole between passes, as a program says."""
+        """Whether a program keeps units gathered between passes."""
         return self._book.stays
 
     def begin_backward(self) -> None:
-        """Come to the backward of a pass, in which a rank may wait for others in a unit before it gathers again.
-
-        Nothing is compared where nothing was gathered, as where units stay from an earlier pass.
+        """Compare the ranks at the beginning of backward, if the pass has no program.
 
         Raises:
-            RuntimeError: In a pass that is not known, other ranks need a unit before theirs. All of them raise.
+            RuntimeError: Another rank still gathers units in forward. All ranks raise.
         """
         current = self._pass
+        # A module may communicate within its own backward, before this rank gathers again. A rank that is still in
+        # forward would never reach that exchange. A pass that gathered nothing since has nothing to compare: its units
+        # stay from an earlier pass.
         if current is not None and current.program is None and len(current.shared) > self._at_backward:
             self._at_backward = len(current.shared)
             self._agreement.compare(PassEnd.FORWARD)
 
     def begin_unit_backward(self, unit: Unit, mark: object, *, graphed: bool) -> None:
-        """The backward of a unit begins: what else has begun with the same tensor is not over.
+        """Begin the backward of a unit, together with all units that returned the same tensor.
 
         Args:
-            unit: The unit.
-            mark: What stands for the tensor whose gradient has come.
-            graphed: Whether the backward makes a graph, through which a later one goes: nothing is freed.
+            unit: Unit whose backward begins.
+            mark: Identity of the tensor whose gradient has arrived.
+            graphed: Whether backward creates a graph. A later backward needs the parameters, so no unit is freed.
         """
         self._together = {*self._together, unit.number} if mark is self._mark else {unit.number}
         self._mark, self._graphed = mark, graphed
 
     def meet(self, event: PassEvent, kind: PassKind, *, in_backward: bool) -> None:
-        """A unit is needed: do what the program has before that. The unit is whole afterwards.
+        """Execute the program up to an event. Afterwards the unit of the event is gathered.
 
         Args:
-            event: What begins.
-            kind: What pass it is, if it begins with this event.
-            in_backward: Whether the pass has come to its backward.
+            event: Event that happens on this rank.
+            kind: Kind of the pass, which is used if the pass begins with this event.
+            in_backward: Whether the pass has reached its backward.
 
         Raises:
-            RuntimeError: The ranks need different units that no program has. All of them raise.
+            RuntimeError: The ranks need different units that are in no program. All ranks raise.
         """
         current = self._pass or self._begin_pass(kind)
         unit = self._units[event.unit]
@@ -108,9 +114,11 @@ class Executor:
         place = find_event(segments, event, current.at)
         if place is not None:
             self._follow(current, segments[:place])
-        # Where each gathering is compared first, a rank that waits for a reduction could keep others from comparing. It
-        # needs no bound there: a comparison waits for the device, so that what was reduced before is there.
+        # Without a program, the ranks compare before each gather. A rank that waits for a reduction could block the
+        # ranks that compare, so the bound is lifted. Memory stays bounded: a comparison waits for the device, and so
+        # for the reductions before it.
         self._reducer.lift_bound(lifted=current.program is None)
+        # Before the actions of the event: ranks that skip this event begin reductions at this position, too.
         if in_backward:
             self._reducer.begin()
         self._free_late(current)
@@ -119,10 +127,12 @@ class Executor:
             self._act(current, segments[place].actions)
         elif current.program is None:
             self._free_over(current, event)
-        if unit.freed or event.unit in self._late:  # which the other ranks have freed
+        # A late unit is full on this rank only: the other ranks have freed it and would gather it with a collective.
+        if unit.freed or event.unit in self._late:
             self._depart(current)
             self._agreement.meet(event.unit)
             current.shared.append(event)
+            # Rule 2 executed the rest of the program, which may have gathered the unit.
             if unit.freed or event.unit in self._late:
                 self._act(current, [UnitAction("gather", event.unit)])
         if event.keeps:
@@ -136,34 +146,40 @@ class Executor:
         self._book.note(current, event, place, self._units)
 
     def is_to_come(self, number: int) -> bool:
-        """Return whether other ranks may still come to a unit in this pass which this rank has not called."""
+        """Return whether other ranks may still run a unit in this pass that this rank has not called.
+
+        Args:
+            number: Number of the unit.
+        """
         current = self._pass
+        # Without a program this rank cannot predict the other ranks, so any unit may follow.
         if current is None or current.program is None:
             return True
         return any(segment.event.unit == number for segment in current.program.segments[current.at :])
 
     def finish_program(self) -> None:
-        """Do what is still to come in this pass: this rank has no use of it, and other ranks may have."""
+        """Execute the rest of the program, which other ranks may need even if this rank does not."""
         if self._pass is not None and self._pass.program is not None:
             self._follow(self._pass, self._pass.program.segments)
 
     def end_pass(self, end: PassEnd, flags: Sequence[bool] = ()) -> list[bool]:
-        """End a pass together with all ranks. An all-reduce of a few numbers.
+        """End a pass together with all ranks. All-reduces a few int32 numbers.
 
         Args:
-            end: How it ends.
-            flags: What the ranks are to know of each other, at most two.
+            end: Way in which the pass ends.
+            flags: Flags to combine over the ranks, at most two.
 
         Returns:
-            For each flag, whether any rank has set it.
+            One boolean per flag: whether any rank has set it.
 
         Raises:
-            RuntimeError: The ranks end differently, or some need another unit. All of them raise.
+            RuntimeError: The ranks end the pass differently, or some ranks need another unit. All ranks raise.
         """
         self.finish_program()
         current = self._pass
-        room = [False] * (FLAGS - len(flags))  # as other ranks may end the pass in another way
-        digest = 0 if current is None else current.digest >> 2  # an int32 has room for it
+        # Padding: a rank that ends the pass in another way passes another number of flags, and the shapes must match.
+        room = [False] * (FLAGS - len(flags))
+        digest = 0 if current is None else current.digest >> 2  # fits into an int32
         alike, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
         if current is not None:
             self._book.end_pass(current, alike=alike, flags=told[FLAGS:])
@@ -171,42 +187,44 @@ class Executor:
         return told[: len(flags)]
 
     def end_step(self) -> None:
-        """The optimizer has stepped, and whatever was whole is freed."""
-        if self._pass is not None and self._pass.program is not None:  # a forward without a backward
+        """End the step after the optimizer has updated the parameters and all units were freed."""
+        # A forward without a backward has not ended its pass. All units were freed, so its program no longer applies.
+        if self._pass is not None and self._pass.program is not None:
             self._pass.shared, self._pass.program = list(self._pass.program.trace), None
         self._late.clear()
         self._book.end_step()
 
     def end_backward(self) -> None:
-        """A backward has ended, and its pass goes on if units stay whole for another one."""
+        """Clear the state of a backward. Its pass continues if units stay gathered for another backward."""
         if self._pass is not None:
             self._pass.begun.clear()
         self._mark, self._graphed = None, False
         self._together.clear()
 
     def settle(self) -> None:
-        """Between two passes nothing is in use: free what was to be freed while it was."""
+        """Free the units whose `free` was delayed. No unit is in use between two passes."""
         for number in self._late:
             self._units[number].free()
         self._late.clear()
 
     def stop(self) -> None:
-        """Follow no program for the rest of the step, as what is whole was freed."""
+        """Follow no program for the rest of the step, because the caller has freed the gathered units."""
         self._late.clear()
         self._book.stop()
 
     def forget_pass(self) -> None:
-        """Forget the pass under way, or that has ended."""
+        """Forget the current pass, which is in progress or has ended."""
         self.end_backward()
         self._pass, self._at_backward = None, 0
 
     def forget(self) -> None:
-        """Forget a pass that has failed, and what was recorded of the step."""
+        """Forget a pass that has failed, and the recording of the step."""
         self.forget_pass()
         self._late.clear()
         self._book.forget()
 
     def _begin_pass(self, kind: PassKind) -> Pass:
+        # The step has more passes than its program. All ranks count the same passes, so all free their units here.
         if self._book.is_over:
             for unit in self._units:
                 unit.free()
@@ -216,25 +234,28 @@ class Executor:
         return self._pass
 
     def _follow(self, current: Pass, segments: Sequence[PassSegment]) -> None:
-        """Do what other ranks do in segments that this rank skips."""
+        """Execute the actions of segments that this rank skips, for the other ranks."""
         for place in range(current.at, len(segments)):
             event, actions = segments[place].event, segments[place].actions
             current.at = place + 1
-            if event.op == BACKWARD:  # before anything is waited for: another rank may wait for these reductions first
+            # Before the actions, which may wait: another rank may wait for these reductions first.
+            if event.op == BACKWARD:
                 self.on_skipped(event.unit)
             self._act(current, actions)
 
     def _depart(self, current: Pass) -> None:
-        """This rank needs what its program does not have: it does the rest of that for the other ranks."""
+        """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
         if current.program is None:
             return
         segments = current.program.segments
+        # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
         bounded = current.kind.begins_with != "evaluation" and self._reducer.is_bounded
         for place in range(current.at, len(segments)):
             event, actions = segments[place].event, segments[place].actions
             current.at = place + 1
             if event.op == BACKWARD and bounded:
-                # What other ranks reduce behind a later backward none of them can have begun yet.
+                # No rank can have begun the reductions that follow a later backward. Begun too early here, they would
+                # be in another order than on the other ranks.
                 later = {each.event.unit for each in segments[place + 1 :] if each.event.op == BACKWARD} - {event.unit}
                 self._reducer.begin_empty({chunk.number for unit in later for chunk in self._units[unit].chunks})
             elif event.op == BACKWARD:
@@ -245,7 +266,7 @@ class Executor:
         current.shared, current.program = list(current.program.trace), None
 
     def _act(self, current: Pass, actions: Sequence[UnitAction]) -> None:
-        """Do some actions of the program."""
+        """Execute actions of the program."""
         for action in actions:
             unit = self._units[action.unit]
             if action.op == "free":
@@ -257,7 +278,8 @@ class Executor:
             self._late.discard(unit.number)
             if unit.freed:
                 unit.begin_gathering()
-            else:  # it was in use when the other ranks freed it
+            else:
+                # This rank used the unit while the other ranks freed it. It needs no data, but its shard is needed.
                 unit.take_part()
 
     def _free_late(self, current: Pass) -> None:
@@ -266,23 +288,25 @@ class Executor:
             self._units[number].free()
 
     def _free_over(self, current: Pass, event: PassEvent) -> None:
-        """Frees what is over, where no program says so."""
+        """Free the units that the pass no longer needs, if no program decides it."""
         if event.keeps:
             return
         whole = [unit.number for unit in self._units if unit.chunks and unit.gathered]
+        # The modules around the unit run as well, and any code may read a parameter of the root.
         in_use = {ROOT, event.unit, *self._units[event.unit].outer}
         for number in over_at(event, whole, current.begun, current.kept):
             if number not in in_use and not self._is_busy(current, self._units[number]):
                 self._units[number].free()
 
     def _is_busy(self, current: Pass, unit: Unit) -> bool:
-        """Whether a unit may not be freed: it runs, is kept, or gradients of it are still to come."""
+        """Return whether a unit must stay: it runs, is kept, or more gradients of it will arrive."""
         if unit.running or unit.kept or self._graphed or unit.number in self._together:
             return True
+        # Autograd may still compute an input gradient with these parameters until their own gradients have arrived.
         return unit.number in current.begun and not all(self._reducer.has_all_gradients(chunk) for chunk in unit.chunks)
 
     def _announce_next(self, current: Pass, announce: Callable[[Unit], None]) -> None:
-        """Tells which unit is gathered next."""
+        """Call `announce` with the unit that the program gathers next, if any."""
         for segment in () if current.program is None else current.program.segments[current.at :]:
             for action in segment.actions:
                 if action.op == "gather":

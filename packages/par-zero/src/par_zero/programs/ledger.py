@@ -1,20 +1,26 @@
-"""The program of a whole step, as it was done: what it says is checked and counted entry by entry. Pure arithmetic.
+"""The program of a complete step, as it was executed: entries that are checked and counted. Pure arithmetic.
 
-Events are what the model and the training loop do.
-    F u   the forward of a unit begins              R u   it is computed again within backward
-    B u   its backward begins                       C c   gradients of a chunk lie in its buffer
-    S o   an optimizer steps                        E     a pass or a step ends
+Events of the model and of the training loop:
 
-Actions are what par-zero does.
-    gather u, free u      whole parameters of a unit at stage 3; at stages 1 and 2, gather c brings a stepped chunk
-    zero c                a chunk is reduced of which this rank has no gradients
-    scatter c, reduce c   the reduction of a chunk begins, by a reduce-scatter or by one all-reduce
-    sum c                 its result is there
-    release               buffers beyond those that are kept are given back
-    send c                its result is written to a disk, and its memory given back
-    cast c, drop c        gradients in the optimizer's dtype, made and dropped
-    fetch p, evict p      a piece of an optimizer comes from the disk, and goes back
-    step c, step p        a chunk or a piece is updated
+- `F u`: the forward of a unit begins.
+- `R u`: the recomputation of a unit within backward begins.
+- `B u`: the backward of a unit begins.
+- `C c`: the gradients of a chunk are in its buffer.
+- `S o`: an optimizer steps.
+- `E`: a pass or a step ends.
+
+Actions of par-zero:
+
+- `gather u`, `free u`: the full parameters of a unit are gathered and freed, at stage 3.
+- `gather c`: the updated parameters of a chunk are gathered, at stages 1 and 2.
+- `zero c`: this rank has no gradients of a chunk, and reduces zeros.
+- `scatter c`, `reduce c`: the reduction of a chunk begins, as a reduce-scatter or as one all-reduce.
+- `sum c`: the result of the reduction is available.
+- `release`: buffers are freed, except the kept ones.
+- `send c`: the result is written to a disk, and its memory is freed.
+- `cast c`, `drop c`: gradients in the optimizer's dtype are created and dropped.
+- `fetch p`, `evict p`: a piece of an offloaded optimizer is read from the disk and written back.
+- `step c`, `step p`: a chunk or a piece is updated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +37,9 @@ class ProgramEntry(NamedTuple):
     """One entry of the program of a step.
 
     Args:
-        op: What happens, such as "F" or "gather".
-        of: The unit by name, the chunk by the name of its first parameter, the piece, or the optimizer by number.
+        op: Event or action, such as "F" or "gather".
+        of: Name of the unit, name of the chunk's first parameter, name of the piece, or number of the optimizer.
+            Default: empty, for "E" and "release".
     """
 
     op: str
@@ -44,15 +51,15 @@ class ProgramEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkBytes:
-    """Bytes of a chunk.
+    """The bytes of a chunk.
 
     Args:
-        unit: The unit that has it; None below stage 3.
-        gradient: Bytes of a rank's gradients, before their sum.
-        shard: Bytes of this rank's shard of the sum, where gradients are sharded; else 0.
-        arriving: Bytes of the gradients as autograd makes them, until they are copied.
+        unit: Name of the unit of the chunk; None below stage 3.
+        gradient: Bytes of one rank's gradients before the reduction.
+        shard: Bytes of this rank's shard of the sum; 0 if gradients are not sharded.
+        arriving: Bytes of the gradients that autograd allocates, until they are copied.
         cast: Bytes of the sum in the optimizer's dtype.
-        received: Bytes that its reduction receives in a buffer of its own.
+        received: Bytes of the separate receive buffer of the reduction.
     """
 
     unit: str | None
@@ -65,15 +72,15 @@ class ChunkBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
-    """Memory between two steps that a step uses again.
+    """Memory that stays allocated between two steps.
 
     Args:
         gradients: Chunks that have memory for gradients.
         casts: Chunks that have gradients in the optimizer's dtype.
-        filled: Chunks whose gradients wait for their sum, as after `no_sync`.
-        borrowed: Bytes of the buffer of each chunk that has one.
-        lent: Bytes of each buffer for gradients.
-        received: Bytes of each buffer for what reductions receive.
+        filled: Chunks whose gradients are not reduced yet, such as after `no_sync`.
+        borrowed: Bytes of the borrowed buffer, by chunk.
+        lent: Bytes of each free buffer for gradients.
+        received: Bytes of each free receive buffer.
     """
 
     gradients: frozenset[str] = frozenset()
@@ -85,11 +92,11 @@ class HeldMemory:
 
 
 class BufferSizes:
-    """Sizes of buffers that are lent, as `Buffers` lends them.
+    """The sizes of a pool of buffers, which lends them by the same rule as `Buffers`.
 
     Args:
-        free: Bytes of each buffer that nobody has borrowed.
-        borrowed: Bytes of each that is borrowed, by borrower.
+        free: Bytes of each free buffer.
+        borrowed: Bytes of each borrowed buffer, by borrower.
     """
 
     def __init__(self, free: Sequence[int], borrowed: Mapping[str, int] | None = None) -> None:
@@ -101,7 +108,12 @@ class BufferSizes:
         return sum(self._free) + sum(self._lent.values())
 
     def take(self, borrower: str, size: int) -> None:
-        """Lend the smallest free buffer that has room, or a new one in place of the smallest, unless one is lent."""
+        """Assign the smallest free buffer that is large enough, or replace the smallest buffer with a new one.
+
+        Args:
+            borrower: Name of the chunk. If it has a buffer already, nothing changes.
+            size: Bytes that the chunk needs.
+        """
         if borrower in self._lent:
             return
         self._free.sort()
@@ -113,26 +125,27 @@ class BufferSizes:
         self._lent[borrower] = size if chosen is None else chosen
 
     def give_back(self, borrower: str) -> None:
-        """Take back what was lent."""
+        """Take back the buffer of a borrower."""
         self._free.append(self._lent.pop(borrower))
 
     def keep(self, count: int) -> None:
-        """Keep the largest free buffers alone."""
+        """Drop all free buffers except the `count` largest ones."""
         self._free = sorted(self._free)[-count:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroProgram:
-    """What a rank has done in a step, entry by entry. It prints as text, a line or more for each pass.
+    """The actions of one rank in a step, entry by entry. `str()` gives at least one line per pass.
 
     Args:
-        entries: The entries, in their order.
-        units: Bytes of each unit that is whole, by name; empty below stage 3.
+        entries: Entries, in order.
+        units: Bytes of each unit's full parameters, by name; empty below stage 3.
         chunks: Bytes of each chunk, by name.
-        shards_gradients: Whether gradients are sharded: a chunk borrows the buffer of its gradients.
-        kept_buffers: Number of buffers that are kept when a pass ends.
-        is_late: Whether a thread steps pieces while the next step begins, so that their entries belong to both.
-        start: Memory that was there before.
+        shards_gradients: Whether gradients are sharded. A chunk then borrows the buffer of its gradients.
+        kept_buffers: Number of buffers that stay allocated when a pass ends.
+        is_late: Whether a thread may step pieces while the next step begins. A fetch and its evict may then be
+            recorded in different steps. Default: False.
+        start: Memory that was allocated before the step. Default: none.
     """
 
     entries: tuple[ProgramEntry, ...]
@@ -156,10 +169,10 @@ class ZeroProgram:
         return "\n".join([*lines, line] if line else lines)
 
     def walk(self) -> Iterator[tuple[ProgramEntry, dict[str, int]]]:
-        """Go through the entries, and yield each with the bytes by kind after it.
+        """Yield each entry with the bytes by kind after it.
 
         Raises:
-            ValueError: An entry lacks what it needs, such as a unit that runs and is not whole.
+            ValueError: A precondition of an entry does not hold, such as a unit that runs and is not gathered.
         """
         state = _LedgerState(self)
         for number, entry in enumerate(self.entries):
@@ -170,12 +183,13 @@ class ZeroProgram:
             yield entry, state.bytes()
 
     def peak(self) -> dict[str, int]:
-        """Return the bytes by kind at the moment of the step that takes most in all.
+        """Return the bytes by kind at the entry with the largest sum of bytes.
 
-        Gradients that autograd has just made count at the moment when they are copied.
+        Gradients that autograd has just allocated count at the entry that copies them.
         """
         fullest: dict[str, int] = {}
         for entry, held in self.walk():
+            # Autograd's own gradients and the buffer exist at the same time during the copy, and only then.
             if entry.op == "C":
                 held[GRADIENTS] += self.chunks[entry.of].arriving
             if sum(held.values()) > sum(fullest.values()):
@@ -184,7 +198,7 @@ class ZeroProgram:
 
 
 class _LedgerState:
-    """What is where between two entries."""
+    """The state between two entries: gathered units, gradients, buffers and reductions in flight."""
 
     def __init__(self, program: ZeroProgram) -> None:
         self._program, start = program, program.start
@@ -197,7 +211,7 @@ class _LedgerState:
         self._lent, self._received = BufferSizes(start.lent, start.borrowed), BufferSizes(start.received)
 
     def bytes(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Return the bytes by kind."""
         chunks, sharded = self._program.chunks, self._program.shards_gradients
         gradients = (chunks[name].shard if sharded else chunks[name].gradient for name in self._gradients)
         return {
@@ -207,10 +221,15 @@ class _LedgerState:
         }
 
     def apply(self, entry: ProgramEntry) -> None:
-        """Go on by an entry."""
+        """Advance the state by one entry.
+
+        Args:
+            entry: Next entry of the program.
+        """
         kind = "run" if entry.op in ("F", "R", "B") else "begin" if entry.op in ("scatter", "reduce") else entry.op
         follow = getattr(self, f"_{kind.lower()}", None)
-        if follow is not None:  # an optimizer that steps changes nothing by itself
+        # `S` has no method: it changes no memory, and a `step` entry follows for each updated chunk or piece.
+        if follow is not None:
             follow(entry)
 
     def _run(self, entry: ProgramEntry) -> None:
@@ -247,11 +266,12 @@ class _LedgerState:
             self._received.take(entry.of, self._program.chunks[entry.of].received)
 
     def _receives(self, chunk: str) -> bool:
-        """Whether the reduction of a chunk under way has a buffer for what it receives."""
+        """Return whether the reduction in flight of a chunk uses a receive buffer."""
         return self._under_way[chunk] == "scatter" and self._program.chunks[chunk].received > 0
 
     def _sum(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._under_way, "it is not under way")
+        # Before the reduction is deleted, because its kind decides whether it had a receive buffer.
         if self._receives(entry.of):
             self._received.give_back(entry.of)
         del self._under_way[entry.of]
@@ -273,6 +293,7 @@ class _LedgerState:
         self._fetched.discard(entry.of)
 
     def _need_piece(self, entry: ProgramEntry) -> None:
+        # A late piece may have been fetched in the step before, which this program does not contain.
         _need(self._program.is_late or entry.of in self._fetched, "it is not in memory")
 
     def _step(self, entry: ProgramEntry) -> None:
@@ -280,6 +301,7 @@ class _LedgerState:
         if chunk is None:
             self._need_piece(entry)
         _need(entry.of not in self._under_way, "its sum is not there")
+        # A freed unit cannot be out of date: its next gather reads the stepped shards.
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)
 

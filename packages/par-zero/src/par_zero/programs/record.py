@@ -1,4 +1,4 @@
-"""Turns what was noted in a step into its program."""
+"""The recorder that turns the meter's notes of a step into its program."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from .ledger import ChunkBytes, HeldMemory, ProgramEntry, ZeroProgram
 
 
 class StepRecord:
-    """What the latest step has done, and what memory was there before it.
+    """The record of the latest step: its entries, and the memory that was allocated before it.
 
     Args:
         chunks: All chunks of a module.
-        units: Its units at stage 3; none below.
-        reducer: Has the buffers of reductions.
-        meter: Has noted what was done.
+        units: Units of the module at stage 3; empty below stage 3.
+        reducer: Reducer, which owns the buffers of reductions.
+        meter: Meter, which has recorded the entries.
         is_late: Whether a thread may step pieces while the next step begins.
     """
 
@@ -31,7 +31,7 @@ class StepRecord:
         self._start = self._next = HeldMemory()
 
     def note_stepped(self, chunks: Sequence[Chunk]) -> None:
-        """Record that an optimizer has updated some chunks; pieces of others are recorded one by one."""
+        """Record the chunks that an optimizer has updated. Chunks in pieces are recorded piece by piece elsewhere."""
         for chunk in chunks:
             if not any(part.in_pieces for part in chunk.slices):
                 self._meter.note("step", chunk.name)
@@ -55,13 +55,13 @@ class StepRecord:
         )
 
     def forget(self) -> None:
-        """Forget the step under way, as a pass has failed."""
+        """Forget the entries of the current step, because a pass has failed."""
         self._meter.forget()
         self._next = self._held()
 
     @property
     def last(self) -> ZeroProgram | None:
-        """The program of the latest step; None before there was one."""
+        """Program of the latest step; None before the first step."""
         if not self._meter.done:
             return None
         unit_of = {chunk: unit.label for unit in self._units for chunk in unit.chunks}
@@ -80,6 +80,7 @@ class StepRecord:
 def _bytes_of(chunk: Chunk, unit: str | None) -> ChunkBytes:
     gradient = chunk.layout.size * chunk.reduce_dtype.itemsize
     low, high = chunk.share
+    # Over gloo, par-zero replaces the reduce-scatter with an all-to-all, which receives into a separate buffer.
     shares = dist.get_world_size(chunk.groups.shards) > 1 and is_gloo(chunk.own, chunk.groups.shards)
     cast = sum(part.tensor.nbytes for part in chunk.slices) if chunk.reduce_dtype != chunk.master.dtype else 0
     return ChunkBytes(

@@ -1,12 +1,14 @@
-"""Programs of whole steps within a budget: what a placement of an earlier step keeps whole from one pass to the next.
+"""The programs of complete steps within a budget. A placement of an earlier step decides which units stay gathered.
 
-A step that nobody has seen runs as without a budget, and is recorded. If all ranks have recorded the same, it is
-placed, and when it is expected to come again, followed:
+A step without a program runs by the policy "behind", as without a budget, and is recorded. If all ranks have recorded
+the same events, the step is placed. The program is followed when the same step is expected again:
 
-    step 1    runs "behind", is recorded    -> placed
-    step 2    follows                       -> each event is looked for in the program, on this rank alone
-    step 3    needs something else          -> the ranks depart alike, or raise; the rest runs "behind"
-    step 4    runs "behind", is recorded    -> placed; what comes after what is remembered, so two orders take turns
+- Step 1 runs "behind", is recorded, and is placed.
+- Step 2 follows the program. Each rank searches each event in the program, without the other ranks.
+- Step 3 needs another unit. The ranks depart together, or raise. The rest of the step runs "behind".
+- Step 4 runs "behind", is recorded, and is placed.
+
+The book also stores which step followed which, so a loop may alternate between two orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from .book import Pass, PassBook, PassKind
 from .entries import PassEvent, PassProgram, PassSegment, UnitAction
 
 StepEvents = tuple[PassEvent, ...]
-"""The events of all passes of a step."""
+"""Events of all passes of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +29,11 @@ class StepProgram:
     """The programs of the passes of a step.
 
     Args:
-        events: The events of the step.
-        held: For each of them, the further units that it needs.
-        others: For each of them, the bytes that the placement leaves for what is no parameter.
-        ends: The numbers of events at which passes end, ascending.
-        passes: The programs of the passes.
+        events: Events of the step.
+        held: Tuples of unit numbers, one per event: further units that the event needs.
+        others: Bytes that the placement leaves for memory other than parameters, one number per event.
+        ends: Numbers of events after which a pass ends, ascending.
+        passes: Programs of the passes.
     """
 
     events: StepEvents
@@ -42,11 +44,11 @@ class StepProgram:
 
 
 class Recording:
-    """What the step under way has needed so far.
+    """The recording of the current step: its events, and the memory that each event needs.
 
     Args:
-        names: The units' names, by number.
-        other: Tells how many bytes on the device are no parameters, whenever it is asked.
+        names: Names of the units, by number.
+        other: Function that returns the bytes on the device now that are not parameters.
     """
 
     def __init__(self, names: Sequence[str], other: Callable[[], int]) -> None:
@@ -54,14 +56,19 @@ class Recording:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the step under way."""
+        """Forget the current step."""
         self.events: list[PassEvent] = []
         self.held: list[tuple[int, ...]] = []
         self.others: list[int] = []
         self.ends: list[int] = []
 
     def note(self, event: PassEvent, held: Sequence[int]) -> int:
-        """Record an event and the further units that it needs. Return the other bytes that there are when it begins."""
+        """Record an event, and return the other bytes on the device when it begins.
+
+        Args:
+            event: Event that happens.
+            held: Numbers of further units that the event needs.
+        """
         self._note_other()
         self.events.append(event)
         self.held.append(tuple(held))
@@ -69,17 +76,21 @@ class Recording:
         return self.others[-1]
 
     def end_pass(self) -> None:
-        """Record that a pass ends, which all ranks end together."""
+        """Record the end of a pass, which all ranks end together."""
         self._note_other()
         self.ends.append(len(self.events))
 
     def drop_open_pass(self) -> None:
-        """Forget what came after the last end of a pass: other ranks may have something else there."""
+        """Forget the events after the last end of a pass, because they may differ between ranks."""
         length = self.ends[-1] if self.ends else 0
         del self.events[length:], self.held[length:], self.others[length:]
 
     def trace(self, others: Sequence[int]) -> Trace:
-        """Return what was recorded, with bytes that are no parameters, and the step of the optimizer behind it."""
+        """Return the recording as a placement trace, with the step of the optimizer as its last moment.
+
+        Args:
+            others: Bytes that are not parameters, one number per event.
+        """
         moments = [
             Moment(
                 kind=event.kind,
@@ -92,8 +103,14 @@ class Recording:
         return Trace((*moments, Moment(kind="step")))
 
     def program(self, placement: Placement, others: Sequence[int]) -> StepProgram:
-        """Return the program of what was recorded, with the moves of a placement."""
+        """Return the recording as a program, with the moves of a placement.
+
+        Args:
+            placement: Placement of the trace of this recording.
+            others: Bytes that are not parameters, one number per event.
+        """
         numbers = {name: number for number, name in enumerate(self._names)}
+        # The last moment is the step of the optimizer, which frees all units by itself.
         moves = [
             tuple(UnitAction("gather" if tier == "device" else "free", numbers[unit]) for unit, tier in moved)
             for moved in placement.moves[:-1]
@@ -109,23 +126,23 @@ class Recording:
         )
 
     def _note_other(self) -> None:
-        """The moment before ends now: activations may have grown in it."""
+        """Raise the other bytes of the moment that ends now, because activations may have grown in it."""
         if self.others:
             self.others[-1] = max(self.others[-1], self._other())
 
 
 class StepBook:
-    """Programs of whole steps, made by a policy that places units within a budget.
+    """The programs of complete steps, made by a policy that places units within a budget.
 
     Args:
-        recording: Records each step.
-        passes: Programs of passes in steps that follow no placement.
-        place: Makes a placement of a trace, with bytes that lie on the device throughout.
-        resident: How many these are on this rank.
-        most: The largest of all ranks' numbers, at each place of a list. A collective.
+        recording: Recording of the current step.
+        passes: Book for the passes of steps that follow no placement.
+        place: Function that places a trace. Its second argument is the number of resident bytes.
+        resident: Bytes that stay on this rank's device throughout a step.
+        most: Collective function that returns the elementwise maximum of the ranks' lists.
 
     Attributes:
-        trace: What the last whole step has needed; None before there was one.
+        trace: Placement trace of the last complete step; None before the first one.
     """
 
     def __init__(
@@ -140,66 +157,87 @@ class StepBook:
         self._recording, self._passes = recording, passes
         self._place, self._resident, self._most = place, resident, most
         self._programs: dict[StepEvents, StepProgram] = {}
-        self._after: dict[StepEvents, StepEvents] = {}  # the step that came behind each
-        self._before: StepEvents | None = None  # the step before this one, if all ranks know it
+        self._after: dict[StepEvents, StepEvents] = {}  # the step that followed each step
+        self._before: StepEvents | None = None  # the step before this one, if it was equal on all ranks
         self.trace: Trace | None = None
         self._program: StepProgram | None = None
         self._grown, self._alike, self._whole = False, True, True
 
     @property
     def stays(self) -> bool:
-        """Whether the step under way follows a placement, which says what stays whole between passes."""
+        """Whether the current step follows a placement, which decides which units stay gathered between passes."""
         return self._program is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether all passes of the program have ended: what comes is not in it, as all ranks know."""
+        """Whether all passes of the program have ended. All ranks agree, because they end passes together."""
         return self._program is not None and len(self._recording.ends) >= len(self._program.ends)
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """What the ranks tell each other at the end of a pass: whether there are more other bytes than were planned."""
+        """Flags to combine at the end of a pass: whether the other bytes have exceeded the placement's plan."""
         return (self._grown,)
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins; None if nothing is known of it."""
+        """Return the program of a pass that begins. Return None if the pass has no program.
+
+        Args:
+            kind: Kind of the pass.
+            start: Numbers of the units that are gathered now.
+        """
         if self._program is None:
             return self._passes.look_up(kind, start)
         return self._program.passes[len(self._recording.ends)]
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record what an event needs, which is at a place of the program, if at any, while some units are whole."""
+        """Record an event and the units that it needs.
+
+        Args:
+            current: Pass in progress.
+            event: Event that has happened.
+            place: Index of the event in the program of the pass. None: the program does not contain it.
+            units: Units, with their present states.
+        """
         program = self._program
+        # Without a placement the gathered units are those that "behind" needs. A placement also keeps units that the
+        # event does not need, so its events take their units from the program.
         if program is None or current.program is None:
             whole = (unit.number for unit in units if unit.chunks and unit.gathered)
             self._recording.note(event, [number for number in whole if number != event.unit])
         elif place is None:
             self._recording.note(event, ())
         else:
-            # Of the program's events: this rank may have recorded others, or fewer, in the passes before.
+            # The index among the program's events: this rank may have recorded other or fewer events in passes before.
             passed = len(self._recording.ends)
             number = place + (program.ends[passed - 1] if passed else 0)
             self._grown |= self._recording.note(event, program.held[number]) > program.others[number]
 
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:
-        """Record that a pass has ended on all ranks, and what they have told of each other's bytes."""
+        """Record that a pass has ended on all ranks.
+
+        Args:
+            current: Pass that has ended.
+            alike: Whether the pass had the same events on all ranks.
+            flags: One boolean for each item of `self.flags`: whether any rank has set it.
+        """
         self._recording.end_pass()
         self._alike &= alike
         self._grown |= flags[0]
         if self._program is None:
             self._passes.end_pass(current, alike=alike, flags=())
+        # The ranks departed from the program in this pass, all of them, or they would have raised.
         elif current.program is None:
             self.stop()
 
     def stop(self) -> None:
-        """Follow no placement for the rest of this step, of which none is made either."""
+        """Follow no placement for the rest of this step, and make no placement of it."""
         self._program, self._whole = None, False
 
     def end_step(self) -> None:
-        """Place the step, where all ranks have recorded something new, and choose the program of the next.
+        """Place the step if all ranks have recorded the same new events, and choose the program of the next step.
 
         Raises:
-            ValueError: The budget is too small for it; on every rank.
+            ValueError: The budget is too small for the step. All ranks raise.
         """
         recording, program = self._recording, self._program
         recording.drop_open_pass()
@@ -210,6 +248,8 @@ class StepBook:
         if key is not None and self._before is not None:
             self._after[self._before] = key
         try:
+            # A step that followed its program is placed again if any rank's other bytes exceeded the plan. All ranks
+            # take this branch together: `_grown` and the events are equal on all ranks, as `most` is a collective.
             if whole and key is not None and (program is None or self._grown):
                 *others, resident = self._most([*recording.others, self._resident])
                 if program is not None:
@@ -220,12 +260,13 @@ class StepBook:
         finally:
             self._before = key
             following = None if key is None else self._programs.get(self._after.get(key, key))
-            if key is None and program is not None:  # data decides on each rank what it skips
+            # Events differ between ranks if their data decides which units they skip. The program remains valid.
+            if key is None and program is not None:
                 following = program
             self._begin_step(following)
 
     def forget(self) -> None:
-        """Forget what was recorded, as a pass has failed. The rest of this step follows no placement."""
+        """Forget the recording, because a pass has failed. The rest of this step follows no placement."""
         self._begin_step(None)
         self._before, self._whole = None, False
 
