@@ -1,16 +1,17 @@
-"""Parameters that are on their way after a step, at stages 1 and 2: whoever reads one waits for it.
+"""The all-gathers after a step at stages 1 and 2, which overlap with the next forward: a read of a parameter waits.
 
-step      the optimizer updates this rank's shares -> all chunks are gathered, in the order in which they are read
-forward   a parameter is read -> its chunk is waited for, the later ones are on their way meanwhile
+- Step: the optimizer updates this rank's shards. All chunks are gathered, in the order in which forward reads them.
+- Forward: a read of a parameter waits for its chunk. The later chunks continue to arrive.
 
-The module tree does not tell who reads a parameter: attention reads the weight of a layer within it that it never
-calls, and norms, checkpoints and averages of weights read parameters outside of any forward. So a parameter on its way
-waits by itself. Torch sends every operation on it through the `__torch_function__` of its class; the first one that
-reads its values waits for the chunk, whose parameters are ordinary ones again from then on.
+Hooks on modules cannot find all reads of a parameter. Attention may read the weight of an inner layer that it never
+calls. Gradient norms, checkpoints and weight averages read parameters outside of any forward. The parameter itself
+therefore waits: torch passes every operation on it to the `__torch_function__` of its class. The first operation that
+reads its values waits for the chunk, and the parameters of the chunk become ordinary parameters again.
 
-What reads memory past torch's functions cannot wait: compiled code, captured graphs, extensions. Where anything was
-compiled, a step waits at once, as it does over gloo, whose threads would take the time from what is computed. Of the
-others the gradient tells, before anything is spoiled.
+Code that reads memory without torch's functions cannot wait: compiled code, captured graphs and extensions. If anything
+was compiled, a step waits for its all-gathers at once. It also waits over gloo, whose threads would slow down the
+computation. Captured graphs and extensions are detected when the gradient of an arriving parameter arrives, before the
+optimizer uses it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,7 @@ _HARMLESS: frozenset[Any] = frozenset(
     + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size]
     + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
 )
-"""Operations on a parameter that read nothing of what is on its way."""
+"""Operations on a parameter that do not read its values, and therefore do not wait."""
 
 _ORDINARY = (nn.Parameter, WatchedWeight)
 """Classes without operations of their own, from which a parameter may leave while it is in flight."""
@@ -57,6 +58,7 @@ class ArrivingParameter(nn.Parameter):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the parameters that an operation reads or writes, then run the operation."""
+        # Code such as `zero_grad` reads this metadata of all parameters, and must not end the overlap.
         if func in _HARMLESS:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
@@ -84,8 +86,8 @@ class Arrival:
 
     Args:
         chunk: The chunk.
-        arriving: Numbers of the chunks that are on their way.
-        observed: Numbers of the chunks that were read, in that order, since the last step.
+        arriving: Numbers of the chunks whose all-gathers are in flight. This object updates the set.
+        observed: Numbers of the chunks that were read since the last step, in order. This object appends to the list.
     """
 
     def __init__(self, chunk: Chunk, arriving: set[int], observed: list[int]) -> None:
@@ -102,7 +104,11 @@ class Arrival:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, handle: Handle) -> None:
-        """An all-gather into the chunk is under way, begun on the current stream."""
+        """Let the tensors of the chunk wait for an all-gather in flight.
+
+        Args:
+            handle: Handle of the all-gather, which began on the current stream.
+        """
         self._handle = handle
         tensors = [member.parameter for member in self._chunk.members]
         self._stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
@@ -114,13 +120,14 @@ class Arrival:
             tensor.__class__ = self._class_of[kind]
 
     def read(self) -> None:
-        """Waits, and notes that the chunk is needed now."""
+        """Record that the chunk is read now, and wait for it."""
         if self._number in self._arriving:
             self._observed.append(self._number)
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the parameters are there. The stream of the step waits, and if it is another the current one."""
+        """Wait for the all-gather on the stream of the step, and let the current stream wait for that stream."""
+        # Several threads may read parameters of one chunk at the same time, and only one may give back their classes.
         with self._lock:
             if self._handle is None:
                 return
@@ -136,11 +143,12 @@ class Arrival:
 
 
 class Arrivals:
-    """Gathers the parameters after a step, at stages 1 and 2.
+    """The all-gathers of parameters after a step, at stages 1 and 2.
 
     Args:
-        chunks: The trained chunks.
-        reducer: Learns the order in which the chunks are read, and names who reads one past torch's functions.
+        chunks: Trained chunks.
+        reducer: Reducer, which learns the order in which the chunks are read. It raises if code reads a chunk without
+            torch's functions.
     """
 
     def __init__(self, chunks: Sequence[Chunk], reducer: Reducer) -> None:
@@ -152,6 +160,7 @@ class Arrivals:
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
         if cut and known and not by_gloo:
             reducer.learn(self._order)
+            # Another subclass has operations of its own, which it would lose with its class while it is in flight.
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
             self._arrivals = {
                 chunk.number: Arrival(chunk, reducer.arriving, self._order.observed) for chunk in ordinary
@@ -159,14 +168,14 @@ class Arrivals:
 
     @property
     def late(self) -> bool:
-        """Whether a step returns while parameters are on their way."""
+        """Whether a step may return while its all-gathers are in flight."""
         return bool(self._arrivals)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Begins to gather some chunks, and waits for those whose parameters cannot wait by themselves. All-gathers.
+        """Begin the all-gathers of chunks, and wait for the chunks whose parameters cannot wait on first use.
 
         Args:
-            chunks: What an optimizer has updated.
+            chunks: Chunks that an optimizer has updated.
         """
         self._order.observed.clear()
         arrivals = {} if has_compiled() else self._arrivals
@@ -183,7 +192,7 @@ class Arrivals:
             handle.wait()
 
     def wait(self, chunks: Sequence[Chunk]) -> None:
-        """Waits until the parameters of some chunks are there."""
+        """Wait until the parameters of some chunks have arrived."""
         if self._arriving:
             for chunk in chunks:
                 if chunk.number in self._arriving:

@@ -1,11 +1,11 @@
-"""Stage 3: what the model does, as events of a program which says when units are gathered and freed.
+"""The hooks of stage 3: they turn what the model does into events of a program, which gathers and frees units.
 
-forward    a unit begins -> an event; its parameters are whole afterwards
-backward   the gradient of a unit's output is there -> what was called behind it is reduced, see `Calls`
-                                                    -> an event; its parameters are whole afterwards
-           the pass is over                         -> all units are freed, unless a program says what stays
+- Forward: a unit begins. Its event makes the executor gather its parameters.
+- Backward: the gradient of a unit's output arrives. The units that were called later are closed for reduction, see
+  `Calls`. Then the event of this unit makes the executor gather its parameters.
+- End of a pass: all units are freed, except those that a program keeps.
 
-What happens at an event says `program.executor`.
+`programs.executor` decides what happens at an event.
 """
 
 import sys
@@ -32,14 +32,14 @@ from .watch.outputs import SideOutputs, computed, hook_, tensors_of
 
 
 class Gatherer:
-    """Tells the executor of a module's program what the model does, and shows units whole while they run.
+    """The hooks that report a module's events to the executor, and show full parameters while a unit runs.
 
     Args:
-        root: The sharded module; what belongs to no other unit stays gathered from forward to the end of backward.
-        units: The units, the root's own first.
-        reducer: Knows which gradients are there, and when a backward pass ends.
-        executor: Gathers and frees units.
-        meter: Records what is done.
+        root: Sharded module. Its own unit stays gathered from forward to the end of backward.
+        units: Units, the root's own unit first.
+        reducer: Reducer, which reports arrived gradients and the end of a backward pass.
+        executor: Executor that gathers and frees the units.
+        meter: Meter that records the entries of the step.
     """
 
     def __init__(
@@ -47,14 +47,15 @@ class Gatherer:
     ) -> None:
         self._units, self._reducer, self._executor, self._meter = tuple(units), reducer, executor, meter
         self._calls = Calls(len(self._units))
-        self._keepers = 0  # under no_sync: gathered once for several passes
+        self._keepers = 0  # number of open `no_sync` and `summon` contexts, in which units stay gathered
         self._summoners = 0
         self._in_backward = False
-        self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
-        self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
-        self.on_evaluated: Callable[[], None] = lambda: None  # is called after each pass without gradients
-        self._skipped: list[int] = []  # units that other ranks came to in this backward, and this one did not
-        self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
+        self._graphed = False  # whether the current pass creates a graph, for a gradient of a gradient
+        # Units that return the same tensor share its mark. The keys are weak, so that a mark does not keep an output.
+        self._marks = WeakTensorKeyDictionary()
+        self.on_evaluated: Callable[[], None] = lambda: None  # called after each pass without gradients
+        self._skipped: list[int] = []  # units whose backward ran on other ranks only, in this pass
+        self._opaque: set[Unit] = set()  # units that returned an object in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
         reducer.hooks.compare = partial(executor.end_pass, PassEnd.BACKWARD)
@@ -72,15 +73,16 @@ class Gatherer:
             if own:
                 module.register_state_dict_pre_hook(self._show_parts)
             others = [unit for unit in dict.fromkeys(own) if module not in unit.modules]
-            if others:  # it may be called directly
+            # A caller may call this inner module directly, without the module of its unit.
+            if others:
                 hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
 
     def read_ahead(self) -> None:
-        """Has shares that lie on a disk read before their unit is gathered."""
+        """Prefetch shards that are stored on a disk before their unit is gathered."""
         self._executor.on_next = Unit.expect
 
     def check_step(self) -> None:
-        """Raises if parameters are whole for a caller, who would go on with what a step makes out of date."""
+        """Raise if the caller is within `summon`, because the step makes the summoned parameters out of date."""
         if self._summoners:
             raise RuntimeError(
                 "optimizer.step() within summon(): stage 3 steps this rank's parts, and what is summoned would be out "
@@ -89,7 +91,7 @@ class Gatherer:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Whatever is gathered inside stays gathered until the end of the first backward pass outside."""
+        """Keep the units that are gathered inside, until the end of the first backward pass outside."""
         self._keepers += 1
         try:
             yield
@@ -98,14 +100,15 @@ class Gatherer:
 
     @contextmanager
     def summon(self, check: Callable[[], None]) -> Iterator[None]:
-        """Everything is gathered inside, and what is written there is kept.
+        """Gather all units inside, and keep what the caller writes to the parameters.
 
         Args:
-            check: Is called when everything is gathered. It may raise, and then everything is as before.
+            check: Function that is called when all units are gathered. If it raises, all units return to their state.
         """
         if not self._summoners:
             self._leave_placement()
-        freed = [unit for unit in self._units if not unit.gathered]  # none within another summon
+        # Within another `summon` both lists are empty, so the inner exit neither frees nor hides a unit.
+        freed = [unit for unit in self._units if not unit.gathered]
         hidden = [unit for unit in self._units if unit.state is State.HIDDEN]
         for unit in (*freed, *hidden):
             unit.gather()
@@ -119,6 +122,7 @@ class Gatherer:
         finally:
             self._summoners -= 1
             self._keepers -= 1
+            # If `check` raised, the caller has not written anything.
             for unit in self._units if checked else ():
                 unit.write_back()
             for unit in freed:
@@ -127,35 +131,35 @@ class Gatherer:
                 unit.hide()
 
     def guard(self, written: Callable[[], None]) -> None:
-        """Has freed parameters refuse to be read as if they were whole, from now on.
+        """Let freed parameters raise if a caller reads them like full parameters, from now on.
 
         Args:
-            written: Is called when this rank's part of one was written.
+            written: Function that is called when this rank's shard of a freed parameter was written.
         """
         for unit in self._units:
             for chunk in unit.chunks:
                 chunk.guard(written)
 
     def reset(self) -> None:
-        """Frees everything, and forgets a pass that has failed."""
+        """Free all units, and forget a pass that has failed."""
         self.free_all()
         self._calls.forget()
         self._executor.forget()
 
     def end_step(self) -> None:
-        """After a step of the optimizer what is gathered is out of date."""
+        """Free all units after a step of the optimizer, because the gathered parameters are out of date."""
         self.free_all()
         self._calls.forget()
         self._executor.end_step()
 
     def free_all(self) -> None:
-        """Frees everything, but for what is summoned."""
+        """Free all units, unless the caller is within `summon`."""
         for unit in self._units if not self._summoners else ():
             unit.free()
         self._forget_backward()
 
     def free_hidden(self) -> None:
-        """Frees what does not show, after the parts were written: what was gathered of them before is out of date."""
+        """Free hidden units after a caller has written the shards, because the gathered values are out of date."""
         self._leave_placement()
         for unit in self._units:
             if unit.state is not State.SHOWN:
@@ -163,17 +167,17 @@ class Gatherer:
 
     @property
     def _is_outside(self) -> bool:
-        """Whether neither a forward nor a backward is under way."""
+        """Whether neither a forward nor a backward is in progress."""
         return not self._in_backward and not any(unit.running for unit in self._units)
 
     def _leave_placement(self) -> None:
-        """Between passes, as parameters may be written: frees what is there, and follows no placement in this step."""
+        """Free all units and stop the placement, if called between passes: the caller may write parameters."""
         if self._executor.stays and self._is_outside and any(not unit.freed for unit in self._units):
             self.free_all()
             self._executor.stop()
 
     def _gather(self, unit: Unit) -> None:
-        """Makes a unit's parameters whole for a forward. All-gather over the group, unless they are there."""
+        """Gather and show a unit's parameters for a forward. All-gathers over the group if they are freed."""
         if unit.state is not State.SHOWN and not unit.gathered and is_in_torch_func():
             raise RuntimeError(
                 f"{unit.name} is called within a transform of torch.func, such as jvp, grad or vmap, where stage 3 "
@@ -188,15 +192,15 @@ class Gatherer:
         unit.show()
 
     def _meet(self, event: PassEvent) -> None:
-        """Has a unit whole, as it begins."""
+        """Report an event to the executor, which gathers its unit."""
         without = "forward" if torch.is_grad_enabled() else "evaluation"
         kind = PassKind("backward" if self._in_backward else without, event.keeps)
         self._executor.meet(event, kind, in_backward=self._in_backward)
 
     def _refuse_autocast(self) -> None:
-        """Raises if a forward would cast parameters.
+        """Raise if autocast would cast parameters in forward.
 
-        Autograd and autocast would keep the copies of all units until backward, which is the memory that stage 3 saves.
+        Autograd and autocast would keep the cast copies of all units until backward, which stage 3 must avoid.
         """
         for device, dtype in self._dtypes:
             if not torch.is_autocast_enabled(device):
@@ -211,7 +215,7 @@ class Gatherer:
                 )
 
     def _enter(self, unit: Unit, *_: Any) -> None:
-        """A module of a unit begins."""
+        """Record that a module of a unit begins, and gather the unit if no outer call has done so."""
         self._calls.begin()
         unit.running += 1
         if unit.running == 1 or unit.state is not State.SHOWN:
@@ -223,10 +227,11 @@ class Gatherer:
         self._end_evaluation(output)
 
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
-        """A module within a unit begins, which may have been called directly."""
+        """Record that an inner module of units begins, and gather the units if a caller has called it directly."""
         self._calls.begin()
         for unit in units:
-            if unit.running and unit.state is State.SHOWN:  # as most are: these calls must cost little
+            # The usual case, a call from within the unit, must cost little. Autocast may begin inside a unit's forward.
+            if unit.running and unit.state is State.SHOWN:
                 if torch.is_grad_enabled():
                     self._refuse_autocast()
             else:
@@ -236,7 +241,7 @@ class Gatherer:
         for unit in units:
             if not unit.running:
                 break
-        else:  # as is usual
+        else:  # the usual case: a call from within the units
             self._calls.end_within()
             return
         called = [unit for unit in units if not unit.running]
@@ -245,10 +250,11 @@ class Gatherer:
 
     def _end_evaluation(self, output: Any) -> None:
         """Free gathered parameters after a forward without a backward: without gradients, or of a frozen module."""
-        if self._units[0].running:  # as is so of all calls but the root's own
+        if self._units[0].running:  # the usual case: a call from within the root's forward
             return
         if self._is_outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
-            if output is None and sys.exception() is not None:  # forward has failed
+            # Forward has raised. The other ranks may not have, so this rank must not begin a comparison.
+            if output is None and sys.exception() is not None:
                 self.reset()
                 return
             self._executor.end_pass(PassEnd.EVALUATION)
@@ -257,9 +263,9 @@ class Gatherer:
             self.on_evaluated()
 
     def _end_pass(self) -> None:
-        """A pass has ended: all is freed, or hidden where a placement says that it stays.
+        """Free all units at the end of a pass, or hide those that a placement keeps.
 
-        Records of parameters outside of passes are those of parts.
+        Outside of passes the parameters show shards, and their sharding metadata describes shards.
         """
         if not self._executor.stays:
             self.free_all()
@@ -270,7 +276,7 @@ class Gatherer:
         self._executor.settle()
 
     def _is_frozen(self, output: Any) -> bool:
-        """Whether neither what a module returns nor any parameter wants gradients."""
+        """Return whether neither an output nor any parameter requires gradients."""
         tensors = list(tensors_of(output))
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return False
@@ -279,8 +285,8 @@ class Gatherer:
             return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
-        """A module of some units ends, and the gradient of what it returns begins their backward."""
-        # In torch.func, within summon, passes free nothing, and hooks would fall among those of torch.func.
+        """Record that a module of some units ends, and hook the gradient of its output, which begins their backward."""
+        # torch.func works only within `summon`, where passes free nothing. Hooks would run among its own transforms.
         expects = torch.is_grad_enabled() and not is_in_torch_func()
         tensors = computed(output) if expects else []
         if expects:
@@ -293,15 +299,16 @@ class Gatherer:
         if not tensors and next(tensors_of(output), None) is None and sys.exception() is None:
             self._keep_opaque(units, output)
         if tensors:
+            # mode="any": backward needs the parameters as soon as the first gradient of an output arrives.
             mark = self._marks.setdefault(tensors[0], object())
             for unit in units:
                 before = partial(self._before_backward, unit, call, mark)
                 torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
 
     def _keep_opaque(self, units: Sequence[Unit], output: Any) -> None:
-        """Keeps units to the end of backward that have returned something in which no tensor is found.
+        """Keep units gathered to the end of backward if no tensor was found in their output.
 
-        Nothing tells when their backward begins, so their parameters must be there.
+        No hook can report when their backward begins, so their parameters must stay in memory.
         """
         for unit in units:
             if unit.number == 0 or not unit.chunks:
@@ -317,14 +324,15 @@ class Gatherer:
                 )
 
     def _before_backward(self, unit: Unit, call: Call, mark: object, _: torch.Tensor) -> None:
-        """The gradient of a unit's output is there.
+        """Begin the backward of a unit, because the gradient of its output has arrived.
 
-        Units that return the same tensor, such as a block and its last layer, begin together, so neither is over.
+        Units that return the same tensor, such as a block and its last layer, begin together.
         """
         if not self._in_backward:
             self._executor.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
+        # Before the event, which begins the reductions of the closed chunks before it gathers.
         self._close(self._calls.left_behind(call))
         self._executor.begin_unit_backward(unit, mark, graphed=self._graphed)
         if unit.chunks:
@@ -332,36 +340,42 @@ class Gatherer:
         unit.show()
 
     def _close(self, numbers: Iterable[int]) -> None:
-        """This pass brings no more gradients of some units, nor of those that no rank has called or comes to."""
+        """Close the chunks of finished units, and of units that no rank will run in the rest of this pass.
+
+        Args:
+            numbers: Numbers of the units for which backward has finished.
+        """
         uncalled = self._calls.uncalled if self._calls.returned else []
         uncalled = [number for number in uncalled if not self._executor.is_to_come(number)]
         self._calls.uncalled = [number for number in self._calls.uncalled if number not in uncalled]
-        # A call of an earlier pass may be known still, as somebody keeps its loss: autograd knows what this one brings.
+        # The calls cannot decide for skipped units: a call of an earlier pass remains recorded if the caller keeps its
+        # loss. Autograd reports which gradients this pass computes.
         skipped = [number for number in self._skipped if not self._may_come_to(number)]
         self._skipped = [number for number in self._skipped if number not in skipped]
-        # What the root has is used by anybody, at any time.
+        # Any code may use the root's parameters at any time, so the root (0) is closed at the end of backward.
         over = dict.fromkeys((*numbers, *uncalled, *skipped))
         closed = [chunk for number in over if number for chunk in self._units[number].chunks]
         if closed:
             self._reducer.close(closed)
 
     def _may_come_to(self, number: int) -> bool:
-        """Whether this pass may still come to a unit that this rank has skipped."""
+        """Return whether this pass may still reach a unit that this rank has skipped."""
         chunks = self._units[number].chunks
         return self._executor.is_to_come(number) or any(self._reducer.may_bring(chunk) for chunk in chunks)
 
     def _pass_by(self, number: int) -> None:
-        """Another rank comes to the backward of a unit that this one skips, and begins to reduce what is behind it."""
+        """Begin the reductions that other ranks begin at the backward of a unit that this rank skips."""
         if number not in self._skipped:
             self._skipped.append(number)
         self._close([])
         self._reducer.begin(before=self._units[number].chunks)
 
     def _end_backward(self, *, reduced: bool) -> None:
-        """A backward pass has ended, with gradients reduced or not."""
+        """End a backward pass. If it reduced gradients, the reducer has compared the ranks already."""
         if not (reduced or self._graphed or self._keepers):
             self._executor.end_pass(PassEnd.UNREDUCED)
-        if self._graphed:  # nobody would gather again what a pass through its graph needs
+        # No hook gathers the units again for a later pass through the new graph, so they stay.
+        if self._graphed:
             for unit in self._units:
                 unit.kept |= unit.gathered
             self._executor.stop()
@@ -376,18 +390,18 @@ class Gatherer:
         self._executor.end_backward()
 
     def _show_parts(self, *_: Any) -> None:
-        """Before a state dict outside of passes and summon: the records of parameters are those of parts.
+        """Hide all units before a state dict outside of passes and `summon`, so that it holds shards.
 
-        A graph that waits for its backward pass may need the memory still, so it stays.
+        The units are not freed, because a graph that waits for its backward pass may still need the memory.
         """
         if not (self._summoners or self._in_backward or any(unit.running for unit in self._units)):
             for unit in self._units:
-                unit.wait()  # it may be on its way, and what is on its way must not be written
+                unit.wait()  # a caller may write to the state dict, which would race with an all-gather
                 unit.hide()
 
 
 def _own_modules(unit: Unit, units: Sequence[Unit]) -> Iterator[nn.Module]:
-    """The modules of a unit and their children, but for those of other units."""
+    """Yield the modules of a unit and their children, except the modules of other units."""
     others = {module for other in units if other is not unit for module in other.modules}
     left = list(unit.modules)
     while left:

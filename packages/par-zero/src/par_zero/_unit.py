@@ -1,10 +1,10 @@
-"""A unit of stage 3: modules whose parameters are gathered and freed together, and where these parameters are now.
+"""An FSDP unit of stage 3: modules whose parameters are gathered and freed together, and the state of the parameters.
 
-    FREED --begin_gathering--> ARRIVING --show--> SHOWN --hide--> HIDDEN --show--> SHOWN
+    FREED --begin_gathering--> ARRIVING --wait--> HIDDEN --show--> SHOWN --hide--> HIDDEN
                                                                                            all of them --free--> FREED
 
-A freed parameter is not left as a view of memory that is gone: it shows this rank's part of it, a flat tensor. Autograd
-keeps views of the gathered buffer, so its memory is given back and taken again under the same storage.
+A freed parameter is not a view of freed memory: it shows this rank's shard, a flat tensor. Autograd saves views of the
+gathered buffer for backward. The buffer is therefore freed and allocated again within the same storage.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,40 +24,41 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """What the parameters of a unit show, and what is in the memory for whole ones."""
+    """The state of a unit's parameters, and of the memory for the full parameters."""
 
     FREED = auto()
-    """The parameters show this rank's part of them, and there is no memory for whole ones."""
+    """The parameters show this rank's shard, and no memory for full parameters is allocated."""
 
     ARRIVING = auto()
-    """The parameters show this rank's part of them, and an all-gather fills the memory."""
+    """The parameters show this rank's shard, and an all-gather fills the memory for full parameters."""
 
     HIDDEN = auto()
-    """The parameters show this rank's part of them, though they are there as a whole."""
+    """The parameters show this rank's shard, although the full parameters are gathered."""
 
     SHOWN = auto()
-    """The parameters are whole."""
+    """The parameters show their full values."""
 
 
 class Unit:
-    """Modules that run one after the other, and the chunks that hold their parameters.
+    """An FSDP unit: modules that run one after the other, and the chunks with their parameters.
 
     Args:
-        number: Its place among the units; 0 is the root's own.
-        name: What errors call it, such as "'blocks.1'".
-        modules: The modules, without their children.
-        chunks: The chunks that hold parameters of theirs or of their children.
-        outer: Numbers of the units around it.
+        number: Index among the units; 0 is the root's own unit.
+        name: Name in error messages, such as "'blocks.1'".
+        modules: Modules of the unit, without their children.
+        chunks: Chunks with the parameters of the modules and of their children.
+        outer: Numbers of the units around this unit. Default: none.
 
     Attributes:
-        label: Its name as a trace has it, such as "blocks.1".
-        state: Where its parameters are.
-        kept: Whether they stay gathered for later passes too.
-        running: Number of calls of forward that are under way.
-        outer: Numbers of the units around it.
-        side: What its modules leave in attributes instead of returning it.
-        shards: Reader of this rank's shards that are on a disk. None: all are in memory.
-        on_read: Called with its chunks before this rank's parts of them are read: a step of them may be under way.
+        label: Name in programs, such as "blocks.1".
+        state: State of the parameters.
+        kept: Whether the parameters stay gathered for later passes.
+        running: Number of forward calls in progress.
+        outer: Numbers of the units around this unit.
+        side: Tensors that the modules store in attributes instead of returning them.
+        shards: Reader of this rank's shards that are stored on a disk. None: all shards are in memory.
+        on_read: Function that is called with the chunks before this rank's shards are read, because a step of them may
+            be in progress. None: the shards are always up to date.
     """
 
     def __init__(
@@ -81,52 +82,53 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Bytes of whole parameters."""
+        """Bytes of the full parameters."""
         return sum(chunk.layout.size * chunk.own.element_size() for chunk in self.chunks)
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters lie; the CPU if it has none."""
+        """Device of the parameters; the CPU if the unit has no parameters."""
         return self.chunks[0].own.device if self.chunks else torch.device("cpu")
 
     @property
     def gathered(self) -> bool:
-        """Whether the parameters are there as a whole."""
+        """Whether the full parameters are in memory."""
         return self.state in (State.SHOWN, State.HIDDEN)
 
     @property
     def freed(self) -> bool:
-        """Whether nothing of whole parameters is there or on its way."""
+        """Whether the full parameters are neither in memory nor arriving."""
         return self.state is State.FREED
 
     def _check(self, what: str, *states: State) -> None:
-        """Refuses what cannot be done in the state that it is in: it would read or drop memory that is not there."""
+        """Raise if the unit is in none of some states, because the caller would read or free unallocated memory."""
         if self.chunks and self.state not in states:
             raise RuntimeError(f"{self.name} is {self.state.name} and cannot be {what}; a bug of par-zero")
 
     def note(self, op: str) -> None:
-        """Records what is done with it, or that it runs."""
+        """Record an entry of the program, such as "gather", for this unit."""
         if self.chunks:
             self.chunks[0].meter.note(op, self.label)
 
     def await_step(self) -> None:
-        """Waits until this rank's parts are those after the latest step."""
+        """Wait until the latest step has updated this rank's shards."""
         if self.on_read is not None:
             self.on_read(self.chunks)
 
     def begin_gathering(self) -> None:
-        """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gathers."""
+        """Allocate memory for the full parameters of a freed unit, and begin the all-gathers that fill it."""
         self._check("gathered", State.FREED)
         self.await_step()
         self.state = State.ARRIVING
         self.note("gather")
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
+            # Autograd has saved views of this buffer. It would reject them in backward if their version increased.
             with without_new_version(chunk.flat):
                 self._handles.append(all_gather(chunk.flat, self._share(chunk, chunk.flat), chunk.groups.gathers))
 
     def _share(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a chunk in memory: what comes from a disk is read to its place among all parts."""
+        """Return this rank's shard of a chunk in memory. A shard on disk is read to its position in `flat`."""
         if self.shards is None or not self.shards.has(chunk):
             return chunk.own
         share = chunk.share_in(flat)
@@ -134,19 +136,20 @@ class Unit:
         return share
 
     def expect(self) -> None:
-        """Begins to read this rank's parts, if they lie on a disk and the unit is freed: it is gathered next."""
+        """Prefetch this rank's shards from disk, if the unit is freed: it is gathered next."""
         if self.shards is not None and self.freed:
             self.shards.prefetch(self.chunks)
 
     def take_part(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Gives the other ranks this one's shares, which has no need of theirs. All-gathers.
+        """Join the all-gathers of the other ranks, and drop the result.
 
         Args:
-            meanwhile: Is called when that has begun, and before it is waited for.
+            meanwhile: Function that is called while the all-gathers are in flight. Default: does nothing.
         """
         self.await_step()
         handles = []
         for chunk in self.chunks:
+            # A buffer of its own: the caller still uses the gathered parameters in `chunk.flat`.
             unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
             handles.append(all_gather(unused, self._share(chunk, unused), chunk.groups.gathers))
         meanwhile()
@@ -154,7 +157,7 @@ class Unit:
             handle.wait()
 
     def wait(self) -> None:
-        """Waits until an all-gather under way has filled the memory."""
+        """Wait until the all-gathers in flight have filled the memory."""
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
@@ -162,14 +165,14 @@ class Unit:
             self.state = State.HIDDEN
 
     def gather(self) -> None:
-        """Makes parameters whole and shows them, whatever was before. All-gather over the group, if they are freed."""
+        """Show the full parameters, from any state. All-gathers over the group if the unit is freed."""
         if self.state is State.FREED:
             self.begin_gathering()
         self.wait()
         self.show()
 
     def show(self) -> None:
-        """The parameters of a gathered unit become whole."""
+        """Let the parameters of a gathered unit show their full values."""
         if self.state is State.SHOWN:
             return
         self._check("shown", State.HIDDEN)
@@ -178,7 +181,7 @@ class Unit:
             chunk.show_whole()
 
     def hide(self) -> None:
-        """The parameters show this rank's part; a pass that needs them whole shows them, or gathers them again."""
+        """Let the parameters show this rank's shard, while the full parameters stay in memory."""
         if self.state is not State.SHOWN:
             return
         self.state = State.HIDDEN
@@ -186,7 +189,8 @@ class Unit:
             chunk.show_share()
 
     def free(self) -> None:
-        """Gives back the memory of whole parameters."""
+        """Free the memory of the full parameters."""
+        # An all-gather in flight would write into freed memory.
         self.wait()
         self.hide()
         if self.state is not State.FREED:
@@ -196,10 +200,11 @@ class Unit:
             chunk.resize_(0)
 
     def write_back(self) -> None:
-        """This rank's part becomes what was written to whole parameters."""
+        """Copy this rank's slice of the full parameters into its shard, so that writes of the caller are kept."""
         self._check("written back", State.HIDDEN, State.SHOWN)
         for chunk in self.chunks:
             low, high = chunk.share
             part = chunk.flat[low:high]
+            # Even an equal copy changes the version of a shard on disk, which discards its prefetch.
             if self.shards is None or not self.shards.has(chunk) or not torch.equal(chunk.own, part):
                 chunk.own.copy_(part)

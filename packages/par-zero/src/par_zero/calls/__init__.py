@@ -1,6 +1,5 @@
-"""When modules are called, and what a backward pass has therefore left behind.
+"""The record of module calls, from which follows for which modules backward has finished.
 
-`outputs` finds the tensors whose gradients tell where the backward of a call begins, `record` knows the calls, and
-`closer` has a chunk reduced when backward is done with all modules that have its parameters. Stage 3 gathers by the
-same record.
+Hooks of `watch.outputs` report when a call begins, ends, and begins its backward. `record` stores the calls. `closer`
+closes a chunk for reduction when backward has finished for all modules of its parameters. Stage 3 uses the same record.
 """

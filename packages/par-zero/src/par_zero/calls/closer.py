@@ -1,17 +1,19 @@
-"""Stages 0 to 2, where not all ranks share all chunks: when a chunk is reduced, in one order on all ranks.
+"""The order of reductions at stages 0 to 2 if not all ranks shard all chunks: one order on all ranks.
 
-backward   the gradient of a section's output is there -> what was called behind it is left behind, see `Calls`
-                                                       -> so is, by turns, what this rank did not call
-                                                       -> chunks are reduced all of whose sections are left behind
-           the pass is over                            -> the rest, and all as long as no order is agreed on
+1. In backward, the gradient of a section's output arrives. Backward has then finished for all sections that were called
+   after this one, see `Calls`.
+2. Sections that this rank did not call count as finished at their position in the agreed order.
+3. A chunk is reduced when backward has finished for all of its sections.
+4. When the pass ends, all other chunks are reduced. Without an agreed order, all chunks are reduced then.
 
-Backward itself exchanges with other ranks there, such as gradients of rows between experts, and data may decide on each
-rank which parameters get gradients. A chunk that is reduced as soon as it is complete is so before an exchange on one
-rank, and behind it on another: with room for one communicator at a time both would stop for good. Which exchanges lie
-behind a rank it knows by the sections that it has left behind, and so do all ranks alike.
+In such a model, backward itself communicates with other ranks, such as for the gradients of tokens that were routed to
+experts, and data may decide on each rank which parameters receive gradients. If each rank reduced a chunk as soon as
+its gradients were complete, one rank would reduce it before such an exchange, and another rank after the exchange. Both
+would hang if a device runs one communicator at a time. The finished sections tell each rank which exchanges it has
+completed, in the same way on all ranks.
 
-A rank that does not call a section cannot know when others leave it behind. Its turn comes behind that of all sections
-which others have left behind before, in the order of an earlier pass that all ranks have agreed on.
+A rank that does not call a section cannot see when backward finishes for it on the other ranks. The section therefore
+counts as finished after all sections that come before it in the agreed order, which an earlier pass has defined.
 """
 
 from collections.abc import Sequence
@@ -30,13 +32,13 @@ from .record import Call, Calls
 
 
 class Closer:
-    """Tells the reducer which chunks a backward pass has left behind.
+    """The object that closes chunks in the reducer when backward has finished for their sections.
 
     Args:
-        root: The sharded module. What it has itself, or several of its sections have, is used by anybody, at any time,
-            and closed at the end of a pass alone.
-        chunks: The trained chunks.
-        reducer: Reduces them.
+        root: Sharded module. Any code may use parameters of the root itself, or of several sections, at any time, so
+            their chunks are closed only at the end of a pass.
+        chunks: Trained chunks.
+        reducer: Reducer of the chunks.
     """
 
     def __init__(self, root: nn.Module, chunks: Sequence[Chunk], reducer: Reducer) -> None:
@@ -44,16 +46,16 @@ class Closer:
         owner = owners(root, [[module] for module in modules])
         self._chunks, self._reducer, self._calls = chunks, reducer, Calls(len(modules))
         self._owners = [{owner[member.parameter] for member in chunk.members} for chunk in chunks]
-        # The root is never left behind, and so stays last of all orders.
+        # Backward never finishes for the root within a pass, so the root stays last in every order.
         self._order = LearnedOrder(reversed(range(len(modules))))
         self._arranged_by: list[int] = []
-        self._place: dict[int, int] = {}  # of each section in the order
-        self._places: list[tuple[int, Chunk]] = []  # of the last of its sections in the order, for each chunk in turn
+        self._place: dict[int, int] = {}  # position of each section in the order
+        self._places: list[tuple[int, Chunk]] = []  # chunks, with the position of the last of their sections, ascending
         self._in_backward = False
-        self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
-        self._left: set[int] = set()  # the sections that the pass under way has left behind
-        self._passed = 0  # how many sections of the order are left behind, and all before them
-        self._closed = 0  # how many chunks are closed
+        self._graphed = False  # whether the current pass creates a graph, for a gradient of a gradient
+        self._left: set[int] = set()  # sections for which the current pass has finished
+        self._passed = 0  # length of the prefix of the order for which the pass has finished
+        self._closed = 0  # number of closed chunks
         reducer.learn_first(self._order)
         reducer.hooks.at_end.append(self._end_pass)
         self._arrange()
@@ -61,16 +63,16 @@ class Closer:
             hook_(module, self._enter, partial(self._leave, number))
 
     def forget(self) -> None:
-        """A step has ended, or a pass has failed: no backward pass goes through what was called before."""
+        """Forget all calls, because a step has ended or a pass has failed. No backward goes through them any more."""
         self._calls.forget()
         self._end_pass()
 
     def _enter(self, *_: Any) -> None:
-        """A section begins."""
+        """Record that a section begins."""
         self._calls.begin()
 
     def _leave(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """A section ends, and the gradient of what it returns begins its backward."""
+        """Record that a section ends, and hook the gradient of its output, with which its backward begins."""
         tensors = computed(output) if torch.is_grad_enabled() else []
         calls = self._calls
         call = calls.repeat([number]) if self._in_backward else calls.end([number], has_graph=bool(tensors))
@@ -78,18 +80,21 @@ class Closer:
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, call), mode="any")
 
     def _before_backward(self, call: Call, _: torch.Tensor) -> None:
-        """The gradient of an output is there, so backward is done with what was called after that."""
+        """Close chunks, because the gradient of an output has arrived: later calls have finished their backward."""
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self._reducer.start()
         left = [number for number in self._calls.left_behind(call) if number]
         self._left.update(left)
+        # Before an order is agreed, this rank cannot place the sections that it did not call, so nothing is closed.
         if self._order.is_agreed:
             left = sorted([*left, *self._pass_uncalled()], key=self._place.__getitem__)
             self._close()
         self._order.observed += left
 
     def _pass_uncalled(self) -> list[int]:
-        """Goes on in the order, and finds the sections that this rank has not called and whose turn has come."""
+        """Advance in the order, and return the uncalled sections that count as finished now."""
+        # Until backward reaches the first call of a section, it may still reach any section, see `Calls.returned`. The
+        # root (0) is closed at the end of the pass.
         uncalled = {*self._calls.uncalled} - {0} - self._left if self._calls.returned else set()
         found = []
         order = self._order.numbers
@@ -101,10 +106,12 @@ class Closer:
         return found
 
     def _close(self) -> None:
-        """Has chunks reduced in turn, unless a parameter that was read outside of its section still waits."""
+        """Close the chunks of finished sections in order, and begin their reductions."""
         first = self._closed
         while self._closed < len(self._places):
             place, chunk = self._places[self._closed]
+            # A parameter that was read outside of its section may still receive a gradient. The chunks behind it wait,
+            # too, because all ranks close chunks in one order.
             if place >= self._passed or self._reducer.awaits(chunk):
                 break
             self._closed += 1
@@ -112,7 +119,8 @@ class Closer:
         self._reducer.begin()
 
     def _arrange(self) -> None:
-        """Puts the chunks in the order in which all their sections are left behind."""
+        """Sort the chunks by the position of their last section in the order."""
+        # The identity of the list: a learned order is a new list, and most passes learn none.
         if self._arranged_by is not self._order.numbers:
             self._arranged_by = self._order.numbers
             self._place = {number: place for place, number in enumerate(self._order.numbers)}

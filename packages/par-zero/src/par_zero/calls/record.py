@@ -1,4 +1,4 @@
-"""When units were called, from which follows what a backward pass has left behind. Pure arithmetic."""
+"""The calls of units, from which follows for which units backward has finished. Pure arithmetic."""
 
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
@@ -7,14 +7,14 @@ import torch
 
 
 class Call:
-    """A call of modules of a unit, or of several units.
+    """A call of a module of one or several units.
 
     Args:
-        began: When it began, by a clock that ticks when a call begins or ends.
-        ended: When it ended.
+        began: Tick at which the call began. The clock ticks when a call begins or ends.
+        ended: Tick at which the call ended.
 
     Attributes:
-        is_past: Whether a backward pass that has ended went through it.
+        is_past: Whether a backward pass that has ended went through this call.
     """
 
     def __init__(self, began: int, ended: int) -> None:
@@ -23,51 +23,56 @@ class Call:
 
 
 class Calls:
-    """When units were called, from which follows which of them a backward pass has left behind.
+    """The calls of units, from which follows for which units a backward pass has finished.
 
-    Autograd runs backward what ran last forward. So when it comes to what a call has returned, it is done with all that
-    was called after that: with a unit, when all calls of it began later. A call is known as long as there is a graph of
-    it, as any backward pass may go through that. One that a pass went through counts only for units that have no other:
-    its graph may be there for no better reason than that somebody keeps the loss.
+    Autograd runs calls backward in the reverse order of forward. When it reaches the output of a call, it has finished
+    all calls that began after the end of that call. It has finished a unit when it has finished all calls of the unit.
+
+    A call is recorded as long as its graph exists, because any backward pass may go through the graph. If a pass that
+    has ended went through a call, the call counts only for units without a newer call: its graph may exist only because
+    the caller keeps the loss.
 
     Args:
         count: Number of units.
 
     Attributes:
-        uncalled: The units that were not called when the backward pass under way began.
-        returned: Whether that pass has come to the first call of any unit but the root. Before, all that it goes
-            through was called once more, as in the second of two forwards: it may come to any unit again, also to one
-            that this rank has not called and others have.
+        uncalled: Numbers of the units without a call when the current backward pass began.
+        returned: Whether the current pass has reached the first call of any unit except the root. Until then the pass
+            may reach every unit again, because it may go through the second of two forwards. This includes a unit that
+            only other ranks have called.
     """
 
     def __init__(self, count: int) -> None:
         self._clock = 0
-        self._under_way: list[tuple[int, bool]] = []  # when calls under way began, and whether gradients were wanted
+        self._under_way: list[tuple[int, bool]] = []  # begin of each open call, and whether it records gradients
+        # Weak references: the hooks on a call's outputs hold the call, so it disappears with its graph.
         self._known: list[WeakSet[Call]] = [WeakSet() for _ in range(count)]
-        self._kept: list[list[Call]] = [[] for _ in range(count)]  # those without a graph that may get one in backward
-        self._repeated: list[list[Call]] = [[] for _ in range(count)]  # of these, what this pass has called again
-        self._ahead: list[tuple[int, int]] | None = None  # beginnings of the units that this pass comes to, ascending
-        self._first: set[int] = set()  # when units began for the first time, but for the root
-        self._come: list[Call] = []  # what this pass has come to
-        self._graphed: list[Call] = []  # what passes that made a graph have come to
+        # Calls without a graph have no hook that holds them. Activation checkpointing recomputes them in backward.
+        self._kept: list[list[Call]] = [[] for _ in range(count)]
+        self._repeated: list[list[Call]] = [[] for _ in range(count)]  # the kept calls that this pass has recomputed
+        self._ahead: list[tuple[int, int]] | None = None  # first begin and number of the units ahead, ascending
+        self._first: set[int] = set()  # first begin of each unit, except the root
+        self._come: list[Call] = []  # calls that this pass has reached
+        self._graphed: list[Call] = []  # calls that passes with `create_graph` have reached
         self.uncalled: list[int] = []
         self.returned = False
 
     def begin(self) -> None:
-        """A module begins."""
+        """Record that a module begins."""
         self._clock += 1
         self._under_way.append((self._clock, torch.is_grad_enabled()))
 
     def end(self, units: Sequence[int], *, has_graph: bool) -> Call:
-        """The module ends that began last, which is of some units.
+        """Record that the latest open module ends, and return its call.
 
         Args:
-            units: Their numbers.
-            has_graph: Whether the graph tells when its backward begins, and holds what is returned here.
+            units: Numbers of the module's units.
+            has_graph: Whether hooks on the graph report the backward of the call, and hold the returned object.
         """
         began = self._under_way.pop()[0] if self._under_way else self._clock
         self._clock += 1
         call = Call(began, self._clock)
+        # Under checkpointing the inner call records no gradients, but an outer call does: backward will recompute it.
         is_expected = torch.is_grad_enabled() or any(wanted for _, wanted in self._under_way)
         for number in units if is_expected else ():
             self._known[number].add(call)
@@ -76,22 +81,23 @@ class Calls:
         return call
 
     def end_within(self) -> None:
-        """The module ends that began last, within a call of its unit that goes on."""
+        """Record that the latest open module ends, within a call of its unit that continues."""
         if self._under_way:
             self._under_way.pop()
         self._clock += 1
 
     def repeat(self, units: Sequence[int]) -> Call:
-        """The module ends that began last, in a backward pass, which needs again what was computed in forward.
+        """Record that the latest open module ends, which backward has recomputed.
 
         Args:
-            units: The numbers of its units.
+            units: Numbers of the module's units.
 
         Returns:
-            The call in forward that had no graph, which is the latest that was not repeated yet.
+            The call in forward that is recomputed: the latest call without a graph that was not recomputed yet.
         """
         call = self.end([], has_graph=True)
         for number in units:
+            # Backward recomputes calls in the reverse order of forward, so the last one that is left is the match.
             left = self._kept[number][: len(self._kept[number]) - len(self._repeated[number])]
             if left:
                 call = left[-1]
@@ -99,7 +105,12 @@ class Calls:
         return call
 
     def left_behind(self, call: Call) -> list[int]:
-        """The units that a backward pass has left behind since it was asked before, now that it comes to a call."""
+        """Return the numbers of the units that backward has finished since the last call of this method.
+
+        Args:
+            call: Call whose output backward has reached.
+        """
+        # Computed once per pass: calls within backward are recomputations, and add no unit.
         if self._ahead is None:
             first = [(_first(calls).began, number) for number, calls in enumerate(self._known) if calls]
             self._ahead = sorted(first)
@@ -113,17 +124,18 @@ class Calls:
         return left
 
     def end_pass(self, *, graphed: bool = False) -> None:
-        """A backward pass has ended.
+        """End the current backward pass.
 
         Args:
-            graphed: Whether it made a graph, as for a gradient penalty. A later pass goes through that, and from there
-                through the same calls once more.
+            graphed: Whether the pass created a graph, such as for a gradient penalty. A later pass goes through this
+                graph, and from there through the same calls again. Default: False.
         """
         for number, repeated in enumerate(self._repeated):
             if repeated:
                 del self._kept[number][len(self._kept[number]) - len(repeated) :]
                 repeated.clear()
-        if graphed:  # what knows of these calls may go with their outputs, while the new graph leads into their midst
+        # The outputs that hold these calls may be deleted, while the new graph still leads into the calls.
+        if graphed:
             self._graphed += self._come
         else:
             for call in self._come:
@@ -133,8 +145,8 @@ class Calls:
         self.uncalled, self.returned = [], False
 
     def forget(self) -> None:
-        """No backward pass goes through what was called before."""
-        self._under_way.clear()  # what has failed there may never have ended
+        """Forget all calls, because no backward pass goes through them any more."""
+        self._under_way.clear()  # a call that raised may never have ended
         self._graphed.clear()
         for known, kept in zip(self._known, self._kept, strict=True):
             known.clear()
@@ -143,5 +155,5 @@ class Calls:
 
 
 def _first(calls: Iterable[Call]) -> Call:
-    """The call of a unit that a backward pass comes to last."""
+    """Return the call of a unit that a backward pass reaches last."""
     return min(calls, key=lambda call: (call.is_past, call.began))
