@@ -1,4 +1,4 @@
-"""Which optimizers par-zero knows, and what each of them looks at when it updates an element.
+"""Known optimizers, and the tensors that each of them reads when it updates an element.
 
-`classes` is a table of names. `scope` looks a class up in it.
+`classes` is a table of class names. `scope` looks up a class in it.
 """

@@ -79,7 +79,7 @@ KNOWN: Mapping[str, Mapping[UpdateScope, str]] = {
     "torchao.optim": {UpdateScope.TENSOR: "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW"},
     "transformers.optimization": {UpdateScope.ELEMENT: "AdamW", UpdateScope.TENSOR: "Adafactor"},
 }
-"""By package, and by scope, the names of classes."""
+"""Names of classes by package and update scope."""
 
 WIDER: Mapping[str, Mapping[str, UpdateScope]] = {
     "pytorch_optimizer": {
@@ -91,4 +91,4 @@ WIDER: Mapping[str, Mapping[str, UpdateScope]] = {
     },
     "timm.optim": {"caution": UpdateScope.TENSOR},
 }
-"""By package, settings of a param group with which a class looks at more than its own scope says, if they are set."""
+"""Settings of a param group that widen the scope of a class when they are set, by package."""

@@ -43,17 +43,19 @@ def update_scope_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateSco
 
 
 def _changes_step(below: type, listed: type) -> bool:
-    """Whether a subclass defines something that a step of its listed class may call."""
+    """Return whether a subclass defines a name that a step of its listed class may call."""
     names = {name for name in vars(below) if hasattr(listed, name) or name in {"train", "eval"}} - _NOT_IN_A_STEP
     step: Any = getattr(listed, "step", None)
     if "step" in names and inspect.unwrap(below.__dict__["step"]) is inspect.unwrap(step):
-        names.remove("step")  # torch puts a wrapper with hooks into the class of the first optimizer that is made
+        # torch puts a wrapper with hooks into the class of the first optimizer that is made.
+        names.remove("step")
     return bool(names)
 
 
 def _listed(kind: type) -> tuple[str, UpdateScope]:
-    """The package under which a class is listed, and its scope."""
+    """Return the package under which a class is listed, and its scope."""
     module = kind.__module__
+    # The longest listed name wins: `lion_pytorch.cautious_lion` has another scope than `lion_pytorch`.
     while module:
         for scope, names in KNOWN.get(module, {}).items():
             if kind.__qualname__ in names.split():
@@ -63,15 +65,16 @@ def _listed(kind: type) -> tuple[str, UpdateScope]:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Whether a function that is not the class's was put in the place of this optimizer's `step`.
+    """Return whether a function of another origin replaced this optimizer's `step`.
 
-    An lr scheduler and torch.compile put one there too, which wraps the class's.
+    An lr scheduler and torch.compile replace `step`, too, but with wrappers of the class's own function.
     """
     replaced = vars(optimizer).get("step")
     if replaced is None:
         return False
     steps = {inspect.unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
     seen: set[int] = set()
+    # Wrappers can refer to each other in a circle, which `seen` ends.
     while replaced is not None and id(replaced) not in seen:
         if replaced in steps:
             return False

@@ -1,8 +1,8 @@
-"""How parameters, gradients and what the optimizer holds lie in flat buffers, called chunks.
+"""Flat buffers, called chunks, of parameters, their gradients and the optimizer's tensors.
 
-`units` says which parameters belong together, `sharers` who shares them, `packing` where each lies in a buffer (pure
-arithmetic), `build` makes the chunks, and `records` writes on every tensor what it holds; `sizes` counts chunks before
-any is made. A step works with a `chunk`, whose memory for gradients comes out of `buffers`; `packed` notices parameters
-that were replaced. `fill` makes real what was on the meta device, and `unwritten` notices what has no values yet.
-Nothing here takes part in a collective.
+`units` groups parameters by module, `sharers` holds their data-parallel groups, `packing` computes positions in a
+buffer, `build` makes the chunks, and `records` attaches sharding metadata to every tensor. `sizes` predicts the chunks
+before any exists. A step uses a `chunk`, whose gradient memory `buffers` lends. `packed` detects replaced parameters,
+`fill` materializes tensors of the meta device, and `unwritten` detects tensors without values. Only `alike` and
+`records` communicate, once, while `shard` runs.
 """

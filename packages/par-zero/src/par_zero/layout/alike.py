@@ -1,7 +1,7 @@
-"""Frozen parameters and buffers, which are in no chunk, become the first rank's on all ranks that share them.
+"""Broadcast of frozen parameters and buffers, which are in no chunk, from the first rank to all ranks of its group.
 
-A rank draws them as it makes the model, such as random features or a frozen head. The ranks would train different
-functions if each kept its own.
+A rank draws such values when it makes the model: random features or a frozen head, for example. The ranks would train
+different functions if each rank kept its own values.
 """
 
 import hashlib
@@ -17,22 +17,25 @@ from .build import shares_of
 from .sharers import DataParallelGroup
 
 _BUCKET = 1 << 25
-"""Bytes that are broadcast as one, for which there are two copies at a time."""
+"""Bytes per broadcast. Two copies of them exist at a time: this rank's values and the received ones."""
 
 
 def make_rest_alike_(
     module: nn.Module, packed: Set[nn.Parameter], shares: Sequence[DataParallelGroup], device: torch.device
 ) -> None:
-    """Gives all ranks of each share the first one's values of what is not packed. Collective.
+    """Overwrite tensors that are not packed with the first rank's values, in each data-parallel group. Collective.
 
-    What has another shape or dtype on one of the ranks stays each rank's own. So do parameters that no share has on all
-    of its ranks, and, where there are several shares, all buffers: no record says whose they are.
+    Three kinds of tensors keep each rank's own values:
+
+    - tensors whose shape or dtype differs between the ranks of a group
+    - parameters that no group replicates on all of its ranks
+    - all buffers if there are several groups, because no sharding metadata assigns a buffer to a group
 
     Args:
-        module: The module.
-        packed: Its parameters that are packed, and so made alike already.
-        shares: Who shares what.
-        device: Where the ranks communicate.
+        module: Module.
+        packed: Parameters that are packed in chunks, whose values are equal on all ranks already.
+        shares: Data-parallel groups.
+        device: Device of the communication.
     """
     rest: list[dict[str, torch.Tensor]] = [{} for _ in shares]
     for name, parameter in module.named_parameters():
@@ -47,15 +50,16 @@ def make_rest_alike_(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its bytes: no tensor subclass, which may have more, sparse or abstract one."""
+    """Return whether a tensor is dense, real and of no subclass, which may have more data than its bytes."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and not (
         tensor.is_meta or tensor.is_sparse or tensor.is_quantized
     )
 
 
 def _in_common(tensors: dict[str, torch.Tensor], share: DataParallelGroup) -> list[str]:
-    """The names under which all ranks of a share have tensors of the same shape and dtype, in one order."""
+    """Return the sorted names of tensors whose shape and dtype are equal on all ranks of a group. Collective."""
     mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(tensors.items())]
+    # The ranks compare 16 bytes first: the lists of a large model are long, and they almost always are equal.
     digests = agree(None, hashlib.blake2b(repr(mine).encode(), digest_size=16).digest(), *share.groups)
     if len(set(digests.values())) > 1:
         every = agree(None, mine, *share.groups).values()
@@ -65,7 +69,7 @@ def _in_common(tensors: dict[str, torch.Tensor], share: DataParallelGroup) -> li
 
 
 def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, device: torch.device) -> None:
-    """Broadcasts tensors over the groups of a share, and writes those that differ."""
+    """Broadcast tensors over a data-parallel group, and overwrite the tensors that differ. Collective."""
     bucket: list[torch.Tensor] = []
     for number, tensor in enumerate(tensors):
         bucket.append(tensor)
@@ -78,6 +82,8 @@ def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, devi
                 dist.broadcast(first, group=group, group_src=0)
         sizes = [each.nbytes for each in bucket]
         for each, before, after in zip(bucket, own.split(sizes), first.split(sizes), strict=True):
+            # An equal tensor is not written: a write would change its version, which fails backward passes that saved
+            # the tensor.
             if not torch.equal(before, after):
                 values = after.clone().view(each.dtype).view(each.shape)
                 if 0 in each.stride() and each.numel() > 1:  # expanded: several of its elements share memory

@@ -1,4 +1,4 @@
-"""Memory that one chunk after the other uses."""
+"""Pool of flat buffers that chunks borrow one after the other."""
 
 from collections.abc import Sequence
 
@@ -30,10 +30,10 @@ def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = 
 
 
 class Buffers:
-    """Flat buffers to lend. Fresh memory costs a page fault every 4 KiB, on CPUs up to a tenth of a step.
+    """Pool of flat buffers. Newly allocated memory costs a page fault every 4 KiB, on CPUs up to a tenth of a step.
 
     Args:
-        meter: Counts their bytes, lent or free.
+        meter: Meter that counts the bytes of all buffers, lent or free.
     """
 
     def __init__(self, meter: Meter | None = None) -> None:
@@ -42,30 +42,31 @@ class Buffers:
 
     @property
     def free(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that nobody has borrowed."""
+        """Buffers that are not lent."""
         return tuple(self._free)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each of them."""
+        """Bytes of each free buffer."""
         return tuple(buffer.untyped_storage().nbytes() for buffer in self._free)
 
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lends the smallest free buffer that has room; without one, makes a new one.
+        """Take the smallest free buffer that is large enough, or else make one.
 
         Args:
             count: Number of elements.
             dtype: Dtype of the elements.
-            device: Device on which the buffer lies.
+            device: Device of the buffer.
 
         Returns:
-            (count) elements, in which there is something left from before.
+            (count) elements with arbitrary values.
         """
         size = count * dtype.itemsize
         free = sorted((buffer for buffer in self._free if buffer.device == device), key=torch.Tensor.numel)
         chosen = next((buffer for buffer in free if buffer.numel() >= size), None)
         if chosen is None:
-            self._drop(free[:1])  # it is replaced, so there are never more than were lent at one time
+            # The new buffer replaces a smaller one, so that the pool never has more buffers than were lent at one time.
+            self._drop(free[:1])
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
             self._meter.add(BUFFERS, size)
         else:
@@ -73,19 +74,20 @@ class Buffers:
         return chosen[:size].view(dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Takes back a buffer that nobody uses any more."""
+        """Take back a buffer that no code uses any more."""
         storage = buffer.untyped_storage()
+        # The caller's view has an element count and a dtype of its own. The pool needs the full storage as bytes.
         self._free.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage))
 
     def keep(self, count: int) -> bool:
-        """Gives the memory of free buffers back, but for that many, the largest. Whether there were more."""
+        """Free the memory of all free buffers but the `count` largest. Return whether the pool had more."""
         more = len(self._free) > count
         if more:
             self._drop(sorted(self._free, key=torch.Tensor.numel)[:-count])
         return more
 
     def _drop(self, buffers: list[torch.Tensor]) -> None:
-        """Gives the memory of free buffers back."""
+        """Free the memory of free buffers."""
         self._forget(buffers)
         self._meter.add(BUFFERS, -sum(buffer.untyped_storage().nbytes() for buffer in buffers))
 

@@ -1,4 +1,4 @@
-"""Chunks out of a module's parameters: first what goes into which, then one chunk after the other is packed."""
+"""Chunks made from a module's parameters: first a plan assigns parameters to chunks, then each chunk is packed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,20 +28,22 @@ def members_of(
     tensor: Sequence[int] = (),
     param_dtype: torch.dtype | None = None,
 ) -> list[Member]:
-    """The parameters that are packed.
+    """Return the parameters that are packed in chunks.
 
-    They are those of the optimizers; without one, those that want gradients; where parameters are sharded, all.
+    At stage 3 these are all parameters. Below stage 3 they are the parameters of the optimizers, or, without an
+    optimizer, all parameters that require gradients.
 
     Args:
-        module: The module.
-        groups: The param groups of all its optimizers.
-        stage: The ZeRO stage.
-        shares: Who shares what. Empty: all parameters belong to one share.
-        tensor: The ranks that may have other parts of a parameter.
-        param_dtype: Dtype of the parameters that the module computes with. None: their own dtype.
+        module: Module.
+        groups: Param groups of all optimizers of the module.
+        stage: ZeRO stage.
+        shares: Data-parallel groups. Empty: all parameters belong to one group.
+        tensor: Ranks that may hold other shards of a parameter.
+        param_dtype: Dtype in which the module computes with its parameters. None: the dtype of each parameter.
 
     Raises:
-        ValueError: A parameter belongs to no share, or is to be put together and does not belong to the first.
+        ValueError: A parameter belongs to no data-parallel group, or must be assembled and does not belong to the
+            first.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -75,10 +77,13 @@ def members_of(
 
 
 def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[DataParallelGroup], *, assembled: bool) -> int:
-    """The number of the share that a parameter belongs to: that which names it, or else the first by its record.
+    """Return the index of the data-parallel group of a parameter: the group that lists it, or the first that fits.
+
+    A group fits if all its ranks hold a replica by the parameter's sharding metadata.
 
     Raises:
-        ValueError: Not all of those who would share it have copies, or it is to be put together beside the first share.
+        ValueError: Some ranks of the group hold no replica, or the parameter must be assembled in another group than
+            the first.
     """
     record, naming = own_record(parameter), _naming(parameter, shares)
     if record is None and not naming:
@@ -111,9 +116,10 @@ def _naming(parameter: nn.Parameter, shares: Sequence[DataParallelGroup]) -> lis
 
 
 def shares_of(parameter: nn.Parameter, shares: Sequence[DataParallelGroup]) -> list[int]:
-    """The numbers of the shares that have a parameter on all of their ranks; it belongs to the first of them, if any.
+    """Return the indices of the data-parallel groups whose ranks all hold a replica of a parameter.
 
-    Without a record, it is on all ranks of the first share, unless another one names it.
+    The parameter belongs to the first of these groups, if there is one. A parameter without sharding metadata belongs
+    to the first group, unless another group lists it.
     """
     record, naming = own_record(parameter), _naming(parameter, shares)
     if record is None:
@@ -124,9 +130,9 @@ def shares_of(parameter: nn.Parameter, shares: Sequence[DataParallelGroup]) -> l
 
 
 def _is_of_one_device(record: Sharding) -> bool:
-    """Whether a record is of a layer that was made for one device: the whole tensor, and no rank but this has it.
+    """Return whether sharding metadata describes a full tensor that only this rank holds.
 
-    Such a record does not know the ranks on which copies of the model were made.
+    A layer that was made for one device has such metadata, which cannot list the ranks of later replicas of the model.
     """
     mine = {dist.get_rank()}
     return record.local_numel == record.numel and all(set(box.copies) == mine for box in record.boxes)
@@ -134,15 +140,15 @@ def _is_of_one_device(record: Sharding) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChunkPlan:
-    """A chunk that has no memory yet.
+    """Chunk that has no memory yet.
 
     Args:
-        members: The parameters, which have memory of their own.
-        place: Where they belong.
-        layout: Where they will lie in the chunk.
-        most: Elements of the chunk on the rank that has the largest there, as of experts some may have more: all ranks
-            decide alike by these.
-        most_kept: Elements that a rank keeps of it where parameters are sharded, on the rank that keeps most.
+        members: Parameters, which still have memory of their own.
+        place: FSDP unit and called modules of the parameters.
+        layout: Positions of the parameters in the chunk.
+        most: Number of elements of the chunk on the rank with the largest. Ranks may hold different numbers of experts,
+            so decisions that must be equal on all ranks use this number.
+        most_kept: Number of elements of the largest shard that any rank keeps at stage 3.
     """
 
     members: tuple[Member, ...]
@@ -153,21 +159,21 @@ class ChunkPlan:
 
     @property
     def share(self) -> int:
-        """Number of the share that its parameters belong to, all of them."""
+        """Index of the data-parallel group of all parameters."""
         return self.members[0].share
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters, as the optimizer steps them."""
+        """Dtype in which the optimizer steps the parameters."""
         return self.members[0].parameter.dtype
 
     @property
     def kept(self) -> bool:
-        """Whether the module computes with its parameters in their own dtype, whatever `param_dtype` is."""
+        """Whether the module computes with the parameters in their own dtype, regardless of `param_dtype`."""
         return self.members[0].kept
 
     def dtype_in_use(self, options: ShardOptions) -> torch.dtype:
-        """Dtype of the parameters as the module uses them; complex ones keep theirs, and their gradients too."""
+        """Return the dtype in which the module uses the parameters. Complex parameters keep their own dtype."""
         wanted = options.precision.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point and not self.kept else self.dtype
 
@@ -182,22 +188,22 @@ def plan_chunks(
     *,
     tensor: int = 1,
 ) -> list[ChunkPlan]:
-    """Deals parameters out to chunks, the last first: their gradients come first.
+    """Assign parameters to chunks, from the last parameter to the first, because the last gradients arrive first.
 
-    A chunk holds parameters of one share, place, dtype and device that are trained, by one optimizer, or that are not,
-    and that the module computes with in one dtype.
-    What ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike
-    there. All chunks have one order, whoever shares them.
+    The parameters of a chunk have the same data-parallel group, unit, dtype, device and dtype of computation. Either
+    one optimizer has all of them, or none is trained. A parameter that ranks of other axes replicate is packed
+    separately from the parameters that they shard. All of these ranks then shard the replica at the same positions. The chunks of all data-parallel groups have one common order.
 
     Args:
-        members: The parameters.
-        place_of: Where each parameter belongs; at stage 3 a unit's parameters of one kind are one chunk.
-        records: The parameters' records, before they are cut.
-        stage: The ZeRO stage: of what a rank keeps its share alone.
-        ranks: Number of ranks that each share has.
-        options: The size of a chunk; one of parameters that stay whole is larger, if there are few large ones for the
-            ranks.
-        tensor: Number of ranks that have parts of what is assembled; all of them make the same plan for it.
+        members: Parameters.
+        place_of: FSDP unit and called modules of each parameter. At stage 3 the parameters of one kind in a unit form
+            one chunk.
+        records: Sharding metadata of the parameters before `shard` shards them.
+        stage: ZeRO stage.
+        ranks: Number of ranks of each data-parallel group.
+        options: Options with the size of a chunk. A chunk of full parameters for an atomic optimizer is larger if it
+            would hold too few large parameters for the number of ranks.
+        tensor: Number of ranks that hold the shards of assembled parameters. All of them make the same plan for these.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
@@ -206,6 +212,8 @@ def plan_chunks(
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
         stepped = (trained, member.owner, member.atomic, member.assembled, member.kept)
         where = (member.share, place_of[parameter], parameter.dtype, parameter.device)
+        # Tensor-parallel ranks hold different shards of an assembled parameter, so their metadata must not separate
+        # what they assign identically.
         kind = (*where, *stepped, None if member.assembled else copies)
         kinds.setdefault(kind, []).append(member)
 
@@ -217,9 +225,10 @@ def plan_chunks(
         return PackedItem(numel=member.shape.numel(), group=member.group, weight=weight)
 
     def wastes(part: Sequence[Member]) -> bool:
-        """Whether whole parameters are dealt out to the ranks so unevenly that a quarter of the chunk is padding."""
+        """Return whether full parameters fill the ranks so unevenly that a quarter of the chunk is padding."""
         if not part[0].atomic:
             return False
+        # Full sizes are equal on all tensor-parallel ranks, so all of them make the same buckets.
         items = [PackedItem(numel=records[member.parameter].numel, group=0) for member in part]
         layout = pack_atomic(items, ranks[part[0].share])
         return layout.padding > layout.size / 4
@@ -234,7 +243,8 @@ def plan_chunks(
         )
     ]
     plans = []
-    # Elements of each rank so far. What is assembled counts by itself, as tensor ranks deal it out alike.
+    # Elements of each rank so far. Assembled parameters have counts of their own, because tensor-parallel ranks must
+    # assign them identically, and the other parameters of these ranks may differ.
     dealt = {(share, each): [0] * count for share, count in enumerate(ranks) for each in (False, True)}
     for part in parts:
         items = [item(member) for member in part]
@@ -259,13 +269,13 @@ def _buckets(
     numel: Callable[[Member], int],
     wastes: Callable[[Sequence[Member]], bool],
 ) -> list[list[Member]]:
-    """Neighbours together, until they have that many bytes, and more where a chunk of them would waste memory.
+    """Join neighbours until they have `limit` bytes, and more if a chunk of them would waste memory.
 
     Args:
-        members: The parameters.
-        limit: Number of bytes.
-        numel: Gives the number of a parameter's elements.
-        wastes: Says whether a chunk of some parameters would be padded for the most part.
+        members: Parameters.
+        limit: Bytes per bucket.
+        numel: Function that returns the number of elements of a parameter.
+        wastes: Function that returns whether a chunk of some parameters would have too much padding.
     """
     buckets: list[list[Member]] = [[]]
     size = 0
@@ -275,6 +285,7 @@ def _buckets(
             size = 0
         buckets[-1].append(member)
         size += numel(member) * member.parameter.element_size()
+    # The last bucket cannot grow any more, so the bucket before takes its parameters.
     if len(buckets) > 1 and wastes(buckets[-1]):
         buckets[-2:] = [[*buckets[-2], *buckets[-1]]]
     return buckets
@@ -288,18 +299,18 @@ def pack_chunk_(
     device: torch.device | None,
     make_alike: Callable[[torch.Tensor], None],
 ) -> Chunk:
-    """Makes a chunk. Its parameters come to lie in it, and the memory that they had is given back.
+    """Make a chunk, move its parameters into it, and free the memory that they had.
 
-    Parameters on the meta device become real, with nothing but zeros in them. On the way there is memory for one whole
-    chunk beside that of its parameters.
+    Parameters on the meta device become real, filled with zeros. The peak memory is one full chunk in addition to the
+    parameters of the chunk.
 
     Args:
-        plan: What goes into the chunk.
-        groups: The ranks that share it.
-        stage: The ZeRO stage: of what a rank keeps its share alone.
-        options: Dtypes.
-        device: Where the chunk lies. None: where its parameters are.
-        make_alike: Gives the values of the whole buffer, of which each rank has its own, the first rank's.
+        plan: Plan of the chunk.
+        groups: Communicators of its data-parallel group.
+        stage: ZeRO stage.
+        options: Options with the dtypes.
+        device: Device of the chunk. None: the device of its parameters.
+        make_alike: Function that overwrites the full buffer with the first rank's values, on all ranks.
     """
     first = plan.members[0].parameter
     abstract = first.is_meta
@@ -311,7 +322,8 @@ def pack_chunk_(
                 make_real_(member.parameter, view)
             else:
                 view.copy_(member.parameter)
-                member.parameter.data = view  # so that its own memory is given back before there is more
+                # Each parameter frees its own memory here, before `Chunk` allocates more.
+                member.parameter.data = view
     if not abstract:
         make_alike(packed)
     dtype, real = plan.dtype_in_use(options), first.is_floating_point()

@@ -1,4 +1,4 @@
-"""A chunk: parameters that lie in one flat buffer, reduced and gathered as one."""
+"""Chunk: parameters in one flat buffer, which are reduced and gathered together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from .sharers import Groups
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """A parameter of a chunk.
+    """Parameter of a chunk.
 
     Args:
-        parameter: The module's parameter.
-        names: All its names in the module, of which a tied parameter has several.
-        group: Number of its param group among those of all optimizers; -1 where no optimizer has it.
-        owner: Number of its optimizer; -1 where none has it.
-        atomic: Whether its optimizer must see it as a whole.
-        assembled: Whether it is put together for that, from the parts that tensor ranks have, or from several boxes.
-        share: Number of the share that it belongs to: 0 for the ranks of `shard(group=...)`, then `others`.
-        shape: Shape of the parameter on this rank, before it is cut.
-        kept: Whether the module computes with it in its own dtype, whatever `param_dtype` is.
+        parameter: Parameter of the module.
+        names: All names of the parameter in the module. A tied parameter has several.
+        group: Number of its param group among those of all optimizers; -1 if no optimizer has it.
+        owner: Number of its optimizer; -1 if no optimizer has it.
+        atomic: Whether its optimizer needs the full tensor.
+        assembled: Whether the full tensor is assembled from the shards of tensor-parallel ranks or from several boxes.
+        share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
+        shape: Shape of the parameter on this rank before `shard` shards it.
+        kept: Whether the module computes with it in its own dtype, regardless of `param_dtype`.
     """
 
     parameter: nn.Parameter
@@ -46,14 +46,14 @@ class Member:
 
 @dataclass(eq=False, kw_only=True)
 class Slice:
-    """A tensor of the optimizer, and which elements of a chunk it holds.
+    """Tensor of the optimizer that holds some elements of a chunk.
 
     Args:
-        tensor: The optimizer's tensor, flat unless parameters are kept whole.
+        tensor: Tensor of the optimizer: flat, or in the parameter's shape if its optimizer is atomic.
         group: Number of its param group among those of all optimizers.
-        start: Its first element in the chunk.
-        tier: Where the optimizer's state of it lies: "device", "host" or "disk".
-        in_pieces: Whether it is stepped through buffers, as something of it lies on a disk.
+        start: First element in the chunk.
+        tier: Tier of the optimizer's state of these elements: "device", "host" or "disk".
+        in_pieces: Whether the elements are stepped through buffers, because some of their data is on a disk.
     """
 
     tensor: nn.Parameter
@@ -64,40 +64,38 @@ class Slice:
 
     @property
     def stop(self) -> int:
-        """One past its last element in the chunk."""
+        """Last element in the chunk plus one."""
         return self.start + self.tensor.numel()
 
 
 class Chunk:
-    """Parameters in one flat buffer of `size` elements, which the layout deals out to the ranks in shares.
+    """Parameters in one flat buffer of `size` elements, of which each rank has a shard by the layout.
 
-    A new chunk's parameters are views of it: whole ones, or this rank's share where parameters are sharded.
+    The parameters of a new chunk are views of the buffer, or, at stage 3, views of this rank's shard.
 
     Args:
-        members: The parameters.
-        layout: Where they lie in the buffer.
-        groups: The ranks that share it.
-        stage: The ZeRO stage: of what this rank keeps its share alone.
-        packed: (size) The parameters' values, in the dtype of the optimizer. The chunk takes its memory, or gives it
-            back.
-        dtype: Dtype of the parameters in use.
-        reduce_dtype: Dtype of gradients while they are summed.
-        items: Numbers of the called modules that have its parameters.
+        members: Parameters.
+        layout: Positions of the parameters in the buffer.
+        groups: Communicators of the data-parallel group.
+        stage: ZeRO stage.
+        packed: (size) Values of the parameters, in the dtype of the optimizer. The chunk reuses its memory or frees it.
+        dtype: Dtype in which the module uses the parameters.
+        reduce_dtype: Dtype in which gradients are summed.
+        items: Numbers of the called modules that have the parameters.
 
     Attributes:
-        flat: (size) All parameters as the module uses them. Where parameters are sharded, its memory is there only
-            while they are used.
-        own: The parameters that this rank's optimizer updates, elements `updated` of `flat`: a view of it, or, where
-            parameters are sharded, memory of their own.
-        master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype; the first of them
-            where the copy of the others lies elsewhere.
-        elsewhere: That of the others, by the first element in the chunk: tensors in the dtype of the copy. Where
-            parameters without a copy lie on a disk, the parts of `own` that are stepped one by one.
-        slices: The tensors of the optimizer that hold `master`.
-        wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
-        number: Its place in the order in which gradients are expected; -1 if it gets none.
-        home: Where its parameters and its reduced gradients lie between passes, as bytes are counted.
-        meter: Counts the bytes of what comes and goes; that of the engine, when it has one.
+        flat: (size) All parameters as the module uses them. At stage 3 it has memory only while they are used.
+        own: Elements `updated` of `flat`, which this rank's optimizer updates: a view of `flat`, or, at stage 3, memory
+            of its own.
+        master: Elements `updated` as the optimizer holds them: `own`, or a copy in another dtype. If the end of the
+            copy is offloaded, only the elements before it.
+        elsewhere: Offloaded elements of the copy, by their first element in the chunk, in the dtype of the copy. If
+            parameters without a copy are on a disk, the parts of `own` that are stepped separately.
+        slices: Tensors of the optimizer that hold `master`.
+        wholes: Tensors of the optimizer into which its parameters are assembled.
+        number: Index in the order in which gradients are expected; -1 if the chunk gets none.
+        home: Tiers of its parameters and reduced gradients between passes, by which bytes are counted.
+        meter: Meter of gathered parameters, gradients and buffers: the engine's, once the engine exists.
     """
 
     def __init__(
@@ -128,8 +126,10 @@ class Chunk:
             self.show_share()
             self.flat = packed
             if dtype != packed.dtype:
+                # The optimizer's copy needs only a shard of `packed`, whose memory goes before the buffer in `dtype`
+                # takes its own.
                 if self.master is not packed:
-                    self.resize_(0)  # before there is more
+                    self.resize_(0)
                 self.flat = packed.new_empty(layout.size, dtype=dtype)
             self.resize_(0)
         else:
@@ -144,17 +144,17 @@ class Chunk:
 
     @cached_property
     def share(self) -> tuple[int, int]:
-        """The first element of this rank's share, and one past its last."""
+        """First element of this rank's shard, and the last plus one."""
         return self.layout.share(self.groups.rank)
 
     @cached_property
     def updated(self) -> tuple[int, int]:
-        """The first element that this rank's optimizer updates, and one past its last."""
+        """First element that this rank's optimizer updates, and the last plus one."""
         return self.share if self.stage.shards_state else (0, self.layout.size)
 
     @cached_property
     def name(self) -> str:
-        """The name of its first parameter, by which programs call it."""
+        """Name of its first parameter, which programs use as the name of the chunk."""
         return self.members[0].names[0]
 
     @cached_property
@@ -164,30 +164,30 @@ class Chunk:
 
     @cached_property
     def label(self) -> str:
-        """Its first and its last parameter, for messages about its collectives."""
+        """Names of its first and its last parameter, for messages about its collectives."""
         return " to ".join(dict.fromkeys((self.name, self.members[-1].names[0])))
 
     @property
     def owner(self) -> int:
-        """Number of the optimizer that has its parameters, all of them; -1 where none has them."""
+        """Number of the optimizer that has all its parameters; -1 if no optimizer has them."""
         return self.members[0].owner
 
     @property
     def assembled(self) -> bool:
-        """Whether its optimizer has none of it as it lies here: see `par_zero.optimizer.assembly`."""
+        """Whether its optimizer steps assembled tensors in place of slices: see `par_zero.optimizer.assembly`."""
         return self.members[0].assembled
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters get gradients: an optimizer has them, or none has and they ask for gradients."""
+        """Whether its parameters get gradients: an optimizer has them, or none has them and they require gradients."""
         return any(member.group >= 0 or member.parameter.requires_grad for member in self.members)
 
     def move_master_(self, places: Mapping[int, torch.Tensor]) -> None:
-        """Moves the last elements of the optimizer's own copy into other memory, such as on a disk.
+        """Move the last elements of the optimizer's own copy to other memory, such as a disk.
 
         Args:
-            places: The memory, by the first element in the chunk. What lies behind the first of these, and in none, is
-                padding.
+            places: New memory, by its first element in the chunk. Elements behind the first of these that no memory
+                covers are padding.
         """
         low, _ = self.updated
         for start, place in places.items():
@@ -197,12 +197,12 @@ class Chunk:
             self.master = self.master[: min(places) - low].clone()
 
     def take_own_(self, place: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
-        """Has this rank's share lie in other memory, such as on a disk, where parameters are sharded.
+        """Move this rank's shard to other memory, such as a disk. Stage 3 only.
 
         Args:
-            place: The memory, with the values in it.
-            parts: Tensors of their own in that memory, by the first element in the chunk, for what is stepped one by
-                one where the optimizer has no copy of it.
+            place: New memory, which contains the values already.
+            parts: Separate tensors in that memory, by their first element in the chunk. The optimizer steps them
+                separately and has no copy of them.
         """
         if self.master is self.own:
             self.master, self.elsewhere = place, dict(parts)
@@ -211,19 +211,19 @@ class Chunk:
         self.show_share()
 
     def share_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's share in a buffer for the whole chunk."""
+        """Return this rank's shard of a buffer for the full chunk."""
         low, high = self.share
         share = flat[low:high]
         attributes.LABEL.set(share, self.label)
         return share
 
     def held(self, start: int, stop: int) -> torch.Tensor:
-        """Elements start to stop - 1 as the optimizer holds them."""
+        """Return the elements from `start` up to `stop` as the optimizer holds them."""
         low, _ = self.updated
         return self.elsewhere[start] if start in self.elsewhere else self.master[start - low : stop - low]
 
     def copies(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the optimizer's own copies of parameters, such as master weights: (slice of `own`, copy)."""
+        """Yield the optimizer's own copies of parameters, such as master weights: (slice of `own`, copy)."""
         if self.master is not self.own:
             yield slice(self.master.numel()), self.master
             low, _ = self.updated
@@ -232,12 +232,13 @@ class Chunk:
                     yield slice(part.start - low, part.stop - low), part.tensor.detach()
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The members' places in a buffer of this layout, in their shapes."""
+        """Yield the members' views of a buffer with this layout, in their shapes."""
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             yield flat[start:stop].view(member.shape)
 
     def show_whole(self) -> None:
-        """The parameters become views of `flat`, which has its memory."""
+        """Make the parameters views of `flat`, which must have memory."""
+        # A freed parameter accepts only this rank's shard as its data, so its class changes first.
         for member, view in zip(self.members, self.views(self.flat), strict=True):
             parameter = member.parameter
             if type(parameter) is FreedParameter:
@@ -245,7 +246,7 @@ class Chunk:
             parameter.data = view
 
     def show_share(self) -> None:
-        """The parameters become views of this rank's share in `own`, flat, where parameters are sharded."""
+        """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             first, parameter = min(max(start, low), high), member.parameter
@@ -256,10 +257,10 @@ class Chunk:
                 parameter.__class__ = FreedParameter
 
     def guard(self, written: Callable[[], None]) -> None:
-        """From now on parameters that show this rank's share refuse to be read as if they were whole.
+        """Make reads of sharded parameters as if they were full raise an error from now on.
 
         Args:
-            written: Is called when a share was written.
+            written: Function that is called after a write to a shard.
         """
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
@@ -270,9 +271,9 @@ class Chunk:
         self.show_share()
 
     def resize_(self, count: int) -> None:
-        """Gives the memory of `flat` back, or takes it, for that many elements.
+        """Free the memory of `flat`, or allocate memory for `count` elements.
 
-        What NumPy has seen of it may still be in use, and stays as it is.
+        A storage that was exported to NumPy may still be in use, so it keeps its memory.
         """
         storage = self.flat.untyped_storage()
         if storage.resizable():
@@ -281,9 +282,9 @@ class Chunk:
             self.meter.add(UNITS, storage.nbytes() - before)
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yield the memory that it has now, but for a disk: its kind, a tensor in it, its tier.
+        """Yield the chunk's current memory, except on a disk: its kind, a tensor in it, its tier.
 
-        Several tensors may be in the same memory. What `ChunkGradients` holds is not among them.
+        Several tensors may share memory. The memory of `ChunkGradients` is not included.
         """
         yield ("units", self.flat, "device") if self.stage.shards_parameters else ("parameters", self.flat, "device")
         if self.home.parameters != "disk":

@@ -1,11 +1,11 @@
-"""How parameters on the meta device become real and stay the objects that they are: optimizers hold them by then.
+"""Materialization of parameters on the meta device. They stay the same objects, because optimizers hold them already.
 
-A function of the caller's fills one unit after the other. It may be any that fills a whole model, because it sees of a
-unit no more than is to be filled now:
+The user's function fills one unit after the other. It may be any function that fills a full model, because it sees only
+the tensors that are to be filled now:
 
-    fill(blocks.0)   fill(blocks.1)   ...   fill(root)   without what the units have: its own rest, and what they share
+    fill(blocks.0)   fill(blocks.1)   ...   fill(root)   without the units' tensors: the rest, and shared tensors
 
-So every tensor is filled once, under the first name that it has there, as in the whole model.
+So every tensor is filled once, under its first name in that module, as in the full model.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -21,11 +21,11 @@ from .units import owners, tensors_of
 
 
 def make_real_(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives a tensor these values, with their memory, device and shape. It stays the object that it is.
+    """Give a tensor these values, with their memory, device and shape. The tensor stays the same object.
 
     Args:
-        tensor: A tensor, such as a parameter on the meta device; it keeps its attributes.
-        values: The values; nobody else may go on with this object.
+        tensor: Tensor, such as a parameter on the meta device. It keeps its attributes.
+        values: Values. The caller must not use this object afterwards.
     """
     made = values
     if isinstance(tensor, nn.Parameter):
@@ -35,23 +35,23 @@ def make_real_(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The device of what is on the meta device now: the given one, else that of the rest, else torch's own."""
+    """Return the device for tensors on the meta device: `device`, or that of the real tensors, or torch's default."""
     real = [tensor.device for _, tensor in tensors_of(module) if not tensor.is_meta]
     default = torch.get_default_device()
     return device or next(iter(real), torch.device("cpu") if default.type == "meta" else default)
 
 
 class Filler:
-    """Makes units real by the caller's function.
+    """Materializer of units, which calls the user's function.
 
     Args:
-        root: The module that is sharded.
-        units: The units, as lists of modules that run one after the other; the first is the root's rest.
+        root: Module that is sharded.
+        units: Units, as lists of modules that run one after the other. The first unit is the rest of the root.
         init_fn: Function that is called with a module and the prefix of its names, such as "blocks.0.".
 
     Attributes:
-        root: The module that is sharded.
-        order: The numbers of the units in the order in which they are to be filled: the root's rest is the last.
+        root: Module that is sharded.
+        order: Numbers of the units in the order in which they are filled. The rest of the root is the last.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Sequence[nn.Module]], init_fn: InitFn) -> None:
@@ -66,17 +66,17 @@ class Filler:
         self.order = (*range(1, len(units)), 0)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's turn has been."""
+        """Return whether a parameter was filled."""
         return parameter in self._filled
 
     def fill_(self, number: int) -> None:
-        """Fills a unit, unless all of it is real.
+        """Fill a unit, unless all of it is real.
 
         Args:
-            number: The number of the unit.
+            number: Number of the unit.
 
         Raises:
-            RuntimeError: The function has left something on the meta device, or given it another shape or dtype.
+            RuntimeError: The function left a tensor on the meta device, or changed its shape or dtype.
         """
         for module in self._units[number]:
             now = {tensor for _, tensor in tensors_of(module) if self._owners[tensor] == number} - self._filled
@@ -103,10 +103,11 @@ class Filler:
 
     @contextmanager
     def _only(self, module: nn.Module, now: Set[torch.Tensor]) -> Iterator[None]:
-        """Inside, a module has what is to be filled now. Afterwards its parameters are the objects that they were.
+        """Reduce a module to the tensors that are to be filled now. On exit its parameters are the same objects again.
 
-        Submodules without any of it are away. In place of what else the others have there are abstract tensors, which
-        may be filled in vain: a layer may know how to fill its weight and its bias together alone.
+        Submodules without such a tensor are removed. All other tensors of the remaining submodules are replaced by
+        abstract ones, which the function may fill in vain: some layers can only fill their weight and their bias
+        together.
         """
         modules: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -151,7 +152,7 @@ class Filler:
                 make_real_(tensor, values.detach())
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An abstract tensor like the one that was there before all."""
+        """Return an abstract tensor like the original one."""
         abstract = torch.empty_like(self._abstract[tensor])
         made = nn.Parameter(abstract, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else abstract
         made.__dict__.update(tensor.__dict__)
@@ -159,6 +160,6 @@ class Filler:
 
 
 def _replace_(children: dict[str, nn.Module | None], others: dict[str, nn.Module | None]) -> None:
-    """Replaces all items of `children` by the items of `others`, in the order of `others`."""
+    """Replace all items of `children` by the items of `others`, in the order of `others`."""
     children.clear()
     children.update(others)

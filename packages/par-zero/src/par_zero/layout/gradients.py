@@ -1,9 +1,9 @@
-"""The gradients of a chunk, from autograd to the optimizer.
+"""Gradients of a chunk, from autograd to the optimizer.
 
-backward   autograd sets them in the parameters -> `take` moves them into a flat buffer
-reduce     `place_of_sum` is where this rank's shard of their sum over the ranks goes -> `take_sum` keeps it
-           -> `offload` sends it to the tier where it is kept
-step       `bind` shows it to the optimizer
+backward   autograd sets them in the parameters; `take` moves them into a flat buffer
+reduce     the reduction writes this rank's shard of the sum over the ranks to `place_of_sum`; `take_sum` keeps it;
+           `offload` sends it to its tier
+step       `bind` passes it to the optimizer
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class ChunkGradients:
         chunk: The chunk.
         buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
             returns it to the buffers that it came from; otherwise the chunk keeps it.
-        store: Where the reduced gradients are kept; None: in memory.
+        store: Store of the reduced gradients; None: memory.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -183,7 +183,7 @@ class ChunkGradients:
 
         Args:
             shard: This rank's shard of the sum, in `place_of_sum`.
-            buffers: Where `buffer` came from.
+            buffers: Pool that has lent `buffer`.
         """
         self._reduced = shard if self.chunk.stage.shards_state else self.buffer
         self._filled = False

@@ -1,16 +1,16 @@
-"""What is done in a step, and how many bytes of what comes and goes there are, now and at the fullest moment."""
+"""Record of the actions of a step, and of the bytes of gathered parameters, gradients and buffers, with their peak."""
 
 from collections.abc import Mapping
 
 UNITS, GRADIENTS, BUFFERS = "units", "gradients", "buffers"
-"""What comes and goes: gathered parameters, gradients, and memory that chunks lend each other."""
+"""Kinds of memory that change within a step: gathered parameters, gradients, and buffers that chunks borrow."""
 
 
 class Meter:
-    """Adds up bytes as memory is taken and given back, and lists what is done; a few integers each time.
+    """Counter of bytes as memory is allocated and freed, and list of actions. Each call costs a few integer operations.
 
     Attributes:
-        done: What was done in the latest step, in its order.
+        done: Actions of the latest step, in their order.
     """
 
     def __init__(self) -> None:
@@ -23,33 +23,33 @@ class Meter:
         self._note()
 
     def note(self, op: str, of: str = "") -> None:
-        """Records that something was done, or has come: see `par_zero.programs.entries`.
+        """Record an action: see `par_zero.programs.entries`.
 
         Args:
-            op: What.
-            of: The unit or chunk.
+            op: Kind of the action.
+            of: Name of the unit or chunk.
         """
         self._done.append((op, of))
 
     def forget(self) -> None:
-        """Forgets what was done in the step under way, and its fullest moment, as a pass has failed."""
+        """Discard the actions and the peak of the step under way, because a pass failed."""
         self._done.clear()
         self._note()
 
     @property
     def now(self) -> Mapping[str, int]:
-        """Bytes by kind now."""
+        """Current bytes by kind."""
         return self._now
 
     def _note(self) -> None:
         self._most, self._fullest = self._total, dict(self._now)
 
     def add(self, kind: str, size: int) -> None:
-        """Memory is taken, or given back.
+        """Count memory that is allocated or freed.
 
         Args:
-            kind: What it is for.
-            size: Its bytes, below 0 if it is given back.
+            kind: Kind of the memory.
+            size: Number of bytes; negative if the memory is freed.
         """
         self._now[kind] += size
         self._total += size
@@ -57,25 +57,26 @@ class Meter:
             self._note()
 
     def touch(self, kind: str, size: int) -> None:
-        """Memory is taken, and given back at once."""
+        """Count memory that is allocated and freed at once, which can only raise the peak."""
         self.add(kind, size)
         self.add(kind, -size)
 
     def end_pass(self, *, reduced: bool) -> None:
-        """A backward pass has ended, with gradients reduced or not."""
+        """Note that a backward pass has ended, with gradients reduced or not."""
         self._passed |= reduced
 
     def note_end(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - as the reducer calls it
-        """Records that a pass has ended, with all that was done for it."""
+        """Record the end of a pass, with all that was done for it."""
         self.note("E")
 
     def end_step(self) -> bool:
-        """An optimizer has stepped. If no backward pass was since another one did, that belongs to the same step.
+        """Note the step of an optimizer. Without a backward pass since another optimizer's step, both are one step.
 
         Returns:
             Whether this was the first optimizer of its step.
         """
         first = self._passed
+        # A further optimizer of the same step may raise the peak, and must not lower it.
         if self._passed or self._most > self._latest[0]:
             self._latest = self._most, self._fullest
         self.done = self._done if self._passed else [*self.done, *self._done]
@@ -86,5 +87,5 @@ class Meter:
 
     @property
     def fullest(self) -> Mapping[str, int]:
-        """Bytes by kind at the fullest moment of the latest step; before the first one, since the beginning."""
+        """Bytes by kind at the peak of the latest step; before the first step, at the peak so far."""
         return self._latest[1] if self._latest[0] else self._fullest

@@ -1,4 +1,4 @@
-"""Whether a module still has the parameters that were packed, and has them where they were packed."""
+"""Check that a module still has its packed parameters, at the addresses where they were packed."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from .chunk import Chunk
 
 
 class PackedParameters:
-    """The parameters of a module that lie in chunks.
+    """Parameters of a module that are stored in chunks.
 
     Args:
-        module: The module.
+        module: Module.
         chunks: Chunks of its parameters.
-        in_place: Whether the parameters lie in the chunks' whole buffers for good, as they do before stage 3.
+        in_place: Whether the parameters are permanently views of the chunks' full buffers, as they are before stage 3.
     """
 
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk], *, in_place: bool) -> None:
@@ -24,7 +24,7 @@ class PackedParameters:
         self._find()
 
     def look(self) -> None:
-        """Looks before a step whether anything has changed, which is quick, and only then checks everything.
+        """Compare identities and addresses before a step, and run the full, slower check only if one has changed.
 
         Raises:
             RuntimeError: A parameter was replaced.
@@ -36,10 +36,10 @@ class PackedParameters:
             self._find()  # parametrizations keep parameters under other names
 
     def check(self, *, whole: bool) -> None:
-        """Checks that the module has every parameter in its place.
+        """Check that the module has every parameter at its address.
 
         Args:
-            whole: Whether the parameters lie in the whole buffers now.
+            whole: Whether the parameters are views of the full buffers now.
 
         Raises:
             RuntimeError: A parameter was replaced.
@@ -58,7 +58,7 @@ class PackedParameters:
                     )
 
     def _find(self) -> None:
-        """Notes which dictionary of which module has which parameter."""
+        """Store the module dictionary and the name of each packed parameter."""
         packed = {_place(parameter) for parameter in self._parameters}
         self._places = [
             (own, name)
@@ -70,5 +70,9 @@ class PackedParameters:
 
 
 def _place(parameter: nn.Parameter) -> tuple[object, ...]:
-    """What another parameter in its place shares with it, such as a pipeline's for the time of a step."""
+    """Return a key that is equal for a parameter and its replacement in the same memory.
+
+    A pipeline, for example, puts another parameter in its place for the time of a step.
+    """
+    # All parameters without elements have the address 0, so their identity counts.
     return parameter.data_ptr() or id(parameter), parameter.shape, parameter.dtype

@@ -138,8 +138,8 @@ def pack_atomic(items: Sequence[PackedItem], ranks: int, dealt: Sequence[int] = 
     Args:
         items: Parameters.
         ranks: Number of ranks.
-        dealt: Number of elements that each rank owns in other buffers, which decides between ranks that own the same
-            number in this buffer. Default: 0 for each rank.
+        dealt: Number of elements of each rank in other buffers, which decides between ranks with equal numbers in this
+            buffer. Default: 0 for each rank.
     """
     loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)

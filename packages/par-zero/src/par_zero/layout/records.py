@@ -1,4 +1,4 @@
-"""Records: which part of which parameter each tensor holds once the parameters are cut."""
+"""Sharding metadata: it describes which part of which parameter each tensor holds after `shard`."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,30 +25,30 @@ from .sharers import Groups
 
 
 def own_record(parameter: nn.Parameter) -> Sharding | None:
-    """The record that a parameter has before it is cut here; None without."""
+    """Return the sharding metadata that a parameter had before `shard` sharded it; None if it had none."""
     return attributes.SHARDING.of(parameter)
 
 
 def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:
-    """A parameter's record before it is cut here: its own, or one that says that all `ranks` have all of it."""
+    """Return a parameter's sharding metadata before `shard`: its own, or metadata of a full replica on all `ranks`."""
     return own_record(parameter) or whole(tuple(parameter.shape), ranks)
 
 
 def part_of_a_whole(parameter: nn.Parameter) -> Sharding | None:
-    """A parameter's own record, where it says that this rank has a part of it; None where it has all, or no record."""
+    """Return a parameter's own sharding metadata if this rank holds only a part of it; else None."""
     record = own_record(parameter)
     return None if record is None or record.local_numel == record.numel else record
 
 
 def is_assembled(parameter: nn.Parameter, tensor: Sequence[int]) -> bool:
-    """Whether an optimizer that must see whole tensors cannot have a parameter as it is.
+    """Return whether a parameter must be assembled for an optimizer that needs full tensors.
 
-    So it is where a rank has a part, and where its record has several boxes, such as one for each of q, k and v: then
-    each is a matrix.
+    A parameter is assembled if a rank holds only a part of it. It is also assembled if its metadata has several boxes,
+    such as one each for q, k and v: each box is a matrix then.
 
     Args:
-        parameter: The parameter.
-        tensor: The ranks that may have other parts of it, this one among them.
+        parameter: Parameter.
+        tensor: Ranks that may hold other parts of it, this rank included.
     """
     record = own_record(parameter)
     return record is not None and (
@@ -59,19 +59,20 @@ def is_assembled(parameter: nn.Parameter, tensor: Sequence[int]) -> bool:
 
 
 class SameShare:
-    """Which ranks keep the same share of a parameter as this one.
+    """Lookup of the ranks that keep the same shard of a parameter as this rank.
 
-    The ranks with the same share are the replicas, and, where a parameter has a record that says so, ranks that have
-    copies of it for another reason, such as those of a tensor group that all have the same bias. `share_of` knows them
-    all. Without it the ranks of both groups tell each other, by one all-gather over each; for ranks outside, to which
-    there is no process group here, each rank leaves the number of its share in the store through which all have met.
-    They shard the parameter too and come by the same question, so there it reads all of theirs at once.
+    These ranks are the replicas, and ranks that hold a replica for another reason: all ranks of a tensor-parallel group
+    may have the same bias, for example. If `share_of` is given, it returns the shard of every rank. Otherwise the ranks
+    of both groups exchange their indices by one all-gather over each group. There is no process group to ranks outside
+    of these groups. Each rank therefore writes the index of its shard to the store of torch.distributed's rendezvous,
+    and reads those of all other ranks at once. All of them shard the parameter too, so all of them make the same
+    exchange.
 
     Args:
-        group: The ranks with different shares.
-        replicas: The ranks with the same share, or None.
-        share_of: The number of the share that a rank of the world keeps, its position in its own `group`. None: ranks
-            are asked.
+        group: Ranks with different shards.
+        replicas: Ranks with the same shard, or None.
+        share_of: Function of a global rank that returns its index in its own `group`, which is the index of its shard.
+            None: the ranks exchange the indices.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class SameShare:
         self._known: dict[frozenset[int], frozenset[int]] = {}
 
     def of(self, record: Sharding) -> frozenset[int]:
-        """The ranks that keep this rank's share of the parameter with that record."""
+        """Return the ranks that keep this rank's shard of the parameter with that metadata."""
         copies = frozenset(rank for box in record.boxes for rank in box.copies) | {dist.get_rank()}
         if copies not in self._known:
             shares = self._shares(copies)
@@ -96,16 +97,18 @@ class SameShare:
         return self._known[copies]
 
     def _shares(self, copies: frozenset[int]) -> Mapping[int, int]:
-        """The number of the share that each of some ranks keeps."""
+        """Return the index of the shard that each of some ranks keeps."""
         if self._given is not None:
             return {rank: self._given(rank) for rank in copies}
         return self._share_of if copies <= self._share_of.keys() else self._exchanged(copies)
 
     def _exchanged(self, copies: frozenset[int]) -> dict[int, int]:
-        """The number of the share that each of some ranks keeps, exchanged through the store."""
+        """Return the index of the shard that each of some ranks keeps, exchanged through the store."""
         store, rank, ranks = default_store(), dist.get_rank(), sorted(copies)
         key = "par_zero/" + hashlib.sha256(repr(ranks).encode()).hexdigest()
-        call = store.add(f"{key}/calls/{rank}", 1)  # the n-th calls of the ranks belong together
+        # Each rank counts its own calls, so that the n-th calls of all ranks use the same keys and read nothing of an
+        # earlier `shard`.
+        call = store.add(f"{key}/calls/{rank}", 1)
         store.set(f"{key}/{call}/{rank}", str(self._share))
         keys = [f"{key}/{call}/{other}" for other in ranks]
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(each) for each in keys]
@@ -115,17 +118,18 @@ class SameShare:
 def record_(
     chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], of_groups: Mapping[Groups, SameShare]
 ) -> None:
-    """Attaches records to the module's parameters and to the optimizer's tensors.
+    """Attach sharding metadata to the module's parameters and to the optimizer's tensors.
 
     Args:
         chunks: All chunks, with their slices.
-        records: The parameters' records before they were cut.
-        of_groups: Which ranks keep the same share, for each of those who share chunks.
+        records: Sharding metadata of the parameters before `shard` sharded them.
+        of_groups: Lookup of the ranks that keep the same shard, for the communicators of each data-parallel group.
     """
     for chunk in chunks:
         same = of_groups[chunk.groups]
         low, high = chunk.share
-        if chunk.stage.shards_state:  # also of parameters that this rank has no part of: others wait for its word
+        # A rank looks up parameters of which it has no part, too: other ranks wait for its index in the exchange.
+        if chunk.stage.shards_state:
             for member in chunk.members:
                 same.of(records[member.parameter])
         for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):

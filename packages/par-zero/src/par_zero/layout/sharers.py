@@ -22,8 +22,9 @@ class DataParallelGroup:
             tokens of all these ranks, even if few ranks hold a replica.
         parameters: Parameters that these ranks shard. None: the parameters of which all of these ranks hold a replica
             by their sharding metadata, and not all ranks of `shard(group=...)` do. You must name the parameters if
-            these ranks include all ranks of `shard(group=...)` and more, such as for experts whose replicas on
-            tensor-parallel ranks receive different tokens: all parameters that these ranks replicate look the same.
+            these ranks include all ranks of `shard(group=...)` and more. The metadata then does not distinguish them
+            from the other replicated parameters. Replicas of experts on tensor-parallel ranks are an example, because
+            they receive different tokens.
         index_of: Function that returns the index of a global rank in its own data-parallel group, such as
             `lambda rank: topology.index("data", rank)`. It is used for parameters that are also replicated on ranks
             outside of `group` and `replicas`, such as the bias of a row-parallel layer. None: the ranks exchange their
@@ -107,8 +108,8 @@ class Sharers:
     """All data-parallel groups of a module's chunks.
 
     Args:
-        each: Communicators of each group; those of `shard(group=...)` come first.
-        reach: For each group, whether it connects ranks that the first group of some rank does not; True for the first.
+        each: Communicators of each group, first of `shard(group=...)`.
+        reach: Whether each group connects ranks that the first group of some rank does not; True for the first.
     """
 
     each: tuple[Groups, ...]

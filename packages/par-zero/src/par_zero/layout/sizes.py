@@ -1,4 +1,4 @@
-"""How `shard` would deal a module's parameters out to chunks, before it does: what plans of memory count by."""
+"""Sizes of the chunks that `shard` would make of a module, which memory plans count before it makes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from .units import choose_units, places
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSize:
-    """The size of a chunk: parameters that are reduced as one, and at stage 3 gathered together with their unit.
+    """Size of a chunk, whose parameters are reduced together, and at stage 3 gathered together with their unit.
 
     Args:
-        elements: Number of its elements, padding included. Each rank's share of them is as large.
-        unit: Number of the unit that it belongs to; 0 is the root's own, and below stage 3 the only one.
-        trained: Whether an optimizer has its parameters, and so gradients are reduced.
-        groups: Numbers of the param groups that it has parameters of, among those of all optimizers: of each the
-            optimizer comes to have a tensor, unless it is cut into pieces.
-        share: Number of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
+        elements: Number of elements, padding included.
+        unit: Number of the FSDP unit of the chunk. 0 is the root's own, and below stage 3 the only one.
+        trained: Whether an optimizer has its parameters, so that gradients are reduced.
+        groups: Numbers of the param groups of its parameters, among those of all optimizers. The optimizer gets one
+            tensor for each, unless the group is split into pieces.
+        share: Index of its data-parallel group: 0 for `group` of `shard`, then `expert_groups`.
     """
 
     elements: int
@@ -53,7 +53,7 @@ def chunk_sizes(
         stage: Stage of `shard`, 0 to 3.
         ranks: Number of ranks that shard the parameters.
         options: Options of `shard`; None: the defaults.
-        expert_groups: For each of the `expert_groups` of `shard`, its parameters and the number of its ranks.
+        expert_groups: Parameters and number of ranks of each of the `expert_groups` of `shard`.
 
     Returns:
         The sizes of the chunks. The chunk that the forward needs last comes first.

@@ -1,4 +1,4 @@
-"""The stand-ins for gradients in the parameters of chunks: put there, taken away, and found gone."""
+"""Stand-ins for gradients: tensors in `.grad` of a chunk's parameters while the optimizer holds the gradients."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class Dropped(NamedTuple):
     """Gradients that a program has dropped by setting them to None.
 
     Attributes:
-        chunk: The chunk.
+        chunk: Chunk.
         members: Numbers of the members.
-        others: Whether others of the chunk have theirs still.
+        others: Whether other members of the chunk still have their gradients.
     """
 
     chunk: Chunk
@@ -29,18 +29,18 @@ class Dropped(NamedTuple):
 
 
 class StandIns:
-    """The stand-ins in the parameters of some chunks."""
+    """Stand-ins in the parameters of some chunks."""
 
     def __init__(self) -> None:
         self._shown: dict[Chunk, dict[int, torch.Tensor]] = {}  # by number of the member
         self._made: dict[Chunk, list[dict[_Kind, torch.Tensor]]] = {}  # for each member
 
     def show(self, chunk: Chunk, used: Iterable[int]) -> None:
-        """Puts stand-ins into the members that have a gradient, which the optimizer holds now.
+        """Put stand-ins into the members whose gradients the optimizer holds now.
 
         Args:
-            chunk: The chunk.
-            used: For each member, whether it has.
+            chunk: Chunk.
+            used: Whether each member has a gradient.
         """
         if chunk.owner < 0:
             return
@@ -51,19 +51,21 @@ class StandIns:
                 if has:
                     parameter = member.parameter
                     kind = parameter.shape, parameter.dtype
+                    # Each stand-in is made once: making a tensor of a subclass in each step takes longer than reusing
+                    # it.
                     if kind not in made:
                         made[kind] = stand_in_gradient(member.names[0], parameter, "the optimizer's flat tensors")
                     parameter.grad = shown[index] = made[kind]
 
     def take(self, arrived: torch.Tensor | None) -> list[Dropped]:
-        """Takes all stand-ins away, as a backward pass begins.
+        """Remove all stand-ins when a backward pass begins.
 
         Args:
-            arrived: A parameter that has a new gradient already. Nothing tells whether it had its stand-in before, so
-                it counts as all others do.
+            arrived: Parameter that has a new gradient already. Its own stand-in can no longer be checked, so it counts
+                like the other parameters.
 
         Returns:
-            What the program has dropped, by taking stand-ins away.
+            Gradients that the program has dropped, by removing stand-ins.
         """
         shown, self._shown = self._shown, {}
         dropped: list[Dropped] = []
@@ -80,6 +82,7 @@ class StandIns:
                     else:
                         gone.append(index)
                 dropped.append(Dropped(chunk, gone, len(gone) < len(stand_ins)))
+        # The program dropped every other gradient, as `zero_grad` does, so it dropped this parameter's as well.
         if place is not None and not kept:
             for each in dropped:
                 each.members.extend([place[1]] if each.chunk is place[0] else [])
@@ -87,14 +90,15 @@ class StandIns:
         return [each for each in dropped if each.members]
 
     def dropped_before_step(self, chunk: Chunk) -> Dropped | None:
-        """What the program has dropped of a chunk since the latest pass; None: nothing.
+        """Return what the program has dropped of a chunk since the latest pass; None if it dropped nothing.
 
         Raises:
-            RuntimeError: A member was given a gradient by hand.
+            RuntimeError: The program assigned a gradient to a member.
         """
         shown, gone = self._shown.get(chunk, {}), []
         with without_torch_functions():
             gradients = [member.parameter.grad for member in chunk.members]
+        # This is the case of nearly every step, so it is decided before the loop.
         if len(shown) == len(gradients) and all(type(gradient) is GradientElsewhere for gradient in gradients):
             return None
         for index, gradient in enumerate(gradients):
@@ -106,5 +110,5 @@ class StandIns:
         return Dropped(chunk, gone, bool(shown)) if gone else None
 
     def forget(self, chunk: Chunk) -> None:
-        """The gradients of a chunk were dropped, and the stand-ins with them."""
+        """Forget the stand-ins of a chunk, whose gradients were dropped."""
         self._shown.pop(chunk, None)

@@ -1,4 +1,4 @@
-"""Which modules are called by themselves, and which form a unit: the grain of gathering at stage 3."""
+"""FSDP units: the modules whose parameters stage 3 gathers together, and the modules that a program calls directly."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from .._policies import Units
 
 
 class UnitPlace(NamedTuple):
-    """Where a parameter belongs. Parameters of different places lie in different chunks.
+    """Unit and called modules of a parameter. Parameters with different values are packed in different chunks.
 
     Args:
         unit: Number of the unit.
@@ -22,29 +22,32 @@ class UnitPlace(NamedTuple):
 
 
 def called(module: nn.Module) -> list[nn.Module]:
-    """What of a module is called in training: itself, or of a ModuleList or ModuleDict without a forward its items."""
+    """Return the modules that training calls.
+
+    These are the module itself, or the items of a ModuleList or ModuleDict, which have no forward.
+    """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward:
         return [module]
     return list(dict.fromkeys(item for child in module.children() for item in called(child)))
 
 
 def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Module]]:
-    """Chooses which modules are gathered together.
+    """Choose which modules are gathered together.
 
     Args:
-        root: The module that is sharded.
-        units: "auto", for the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items
-            of items, unless these are all that is called; neighbours together until they have `bucket` bytes. Or a
-            function that is True of a module that is a unit, or the modules themselves.
+        root: Module that is sharded.
+        units: One of three kinds of values. "auto" selects the items with parameters of every ModuleList, ModuleDict
+            and Sequential, but no items of items, unless only these are called; it joins neighbours until they have
+            `bucket` bytes. A function returns True for each module that is a unit. A list contains the modules
+            themselves.
         bucket: Size in bytes up to which neighbours are joined.
 
     Returns:
-        The units, as lists of modules that run one after the other. The first is the root, for parameters that are in
-        no other unit.
+        Units, as lists of modules that run one after the other. The first is the root, for parameters in no other unit.
 
     Raises:
-        TypeError: What is neither a word, nor a function, nor modules.
-        ValueError: A word that is not "auto", or a module that is not in the root.
+        TypeError: `units` is neither a string, nor a function, nor a list of modules.
+        ValueError: `units` is another string than "auto", or has a module that is not in the root.
     """
     if isinstance(units, str):
         if units != "auto":
@@ -66,7 +69,7 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
 
 
 def _automatic(root: nn.Module, bucket: int) -> Iterator[list[nn.Module]]:
-    """The units within each module that is called, and, unless it is the root, the module for the rest."""
+    """Yield the units of each called module, and, unless it is the root, the module for its rest."""
     apart = called(root)
     for module in apart:
         if module is not root and _has_parameters(module):
@@ -75,7 +78,7 @@ def _automatic(root: nn.Module, bucket: int) -> Iterator[list[nn.Module]]:
 
 
 def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Module]]:
-    """Neighbours together, as long as they have no more than that many bytes."""
+    """Yield lists of neighbours that together have at most `bucket` bytes."""
     current: list[nn.Module] = []
     size = 0
     for module in modules:
@@ -90,7 +93,7 @@ def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Modul
 
 
 def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The items of containers within a module, without those that are called by themselves."""
+    """Yield the items of containers within a module, except items that are called directly."""
     for child in module.children():
         if any(child is other for other in apart):
             continue
@@ -101,17 +104,19 @@ def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]
 
 
 def sections(root: nn.Module) -> list[nn.Module]:
-    """Which modules backward leaves behind one after the other, as far as containers tell.
+    """Return the modules that backward finishes one after the other, as far as containers show it.
 
-    These are the units of "auto", each by itself, and the largest modules beside them, those too that only exchange
-    with other ranks or that have no parameters. All ranks have them alike, whatever the sizes.
+    These are the units of "auto", without joining, and the largest modules next to them. They include modules without
+    parameters and modules that only communicate. The sections are equal on all ranks, regardless of shapes.
 
     Args:
-        root: The module that is sharded.
+        root: Module that is sharded.
 
     Returns:
-        The sections in the order of the module tree. The first is the root, for parameters that are in no other.
+        Sections in the order of the module tree. The first is the root, for parameters in no other section.
     """
+    # A bucket of one byte joins nothing. Joined units would depend on the sizes of shards, which may differ between
+    # ranks.
     units = {id(module) for unit in choose_units(root, "auto", bucket=1) for module in unit}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -125,7 +130,10 @@ def sections(root: nn.Module) -> list[nn.Module]:
 
 
 def unit_names(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[str]:
-    """What errors call the units: their first module, and the last if there are several; the root by its class."""
+    """Return the units' names in errors.
+
+    A name has the unit's first module, and its last module if there are several. The root is named by its class.
+    """
     names = {id(module): repr(name) if name else f"the {type(root).__name__}" for name, module in root.named_modules()}
     return [" to ".join(names[id(module)] for module in dict.fromkeys((unit[0], unit[-1]))) for unit in units]
 
@@ -144,7 +152,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, UnitPlace]:
-    """Where each parameter of a module belongs."""
+    """Return the unit and the called modules of each parameter of a module."""
     items: dict[nn.Parameter, tuple[int, ...]] = {}
     for number, module in enumerate(called(root)):
         for parameter in module.parameters():
@@ -157,13 +165,14 @@ def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Par
 
 
 def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[torch.Tensor, int]:
-    """The unit of each parameter and buffer: the innermost that holds it, or the root where several units share it."""
+    """Return the unit of each parameter and buffer: the innermost that holds it, or the root if several do."""
     numbers = {id(module): number for number, modules in enumerate(units) for module in modules}
     found: dict[torch.Tensor, int] = {}
 
     def visit(module: nn.Module, number: int) -> None:
         number = numbers.get(id(module), number)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            # The root stays gathered for the full pass, so a tied tensor is available in all units that use it.
             found[tensor] = number if found.get(tensor, number) == number else 0
         for child in module.children():
             visit(child, number)
@@ -173,6 +182,6 @@ def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[torch.
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All names of the parameters of a module, and behind them those of its buffers, with the tensors."""
+    """Yield all names of a module's parameters with their tensors, then those of its buffers."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

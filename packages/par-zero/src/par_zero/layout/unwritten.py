@@ -1,4 +1,4 @@
-"""Parameters and buffers that have no values yet: whoever runs the module before they are loaded is told."""
+"""Parameters and buffers that have no values yet: a forward before they are loaded raises an error."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class Unwritten:
-    """What of a module was on the meta device, and is to be written before it runs.
+    """Tensors of a module that were on the meta device and must be written before it runs.
 
-    What `par_groups.written_` or a `load_state_dict` names is written. When all is, nothing of this is left; after a
-    `load_state_dict`, from the next forward on.
+    A tensor counts as written when `par_groups.written_` or a `load_state_dict` names it. This object removes its hooks
+    when all tensors are written; after a `load_state_dict`, it does so in the next forward.
 
     Args:
-        module: The sharded module.
-        tensors: Its parameters and buffers that have memory, but no values. What is on the meta device has none either.
-        reset: Ends the forward that is refused.
+        module: Sharded module.
+        tensors: Parameters and buffers that have memory, but no values. Tensors on the meta device have no values
+            either.
+        reset: Function that ends a forward which raises the error.
     """
 
     def __init__(self, module: nn.Module, tensors: Iterable[torch.Tensor], reset: Callable[[], None]) -> None:
@@ -40,13 +41,15 @@ class Unwritten:
             self._end()
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """A state dict was loaded into a part of the module, perhaps as a part of something larger."""
+        """Note that a state dict was loaded into a part of the module, perhaps as a part of something larger."""
+        # A load of a larger module names the missing keys with a longer prefix, so the ends of the names decide.
         missing = tuple(f".{key}" for key in keys.missing_keys)
         found = [tensor for name, tensor in tensors_of(module) if not any(key.endswith(f".{name}") for key in missing)]
-        self._tensors -= set(found)  # hooks stay for now, as torch goes through them
+        # The hooks stay for now, because torch is iterating over them.
+        self._tensors -= set(found)
 
     def _first(self) -> str | None:
-        """The name of the first tensor without values."""
+        """Return the name of the first tensor without values."""
         names = (name for name, tensor in tensors_of(self._module) if tensor.is_meta or tensor in self._tensors)
         return next(names, None)
 
