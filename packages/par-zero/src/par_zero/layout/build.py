@@ -192,7 +192,8 @@ def plan_chunks(
 
     The parameters of a chunk have the same data-parallel group, unit, dtype, device and dtype of computation. Either
     one optimizer has all of them, or none is trained. A parameter that ranks of other axes replicate is packed
-    separately from the parameters that they shard. All of these ranks then shard the replica at the same positions. The chunks of all data-parallel groups have one common order.
+    separately from the parameters that they shard. All of these ranks then shard the replica at the same positions. The
+    chunks of all data-parallel groups have one common order.
 
     Args:
         members: Parameters.

@@ -24,7 +24,7 @@ class UnitPlace(NamedTuple):
 def called(module: nn.Module) -> list[nn.Module]:
     """Return the modules that training calls.
 
-    These are the module itself, or the items of a ModuleList or ModuleDict, which have no forward.
+    These are the module itself, or the items of a ModuleList or ModuleDict that defines no forward.
     """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward:
         return [module]

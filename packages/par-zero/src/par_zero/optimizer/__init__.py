@@ -1,6 +1,7 @@
-"""The optimizers of a module that is sharded.
+"""Optimizers of a sharded module.
 
-`probe` finds out how one works, by trying it. `step` lets it hold flat slices of chunks in place of parameters, and
-keeps what must not move in its step. For one that must see whole tensors, `blocks` says what these are where ranks have
-parts, and which rank steps which; `agreement` lets the ranks agree on that; `assembly` puts them together.
+`probe` tries how an optimizer works. `step` replaces its parameters by flat slices of chunks. `apart` steps parameters
+of a slice separately if their states differ. `written` detects writes outside of a step. An optimizer that needs full
+tensors steps blocks: `blocks` computes them and their ranks, `agreement` lets the ranks agree on them, and `assembly`
+assembles them from the shards of tensor-parallel ranks.
 """

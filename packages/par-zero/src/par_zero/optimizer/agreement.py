@@ -1,4 +1,4 @@
-"""What tensor ranks have of each other's parameters: they tell each other before anything is changed."""
+"""Agreement of tensor-parallel ranks on the parameters that they assemble, before anything is changed."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from .blocks import MatrixBlock, blocks_of
 
 
 class _Claim(NamedTuple):
-    """A parameter that is put together.
+    """Parameter that is assembled.
 
     Attributes:
-        owner: Number of its optimizer.
-        name: Its name.
-        dtype: Its dtype, as a text.
-        share: Which share of the data ranks it lies in; 0 if each of them steps all of it.
-        record: What the rank that claims it has of it.
+        owner: Number of the optimizer.
+        name: Name of the parameter.
+        dtype: Text of the dtype.
+        share: Index of the data rank that steps it; 0 if each data rank steps all parameters.
+        record: Sharding metadata of the parameter on the rank that makes the claim.
     """
 
     owner: int
@@ -39,23 +39,24 @@ def agreed_blocks(
     tensor: dist.ProcessGroup | None,
     stage: ZeroStage,
 ) -> dict[nn.Parameter, list[MatrixBlock]]:
-    """The blocks of every parameter that is put together. Objects are gathered over the tensor group.
+    """Return the blocks of every assembled parameter. Gathers objects over the tensor group. Collective.
 
     Args:
-        problem: What this rank or one with which it shares cannot do, if there is something.
-        plans: The chunks.
-        records: The parameters' records, before they are cut over data ranks.
-        ranks: The ranks of the groups over which the module is sharded.
-        tensor: The ranks that have parts. None: this rank has all of them.
-        stage: The ZeRO stage.
+        problem: Error of this rank or of a rank of its data-parallel groups, if there is one.
+        plans: Plans of the chunks.
+        records: Sharding metadata of the parameters before data-parallel ranks shard them.
+        ranks: Ranks of the groups over which the module is sharded.
+        tensor: Ranks that hold shards. None: this rank holds full parameters.
+        stage: ZeRO stage.
 
     Raises:
-        Exception: The problem, as it is.
-        ValueError: Another rank's problem, or parts that do not fit together.
+        Exception: `problem` itself.
+        ValueError: Another rank has a problem, or the shards do not fit together.
     """
     claims: dict[nn.Parameter, _Claim] = {}
     for plan in plans:
-        for member, share in zip(plan.members, plan.layout.owners, strict=False):  # none where parameters are cut
+        # Only layouts of full tensors have owners, so the loop skips all other chunks.
+        for member, share in zip(plan.members, plan.layout.owners, strict=False):
             if member.assembled:
                 claims[member.parameter] = _Claim(
                     owner=member.owner,
@@ -68,6 +69,7 @@ def agreed_blocks(
     remedy = "build the same model and optimizers on all, and at stage 3 name the units: units=[...]"
     own = {rank: [claim[:4] for claim in theirs] for rank, (theirs, _) in said.items()}
     check_alike(own, "parameters for the ranks of tensor_group to put together", remedy=remedy, show=False)
+    # A replica outside of these ranks would be assembled and stepped by a rank that this exchange does not reach.
     near = {rank for _, of_rank in said.values() for rank in of_rank}
     in_order = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
     of_ranks = [said[rank][0] for rank in in_order]
@@ -83,7 +85,8 @@ def agreed_blocks(
             )
         together.setdefault((claim.owner, claim.share), []).append((parameter, found))
     blocks: dict[nn.Parameter, list[MatrixBlock]] = {}
-    for members in together.values():  # each share's ranks deal out what lies there
+    # Blocks are assigned for each data rank separately, so that each of its tensor-parallel ranks gets equal work.
+    for members in together.values():
         names = {claims[parameter].name: parameter for parameter, _ in members}
         for block in blocks_of([(claims[parameter].name, found) for parameter, found in members]):
             blocks.setdefault(names[block.name], []).append(block)

@@ -1,18 +1,19 @@
-"""Parameters of a flat slice that were not stepped equally often are stepped apart.
+"""Separate steps for parameters of a flat slice that were not stepped equally often.
 
-An optimizer keeps some state for a tensor as a whole: Adam its count of steps, NAdam a product beside it. On one device
-it passes over a parameter without a gradient, whose count stays. So where the parameters of a slice have parted, those
-that are alike are stepped together, as tensors of their own for the time of a step, without what has no gradient:
+An optimizer keeps some state for a tensor as a unit: Adam counts its steps, and NAdam keeps a product as well. On one
+device an optimizer skips a parameter without a gradient, and its count stays. The parameters of a slice can therefore
+have different counts. Parameters with equal counts are then stepped together, as temporary tensors without the
+parameters that have no gradient:
 
     slice      a a a a a b  b b b b c c  c c c c c c  c c d d d d      in blocks, here of 6 elements
     steps      a 7, b 5, c 7, d none in this step
     stepped                              c c c c c c                   in place
                a a a a a .  . . . . c c               c c . . . .      copies of blocks, as one tensor
-               . . . . . b  b b b b . .                                the same, of b
+               . . . . . b  b b b b . .                                the same for b
 
-Blocks are stepped as a whole, though not all of a copy counts: vector kernels fall into the same steps then as in a
-slice that is one tensor, so that numbers have the same bits however slices are cut. Between steps there is one tensor
-again, and what its parameters differ in lies in its state under `par_groups.SCALARS`.
+Full blocks are stepped, although some elements of a copy are ignored. Vectorized kernels then take the same steps as in
+a slice that is one tensor, so the results have the same bits however slices are split. Between steps the slice is one
+tensor again, and its state stores the differing values under `par_groups.SCALARS`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,17 +34,17 @@ from .step import is_per_element
 State = dict[str, Any]
 
 Elements = tuple[int, int]
-"""The first element of a range, and one past its last."""
+"""First element of a range, and the last plus one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpan:
-    """A parameter's elements in a slice, with the padding behind them.
+    """Elements of a parameter in a slice, with the padding behind them.
 
     Args:
-        name: The parameter's name.
-        start: The first element.
-        stop: One past the last.
+        name: Name of the parameter.
+        start: First element.
+        stop: Last element plus one.
     """
 
     name: str
@@ -56,10 +57,10 @@ class SteppedElements:
     """Elements of a slice that are one tensor for the time of a step.
 
     Args:
-        blocks: The elements of that tensor, in ranges: one that is stepped in place, or those that are copied.
-        counted: What counts of each range.
-        segments: What the tensor packs.
-        in_place: Whether it is no copy.
+        blocks: Ranges of the tensor's elements: one range that is stepped in place, or ranges that are copied.
+        counted: Part of each range whose results are used.
+        segments: Sharding metadata of the tensor.
+        in_place: Whether the tensor is a view of the slice instead of a copy.
     """
 
     blocks: Sequence[Elements]
@@ -68,26 +69,27 @@ class SteppedElements:
     in_place: bool
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of a tensor that is as large as the slice: a view, or a copy."""
+        """Take these elements of a tensor that is as large as the slice: as a view or a copy."""
         ranges = [flat.view(-1)[start:stop] for start, stop in self.blocks]
         return ranges[0] if self.in_place else torch.cat(ranges)
 
     def put_back_(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Brings what counts of its elements to their places."""
+        """Copy the used results back to their positions."""
         end = 0
         for (first, last), (start, stop) in zip(self.blocks, self.counted, strict=True):
             place, value = flat[start:stop], values[end + start - first : end + stop - first]
+            # A tensor that was stepped in place is a view of the slice already.
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
             end += last - first
 
 
 def pieces_of(spans: Sequence[ParameterSpan], segments: Segments) -> list[SteppedElements]:
-    """What parameters that are stepped together are stepped as. Pure arithmetic.
+    """Return the tensors as which parameters are stepped together. Pure arithmetic.
 
     Args:
-        spans: The parameters, in the order of the slice.
-        segments: What the slice packs.
+        spans: Parameters, in the order of the slice.
+        segments: Sharding metadata of the slice.
     """
     runs: list[list[ParameterSpan]] = []
     for span in spans:
@@ -100,6 +102,8 @@ def pieces_of(spans: Sequence[ParameterSpan], segments: Segments) -> list[Steppe
     for run in runs:
         start, stop = run[0].start, run[-1].stop
         first, last = -(-start // ALIGNMENT) * ALIGNMENT, stop // ALIGNMENT * ALIGNMENT
+        # Full blocks inside of a run need no copy. Only the blocks at its two ends contain elements of other
+        # parameters.
         if first < last:
             inside = [(first, last)]
             packed = _packed(inside, inside, [run], segments)
@@ -117,13 +121,13 @@ def pieces_of(spans: Sequence[ParameterSpan], segments: Segments) -> list[Steppe
 def _packed(
     blocks: Sequence[Elements], counted: Sequence[Elements], runs: Sequence[Sequence[ParameterSpan]], segments: Segments
 ) -> Segments:
-    """What a tensor of some ranges of a slice packs.
+    """Return the sharding metadata of a tensor of some ranges of a slice.
 
     Args:
-        blocks: The ranges.
-        counted: What counts of each of them.
-        runs: The parameters that have elements in each.
-        segments: What the slice packs.
+        blocks: Ranges.
+        counted: Part of each range whose results are used.
+        runs: Parameters that have elements in each range.
+        segments: Sharding metadata of the slice.
     """
     found: dict[str, Sharding] = {}
     end = 0
@@ -140,12 +144,12 @@ def _packed(
 
 @dataclass(eq=False, kw_only=True)
 class SteppedTensor:
-    """A tensor that is stepped in place of elements of a slice.
+    """Tensor that is stepped in place of elements of a slice.
 
     Args:
-        tensor: The tensor, with its gradient.
-        piece: Which elements these are.
-        state: Its state, which the step changes, or makes if it is empty.
+        tensor: Tensor, with a gradient.
+        piece: Elements of the slice.
+        state: State of the tensor. The step changes it, or makes it if it is empty.
     """
 
     tensor: nn.Parameter
@@ -158,8 +162,8 @@ class SteppedGroup:
     """Parameters of a slice that are stepped together.
 
     Args:
-        names: Their names.
-        parts: What is stepped in their place.
+        names: Names of the parameters.
+        parts: Tensors that are stepped in their place.
         is_new: Whether the optimizer has stepped none of them before.
     """
 
@@ -169,14 +173,15 @@ class SteppedGroup:
 
 
 class SplitSlice:
-    """A slice that is taken apart for a step.
+    """Slice that is split for a step.
 
     Args:
-        tensor: The slice.
-        gradient: Its gradient.
-        state: Its state, which is changed in place when the slice is one again.
-        scalars: What the optimizer keeps for each parameter as a whole, by name; None where it has no state yet.
-        groups: The parameters that are stepped together, and as what.
+        tensor: Slice.
+        gradient: Gradient of the slice.
+        state: State of the slice, which is changed in place when the slice is joined.
+        scalars: State that the optimizer keeps per parameter instead of per element, by name. None: no state exists
+            yet.
+        groups: Parameters that are stepped together, and the elements as which they are stepped.
     """
 
     def __init__(
@@ -213,20 +218,20 @@ class SplitSlice:
 
     @property
     def parts(self) -> Iterator[SteppedTensor]:
-        """What is stepped in its place."""
+        """Tensors that are stepped in place of the slice."""
         for group in self._groups:
             yield from group.parts
 
     @property
     def has_new(self) -> bool:
-        """Whether the optimizer makes state for anything of it."""
+        """Whether the optimizer makes state for any parameter of the slice."""
         return any(group.is_new for group in self._groups)
 
     def join_(self, *, skipped: bool = False) -> None:
-        """After the step: values and state are one again.
+        """Join values and state after the step.
 
         Args:
-            skipped: Whether the optimizer's kernels have skipped the step, so that state made in it means nothing.
+            skipped: Whether the optimizer's kernels have skipped the step, so that state made in it must be dropped.
         """
         self.show_gradients()
         for group in self._groups:
@@ -243,20 +248,21 @@ class SplitSlice:
                         made[name] = value
             if made is not None:
                 self._scalars.update(dict.fromkeys(group.names, made))
-                self.state |= made  # those of some of them, which torch looks for when it loads a state
+                # The values of one group stand for all: torch looks for these keys when it loads a state.
+                self.state |= made
         if len({kind_of(scalars) for scalars in self._scalars.values()}) > 1:
             self.state[SCALARS] = {name: scalars for name, scalars in self._scalars.items() if scalars is not None}
-        else:  # they have come to the same
+        else:  # the values of all parameters are equal again
             self.state.pop(SCALARS, None)
 
     def show_gradients(self) -> None:
-        """Brings what the gradients of copies have become to the gradient of the slice."""
+        """Copy the gradients of copies, which a step may have changed, to the gradient of the slice."""
         for part in self.parts:
             if part.tensor.grad is not None:
                 part.piece.put_back_(part.tensor.grad, self._gradient)
 
     def _slot(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A slot of the slice, flat: made of zeros, or given more digits, where it has not what a part of it has."""
+        """Get a flat slot of the slice's state: new, with zeros, or in a wider dtype if a part of it has that dtype."""
         found = self.state.get(name)
         if found is None:
             found = torch.zeros(self._shape, dtype=like.dtype, device=like.device)
@@ -266,10 +272,10 @@ class SplitSlice:
 
 
 def kind_of(scalars: State | None) -> object:
-    """What is equal for parameters that may be stepped together. No device is waited for.
+    """Return a key that is equal for parameters that may be stepped together. Waits for no device.
 
     Args:
-        scalars: What an optimizer keeps for a parameter as a whole; None: it has no state of it.
+        scalars: State that an optimizer keeps per parameter instead of per element. None: there is no state.
     """
     if scalars is None:
         return None
@@ -278,35 +284,37 @@ def kind_of(scalars: State | None) -> object:
 
 def _value_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
+        # Reading a number on an accelerator would wait for the device. Parameters whose state is one object there are
+        # equal anyway.
         return value.item() if value.is_cpu and value.dim() == 0 else id(value)
     return value if isinstance(value, bool | int | float | complex | str | None) else id(value)
 
 
 class SliceSplitter:
-    """What an optimizer steps apart, and what it passes over: parameters that had no gradient on any rank.
+    """Splitter of an optimizer's slices, which skips parameters that had no gradient on any rank.
 
-    A gradient of zero would let AdamW move them.
+    AdamW would move such parameters if their gradient were zero.
 
     Args:
-        optimizer: The optimizer.
-        chunks: The chunks whose slices it holds.
+        optimizer: Optimizer.
+        chunks: Chunks whose slices it holds.
     """
 
     def __init__(self, optimizer: Optimizer, chunks: Sequence[Chunk]) -> None:
         self._optimizer, self._chunks = optimizer, tuple(chunks)
         self._spans: dict[
             torch.Tensor, tuple[Sequence[ParameterSpan], set[str]]
-        ] = {}  # by slice: parameters, those not used
+        ] = {}  # by slice: its parameters, and the names without gradients
         self._pieces: dict[torch.Tensor, tuple[object, list[list[SteppedElements]]]] = {}  # of the latest step
         self._taken: dict[torch.Tensor, SplitSlice] = {}  # what the optimizer has the parts of
         self._lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # param groups, and what they had
         self._forget: Callable[[], None] = lambda: None  # ends that those who look at the parts have `leave` called
 
     def look(self, unused: Sequence[Sequence[int]]) -> None:
-        """Notes what is stepped apart in the step that begins, and drops gradients of slices that are passed over.
+        """Find the slices to split in the step that begins, and drop the gradients of slices that are skipped.
 
         Args:
-            unused: For each chunk, the members that had no gradient.
+            unused: Members of each chunk that had no gradient.
         """
         self._spans = {}
         for chunk, members in zip(self._chunks, unused, strict=True):
@@ -322,12 +330,12 @@ class SliceSplitter:
                     self._spans[part.tensor] = spans, idle
 
     def take(self, tensor: torch.Tensor, gradient: torch.Tensor, state: State) -> SplitSlice | None:
-        """Takes a slice apart for the step that has begun; None: it is stepped as one.
+        """Split a slice for the step that has begun. Return None if the slice is stepped as one tensor.
 
         Args:
-            tensor: The slice.
-            gradient: Its gradient.
-            state: Its state.
+            tensor: Slice.
+            gradient: Gradient of the slice.
+            state: State of the slice.
         """
         if tensor not in self._spans:
             return None
@@ -342,6 +350,7 @@ class SliceSplitter:
             if span.name not in idle:
                 groups.setdefault(kind_of(scalars[span.name]), []).append(span)
         way = [[span.name for span in group] for group in groups.values()]
+        # Steps mostly split a slice in the same way as the step before, so the pieces are kept.
         if self._pieces.get(tensor, (None,))[0] != way:
             segments = segments_of(tensor)
             self._pieces[tensor] = way, [pieces_of(group, segments) for group in groups.values()]
@@ -349,11 +358,12 @@ class SliceSplitter:
         return SplitSlice(tensor, gradient, state, scalars, list(zip(groups.values(), pieces, strict=True)))
 
     def enter(self) -> None:
-        """The optimizer holds the parts of slices in their place, until `join_` or `leave`."""
+        """Replace slices by their parts in the optimizer, until `join_` or `leave`."""
         if self._spans or isinstance(self._optimizer, torch.optim.SGD):
             self._enter()
 
-    @torch.inference_mode(mode=False)  # where what is made would have no version
+    # Tensors that are made in inference mode have no version counter.
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _enter(self) -> None:
         for group in self._optimizer.param_groups if self._spans else ():
@@ -378,13 +388,13 @@ class SliceSplitter:
             self._begin_momentum()
 
     def _begin_momentum(self) -> None:
-        """Gives momentum to what torch's fused SGD steps for the first time beside tensors that have some.
+        """Make momentum for tensors that torch's fused SGD steps for the first time, together with older tensors.
 
-        It takes such tensors in one call with the others, and stumbles where these have nothing. To begin with zeros
-        comes to the same, unless gradients are dampened, which the first one is not.
+        The fused kernel takes all tensors in one call, and fails if some have momentum and some have none. Zeros give
+        the same result, unless gradients are dampened: torch does not dampen the first gradient.
 
         Raises:
-            ValueError: They are dampened.
+            ValueError: `dampening` is not 0.
         """
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
@@ -404,7 +414,7 @@ class SliceSplitter:
             state.update({tensor: {"momentum_buffer": torch.zeros_like(tensor)} for tensor in new})
 
     def join_(self) -> None:
-        """The optimizer has stepped: it holds slices again."""
+        """Join the slices after the optimizer's step, and put them back into the optimizer."""
         if self._taken or self._lists:
             self._join_()
 
@@ -424,7 +434,7 @@ class SliceSplitter:
         self.leave()
 
     def leave(self, *_: object) -> None:
-        """The optimizer holds slices again, as they were if it has not stepped."""
+        """Put the slices back into the optimizer, unchanged if it has not stepped."""
         if self._taken or self._lists:  # else a step, which calls this several times, pays for `no_grad` each time
             self._leave()
 
@@ -443,7 +453,7 @@ class SliceSplitter:
 
 
 def _spans(chunk: Chunk, part: Slice) -> list[ParameterSpan]:
-    """The parameters of a slice, in its order."""
+    """Return the parameters of a slice, in its order."""
     inside = sorted(
         (max(start, part.start), number)
         for number, (start, stop) in enumerate(chunk.layout.slots)

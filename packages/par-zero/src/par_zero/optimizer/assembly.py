@@ -1,14 +1,14 @@
-"""Parameters that an optimizer must see whole, put together from the parts that tensor ranks have.
+"""Assembly of full tensors from the shards of tensor-parallel ranks, for optimizers that need them.
 
-Each rank steps some of them, and has the optimizer's state of these alone:
+Each rank steps some of the tensors, and has the optimizer's state of these only:
 
-    backward ends   each rank's part of a gradient goes to the rank that steps the tensor     (all-to-all)
-    step            so does each rank's part of the parameter                                 (all-to-all)
-                    the optimizer steps whole tensors
-                    the parts go back                                                         (all-to-all)
+    backward ends   each rank's shard of a gradient goes to the rank that steps the tensor   (all-to-all)
+    step            each rank's shard of the parameter goes there, too                       (all-to-all)
+                    the optimizer steps full tensors
+                    the shards go back                                                       (all-to-all)
 
-Parameters are sent in every step, as no rank knows whether others were written to since the last one, such as by a
-checkpoint that was loaded.
+Every step sends the parameters, because no rank can detect whether another rank wrote its shard since the last step. A
+loaded checkpoint writes shards, for example.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +27,13 @@ from .blocks import MatrixBlock, MatrixPart
 
 @dataclass(eq=False, kw_only=True)
 class Assembled:
-    """A block of a parameter that lies in this rank's share of a chunk.
+    """Block of a parameter in this rank's shard of a chunk.
 
     Args:
-        block: The block.
-        chunk: The chunk that has the parameter.
-        member: The parameter's number in the chunk.
-        whole: The optimizer's tensor, on the rank that steps the block.
+        block: Block.
+        chunk: Chunk that has the parameter.
+        member: Number of the parameter in the chunk.
+        whole: Tensor of the optimizer, on the rank that steps the block.
     """
 
     block: MatrixBlock
@@ -42,19 +42,19 @@ class Assembled:
     whole: nn.Parameter | None = None
 
     def part_in(self, updated: torch.Tensor) -> torch.Tensor:
-        """What elements `updated` of the chunk hold of the parameter, flat."""
+        """Take the elements of the parameter, flat, from elements `updated` of the chunk."""
         start, stop = self.chunk.layout.slots[self.member]
         low, _ = self.chunk.updated
         return updated[start - low : stop - low]
 
 
 class Assembly:
-    """The blocks of one optimizer of which this rank has parts.
+    """Blocks of one optimizer of which this rank holds shards.
 
     Args:
-        assembled: The blocks, in the same order on all ranks of the group.
-        group: The ranks that have parts. None: this rank has all of them.
-        copies: The ranks that step the same blocks as this one, by number of the world: replicas, and this one.
+        assembled: Blocks, in the same order on all ranks of the group.
+        group: Ranks that hold shards. None: this rank holds full parameters.
+        copies: Global ranks that step the same blocks as this rank: its replicas and this rank.
     """
 
     def __init__(self, assembled: Sequence[Assembled], group: dist.ProcessGroup | None, copies: Sequence[int]) -> None:
@@ -62,26 +62,29 @@ class Assembly:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._chunks = list(dict.fromkeys(one.chunk for one in assembled))
+        # One all-to-all sends one flat tensor, so all blocks in it need the same dtypes.
         kinds: dict[tuple[torch.dtype, ...], list[Assembled]] = {}
         for one in assembled:
             kind = (one.chunk.own.dtype, one.chunk.reduce_dtype, one.chunk.master.dtype)
             kinds.setdefault(kind, []).append(one)
-        self._kinds = list(kinds.values())  # what travels together has one dtype
+        self._kinds = list(kinds.values())
         for together in self._kinds:
             for one, value in self._put_together(together, [one.chunk.master for one in together]):
                 one.whole = nn.Parameter(value)
                 one.chunk.wholes.append(one.whole)
                 block = one.block
                 box = Box(block.start, block.size, 0, tuple(value.stride()), tuple(copies))
-                derived = value.dtype == one.chunk.own.dtype  # else the parameters are a rounded copy of it
+                # With equal dtypes the parameters hold all digits; otherwise they are a rounded copy of the tensor.
+                derived = value.dtype == one.chunk.own.dtype
                 segments = Segments([Segment(block.name, Sharding(block.shape, (box,)))], derived=derived)
                 set_segments(one.whole, segments)
         for chunk in self._chunks:
-            chunk.master = chunk.own  # the whole tensors have all digits
+            # The assembled tensors hold all digits, so the chunk's own copy in the wider dtype is freed.
+            chunk.master = chunk.own
 
     @property
     def wholes(self) -> list[tuple[int, nn.Parameter]]:
-        """What this rank steps: the number of its param group, and the tensor."""
+        """Tensors that this rank steps, each with the number of its param group."""
         return [(one.chunk.members[one.member].group, one.whole) for one in self._all if one.whole is not None]
 
     @property
@@ -91,11 +94,11 @@ class Assembly:
 
     @torch.no_grad()
     def take_gradients(self, pop_sum: Callable[[Chunk], torch.Tensor], *, reduced: bool) -> None:
-        """After a backward pass: gradients are put together, and added to those that there are. All-to-all.
+        """Assemble gradients after a backward pass, and add them to existing gradients. All-to-all.
 
         Args:
-            pop_sum: Returns elements `updated` of a chunk's sum of gradients, which nothing else keeps.
-            reduced: Whether they were summed over the data ranks; else there is nothing to do.
+            pop_sum: Function that returns elements `updated` of a chunk's sum of gradients and releases the sum.
+            reduced: Whether gradients were summed over the data ranks; otherwise nothing is done.
         """
         if not reduced:
             return
@@ -109,12 +112,12 @@ class Assembly:
 
     @torch.no_grad()
     def before_step(self, unused: Mapping[Chunk, Sequence[int]]) -> None:
-        """Puts parameters together. All-to-all.
+        """Assemble parameters. All-to-all.
 
-        Where the optimizer has more digits than the parts, those stay of what was not written to since the last step.
+        If the optimizer has more digits than the shards, elements that were not written since the last step keep them.
 
         Args:
-            unused: For each chunk the members that had no gradient, which the optimizer passes over.
+            unused: Members of each chunk that had no gradient, which the optimizer skips.
         """
         for kind in self._kinds:
             for one, value in self._put_together(kind, [one.chunk.own for one in kind], in_place=True):
@@ -122,13 +125,14 @@ class Assembly:
                 if whole is None:
                     continue
                 if whole.dtype != value.dtype:
+                    # An element that still is the rounded value of the optimizer's element was not written.
                     whole.copy_(torch.where(whole.to(value.dtype) == value, whole, value.to(whole.dtype)))
                 if one.member in unused[one.chunk]:
                     whole.grad = None
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Gives each rank its parts of what was stepped. All-to-all."""
+        """Send each rank its shards of the stepped tensors. All-to-all."""
         for kind in self._kinds:
             sent: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
             for one in kind:
@@ -156,14 +160,14 @@ class Assembly:
         partial: bool = False,
         in_place: bool = False,
     ) -> Iterator[tuple[Assembled, torch.Tensor]]:
-        """The blocks that this rank steps, whole.
+        """Yield the full blocks that this rank steps.
 
         Args:
             kind: Blocks of one dtype.
-            parts: For each block, elements `updated` of its chunk.
-            partial: Whether copies that are partial sums are added up; else one of several copies is taken.
-            in_place: Whether the optimizer's tensors are overwritten, where they have the dtype of the parts; else each
-                block gets memory of its own.
+            parts: Elements `updated` of the chunk of each block.
+            partial: Whether replicas are partial sums that are added up; otherwise one of several replicas is taken.
+            in_place: Whether the optimizer's tensors are overwritten if they have the dtype of the shards; otherwise
+                each block gets memory of its own.
         """
 
         def sends(piece: MatrixPart) -> bool:
@@ -186,6 +190,7 @@ class Assembly:
             else:
                 whole = received[0].new_empty(one.block.size)
             pieces = [piece for piece in one.block.pieces if sends(piece)]
+            # More elements than the block has: some pieces are partial sums of the same elements.
             overlap = sum(piece.box.numel for piece in pieces) > one.block.numel
             if overlap:
                 whole.zero_()
@@ -199,12 +204,12 @@ class Assembly:
     def _exchange(
         self, sent: Sequence[list[torch.Tensor]], counts: Sequence[int], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Gives every rank what each of them has for it.
+        """Send every rank the elements that each other rank has for it.
 
         Args:
-            sent: For each rank what this one has for it, in flat pieces.
-            counts: Number of elements that each rank has for this one.
-            like: A tensor of the dtype and device.
+            sent: Flat pieces that this rank has for each rank.
+            counts: Number of elements that each rank has for this rank.
+            like: Tensor with the dtype and the device.
         """
         if self._group is None:
             return [torch.cat(pieces) if pieces else like.new_empty(0) for pieces in sent]
@@ -217,16 +222,16 @@ def assemble(
     group: dist.ProcessGroup | None,
     copies: Sequence[int],
 ) -> dict[int, Assembly]:
-    """Puts together what lies in this rank's share of some chunks. All-to-all over the group, for each optimizer.
+    """Assemble the parameters in this rank's shard of some chunks. All-to-all over the group, for each optimizer.
 
     Args:
         chunks: All chunks.
-        blocks: The blocks of each parameter that is put together.
-        group: The ranks that have parts. None: this rank has all of them.
-        copies: The ranks that step the same blocks as this one, by number of the world.
+        blocks: Blocks of each assembled parameter.
+        group: Ranks that hold shards. None: this rank holds full parameters.
+        copies: Global ranks that step the same blocks as this rank.
 
     Returns:
-        By number of an optimizer, what it steps of them.
+        Assembly of each optimizer that has such parameters, by its number.
     """
     found: dict[int, list[Assembled]] = {}
     for chunk in chunks:

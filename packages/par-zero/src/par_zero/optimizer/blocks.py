@@ -1,8 +1,8 @@
-"""Tensors that ranks have parts of, and which of these ranks steps each as a whole. Pure arithmetic.
+"""Blocks: full tensors of which several ranks hold parts, and the rank that steps each of them. Pure arithmetic.
 
-A record is a row of boxes, of which one is mostly all that a rank has. A fused layer's has one for each of q, k and v,
-on one device too, since each is cut by itself. So the first boxes of all ranks together are one tensor to an optimizer,
-the second ones another: a block.
+Sharding metadata is a list of boxes, and a rank mostly has one box. A fused layer has one box for each of q, k and v,
+also on one device, because each is sharded separately. An optimizer therefore sees the first boxes of all ranks as one
+tensor and the second boxes as another: each is a block.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from par_groups import Box, Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixPart:
-    """What a rank has of a block.
+    """Part of a block on one rank.
 
     Args:
-        rank: The rank's number among those that have parts.
-        box: The rectangle, and where it lies in the rank's tensor.
-        chosen: Whether it is the one of all copies that is sent to the rank that steps the block.
+        rank: Index of the rank among the ranks that hold parts.
+        box: Rectangle, and its position in the rank's tensor.
+        chosen: Whether this replica, of several, is sent to the rank that steps the block.
     """
 
     rank: int
@@ -29,21 +29,21 @@ class MatrixPart:
 
     @property
     def counts(self) -> bool:
-        """Whether its gradient is sent to the rank that steps the block: of copies that are partial sums, each is."""
+        """Whether its gradient is sent to the rank that steps the block. Partial sums all are sent."""
         return self.chosen or bool(self.box.sum_over)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixBlock:
-    """A rectangle of a parameter, mostly all of it, which an optimizer steps as one tensor.
+    """Rectangle of a parameter, mostly the full parameter, which an optimizer steps as one tensor.
 
     Args:
-        name: The parameter's name.
-        shape: The parameter's whole shape.
+        name: Name of the parameter.
+        shape: Full shape of the parameter.
         start: First index of the block on each dim.
-        size: Its shape.
-        pieces: What the ranks have of it.
-        stepper: Number of the rank that steps it.
+        size: Shape of the block.
+        pieces: Parts of the block on the ranks.
+        stepper: Index of the rank that steps it.
     """
 
     name: str
@@ -59,24 +59,27 @@ class MatrixBlock:
         return math.prod(self.size)
 
     def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where a box of the parameter lies in the block."""
+        """Return the position of a box of the parameter in the block."""
         corner = (first - own for first, own in zip(box.start, self.start, strict=True))
         return tuple(slice(first, first + size) for first, size in zip(corner, box.size, strict=True))
 
 
 def work(size: Sequence[int]) -> int:
-    """What a block costs to step, up to a factor: products of matrices take a side's length for each element."""
+    """Estimate the cost of stepping a block, up to a factor.
+
+    A matmul takes as many operations per element as the shorter side has elements.
+    """
     return math.prod(size) * (min(size[0], math.prod(size[1:])) if len(size) > 1 else 1)
 
 
 def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[MatrixBlock]:
-    """The blocks of parameters, dealt out to the ranks: the costliest first, to the rank that has the least to do.
+    """Return the blocks of parameters, assigned to ranks: the costliest first, to the rank with the least work.
 
     Args:
-        records: For each parameter its name, and its records on the ranks.
+        records: Name of each parameter, and its sharding metadata on the ranks.
 
     Raises:
-        ValueError: The ranks do not have all of a parameter, or its boxes are no rectangles when put together.
+        ValueError: The ranks do not hold all elements of a parameter, or its boxes form no rectangle.
     """
     found = []
     for name, of_ranks in records:
@@ -103,7 +106,7 @@ def blocks_of(records: Sequence[tuple[str, Sequence[Sharding]]]) -> list[MatrixB
 
 
 def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) -> MatrixBlock:
-    """One block, whose stepper is not chosen yet."""
+    """Make one block, which has no stepper yet."""
     corners = {(box.start, box.size) for _, box in boxes}
     start = tuple(min(first[dim] for first, _ in corners) for dim in range(len(shape)))
     stop = tuple(max(first[dim] + size[dim] for first, size in corners) for dim in range(len(shape)))
@@ -118,7 +121,7 @@ def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) 
 
 
 def _any_overlap(corners: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether any two rectangles, each of a first corner and a size, have an element in common."""
+    """Return whether any two rectangles, each given by a first corner and a size, overlap."""
     return any(
         all(a < b + n and b < a + m for a, m, b, n in zip(one, extent, other, size, strict=True))
         for (one, extent), (other, size) in itertools.combinations(corners, 2)
@@ -126,7 +129,7 @@ def _any_overlap(corners: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> 
 
 
 def _dealt(blocks: Sequence[MatrixBlock], ranks: int) -> list[MatrixBlock]:
-    """The blocks with their steppers, in the order that they had."""
+    """Assign blocks to ranks, and return them in their original order."""
     loads = [0] * ranks
     steppers = [0] * len(blocks)
     for number in sorted(range(len(blocks)), key=lambda number: -work(blocks[number].size)):
@@ -136,7 +139,7 @@ def _dealt(blocks: Sequence[MatrixBlock], ranks: int) -> list[MatrixBlock]:
 
 
 def _stepped_by(stepper: int, block: MatrixBlock) -> MatrixBlock:
-    """A block with its stepper, which of several copies has its own, or else the first one."""
+    """Set the stepper of a block, and choose its own replica of each part, or else the first one."""
     chosen: dict[tuple[int, ...], int] = {}
     for piece in block.pieces:
         if piece.box.start not in chosen or piece.rank == stepper:

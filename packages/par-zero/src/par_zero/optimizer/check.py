@@ -1,4 +1,4 @@
-"""Whether an optimizer can step what a rank has: by the table of classes, a declaration of the user, and a trial."""
+"""Check that an optimizer can step what a rank has: by the table of classes, the user's declaration and a trial."""
 
 import warnings
 from collections.abc import Container, Mapping, Sequence
@@ -22,18 +22,18 @@ def check_way_of_working(
     in_pieces: bool,
     ranks: tuple[int, int],
 ) -> None:
-    """Check that an optimizer steps what its param groups hold, and needs no more of it than a rank has.
+    """Check that an optimizer steps its param groups, and needs no more of a parameter than a rank has.
 
     Args:
-        groups: The optimizer's param groups.
-        names: The module's parameters, and their names.
-        stage: The ZeRO stage, as a number.
-        tensor: The ranks that have other parts of what must be seen whole, or None.
-        in_pieces: Whether the optimizer steps piece by piece, whatever the stage.
-        ranks: Over how many ranks parameters are sharded, and how many ranks are replicas of each other.
+        groups: Param groups of the optimizer.
+        names: Parameters of the module, and their names.
+        stage: Number of the ZeRO stage.
+        tensor: Ranks that hold the other shards of parameters which must be full, or None.
+        in_pieces: Whether the optimizer steps piece by piece, regardless of the stage.
+        ranks: Number of ranks that shard the parameters, and number of ranks that are replicas of each other.
 
     Raises:
-        ValueError: It does not, or it needs more.
+        ValueError: The optimizer steps other tensors, or needs more.
     """
     optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
@@ -55,6 +55,7 @@ def check_way_of_working(
     tried = set()
     for group in groups:
         settings = repr([(key, value) for key, value in group.settings.items() if key not in ("params", "param_names")])
+        # A trial takes some milliseconds, and a model may have hundreds of param groups with the same settings.
         if (settings, group.atomic) in tried:
             continue
         tried.add((settings, group.atomic))
@@ -83,12 +84,12 @@ def check_way_of_working(
 
 
 def _sees_all(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool) -> ValueError:
-    """The error about an optimizer that looks at all tensors, of which a rank has some.
+    """Make the error about an optimizer that reads all tensors, of which a rank has only some.
 
     Args:
-        group: One of its param groups.
-        stage: The stage; 0 if its state is not sharded.
-        cut: The name of a parameter that is cut over tensor ranks, if there is one.
+        group: Param group of the optimizer.
+        stage: Number of the stage; 0 if the optimizer's state is not sharded.
+        cut: Name of a parameter that tensor-parallel ranks shard, if there is one.
         in_pieces: Whether the optimizer steps piece by piece.
     """
     kind = type(group.optimizer).__name__
@@ -110,12 +111,12 @@ def _sees_all(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool
 
 
 def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: bool, repeats: bool) -> None:
-    """Checks an optimizer of a class that is not known, by a trial of what it may look at.
+    """Check an optimizer of an unknown class by a trial of the tensors that it reads.
 
     Args:
-        group: One of its param groups.
-        stage: The stage; 0 if its state is not sharded.
-        cut: The name of a parameter that is cut over tensor ranks, if there is one.
+        group: Param group of the optimizer.
+        stage: Number of the stage; 0 if the optimizer's state is not sharded.
+        cut: Name of a parameter that tensor-parallel ranks shard, if there is one.
         in_pieces: Whether the optimizer steps piece by piece.
         repeats: Whether several ranks step the same tensors.
     """
@@ -133,7 +134,9 @@ def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: b
                 group.optimizer, group.settings, UpdateScope.TENSOR if group.atomic else UpdateScope.ELEMENT
             )
         draws = repeats and problem is None and draws_numbers(group.optimizer, group.settings)
-    except Exception as error:  # whatever it is, its step cannot be made outside of the user's loop
+    except Exception as error:
+        # Any error means that the step does not run outside of the user's loop. Only a user who declared nothing, and
+        # whose state is sharded, needs the trial's answer.
         draws, raised = False, f"{type(error).__name__}: {error}"
         if not group.atomic:
             raise ValueError(
@@ -167,8 +170,9 @@ def _try_unknown(group: ParamGroup, stage: int, cut: str | None, *, in_pieces: b
 
 
 def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
-    """Whether a collection, as an optimizer may keep one for itself, contains one of some parameters."""
-    if isinstance(value, Mapping):  # an optimizer does not step the keys, about which it knows something
+    """Return whether a collection in an optimizer's attribute contains any of some parameters."""
+    # The keys of a mapping are only looked up: an optimizer steps no key.
+    if isinstance(value, Mapping):
         return _contains_any(list(value.values()), parameters)
     if isinstance(value, list | tuple | set | frozenset):
         return any(_contains_any(item, parameters) for item in value)

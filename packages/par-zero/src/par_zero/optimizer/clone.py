@@ -59,9 +59,9 @@ class TensorStepper:
         """Step one tensor.
 
         Args:
-            tensor: The tensor, with its gradient.
+            tensor: Tensor, with a gradient.
             number: Number of its param group.
-            state: Its state, which the step changes in place, or makes if it is empty.
+            state: State of the tensor. The step changes it in place, or makes it if it is empty.
 
         Raises:
             RuntimeError: The step changes a setting in a way that depends on the tensor.

@@ -1,19 +1,19 @@
-"""A trial of an optimizer: it checks what the user has declared, and shows what state the class keeps.
+"""Trial of an optimizer: it checks the user's declaration and finds the state that the class keeps.
 
-A trial proves nothing of an optimizer that treats each element by itself in a few steps and does not later. So the
-table in `known`, or the user, says how a class works, and a trial can only contradict. An optimizer of the same class
-and settings steps the same numbers several times, in float64:
+An optimizer may treat each element separately in a few steps, and not later. A trial therefore proves nothing: the
+table in `known`, or the user, specifies how a class works, and a trial can only contradict. An optimizer of the same
+class and settings steps the same numbers several times, in float64:
 
     as they are    one optimizer has three tensors, the largest of 8,192 elements
-    each alone     three optimizers have one of the tensors each     -> other numbers: it looks at all tensors
-    others louder  all gradients but those of the first tensor are a thousand times larger
-                                                      -> another first tensor: it looks at all tensors
-    as one         one optimizer has one flat tensor of all elements -> other numbers: it looks at whole tensors
-    half louder    gradients are a thousand times larger from the middle of each tensor on
-                                                      -> another first half: it looks at whole tensors
+    each alone     three optimizers have one of the tensors each     -> other numbers: it reads all tensors
+    others louder  all gradients but the first tensor's are a thousand times larger
+                                                     -> another first tensor: it reads all tensors
+    as one         one optimizer has one flat tensor of all elements -> other numbers: it reads full tensors
+    half louder    gradients are a thousand times larger in the second half of each tensor
+                                                     -> another first half: it reads full tensors
 
-A learning rate of a warm-up moves next to nothing, so there is a second round with a learning rate of 0.1. Gradients
-point in nearly one direction, in which methods that estimate their step size come to move.
+The learning rate of a warm-up moves almost nothing, so a second round uses a learning rate of 0.1. Gradients point in
+nearly one direction, so that methods which estimate their step size begin to move.
 """
 
 import copy
@@ -46,7 +46,7 @@ def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: 
         scope: `UpdateScope.ELEMENT` or `UpdateScope.TENSOR`.
 
     Raises:
-        Exception: What a step of the trial has raised.
+        Exception: A step of the trial raises an error.
     """
     rates: list[float | None] = [None]
     if isinstance(group.get("lr"), int | float | torch.Tensor):
@@ -67,7 +67,7 @@ def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         group: The param group whose settings are tried.
 
     Raises:
-        Exception: What a step of the trial has raised.
+        Exception: A step of the trial raises an error.
     """
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
@@ -76,6 +76,7 @@ def draws_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _violation(trial: "_Trial", scope: UpdateScope) -> str | None:
+    """Return in words how an update depends on more than `scope`; None if the trial finds nothing."""
     as_they_are, clones = trial.run(lambda tensors: [tensors])
     each_alone, _ = trial.run(lambda tensors: [[tensor] for tensor in tensors])
     louder, _ = trial.run(lambda tensors: [tensors], louder=lambda number, _: number > 0)
@@ -94,7 +95,7 @@ def _violation(trial: "_Trial", scope: UpdateScope) -> str | None:
 
 
 def _odd_state(clone: Optimizer) -> str | None:
-    """What a slice of a tensor cannot keep: state that has no number for each element, nor one for all."""
+    """Find state that a slice of a tensor cannot keep: it is neither per element nor one number. Return it in words."""
     for parameter, state in clone.state.items():
         for name, value in state.items() if isinstance(state, Mapping) else ():
             is_number = isinstance(value, torch.Tensor) and value.numel() <= 1
@@ -110,12 +111,12 @@ def _odd_state(clone: Optimizer) -> str | None:
 
 
 class _Trial:
-    """Steps of an optimizer with tensors of the trial.
+    """Steps of an optimizer with the tensors of the trial.
 
     Args:
-        optimizer: The optimizer whose class is tried.
-        group: The param group whose settings are tried.
-        rate: Another learning rate; None: that of the group.
+        optimizer: Optimizer whose class is tried.
+        group: Param group whose settings are tried.
+        rate: Learning rate of the trial; None: the group's.
     """
 
     def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], rate: float | None) -> None:
@@ -134,10 +135,10 @@ class _Trial:
         """Return the numbers after a few steps, and the optimizers.
 
         Args:
-            arrange: Returns the tensors of each optimizer.
-            louder: Called with the number of a tensor and the places of its elements, from 0 to 1: which gradients
-                are a thousand times larger.
-            seeds: Whether torch's generator starts at the same place each time.
+            arrange: Function that returns the tensors of each optimizer.
+            louder: Function of a tensor's number and of the relative positions of its elements, from 0 to 1, that
+                returns whether each gradient is a thousand times larger
+            seeds: Whether torch's generator starts at the same state each time.
         """
         if seeds:
             torch.default_generator.manual_seed(0)
@@ -198,7 +199,7 @@ def state_counter_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: t
 def _state_of_steps(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Parameter, Mapping[str, Any]]:
-    """A tensor after a few steps, and what the optimizer keeps for it."""
+    """Return a tensor after a few steps, and the state that the optimizer keeps for it."""
     with torch.random.fork_rng(devices=[]):
         parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
         clone = _cpu_clone(optimizer, group, [parameter])
@@ -211,18 +212,21 @@ def _state_of_steps(
 def _cpu_clone(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter], rate: float | None = None
 ) -> Optimizer:
-    """An optimizer of the same class and settings, for other parameters and on the CPU."""
+    """Make an optimizer of the same class and settings, for other parameters and on the CPU."""
     settings = {name: _on_cpu(value) for name, value in group.items() if name not in ("params", "param_names")}
     lr = settings.get("lr")
     if isinstance(lr, int | float | torch.Tensor) and (rate is not None or float(lr) == 0):
-        rate = 1e-2 if rate is None else rate  # with 0, before a warm-up, nothing would move
+        # A rate of 0, as before a warm-up, would move nothing, and a trial without moves finds nothing.
+        rate = 1e-2 if rate is None else rate
         settings["lr"] = torch.full_like(lr, rate) if isinstance(lr, torch.Tensor) else rate
     if settings.get("train_mode") is False:  # schedule-free optimizers step in this mode only
         settings["train_mode"] = True
-    if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
+    # Capturable steps run only on GPUs, and compute the same numbers.
+    if settings.get("capturable"):
         settings |= {"capturable": False, "foreach": False}
     clone = clone_of(optimizer, {**settings, "params": parameters})
-    for name, value in optimizer.__dict__.items():  # what a step may change in place
+    # A step may change these attributes in place, and the user's optimizer must not change.
+    for name, value in optimizer.__dict__.items():
         if name in clone.__dict__ and name not in ("param_groups", "state") and isinstance(value, dict | list | set):
             clone.__dict__[name] = copy.copy(clone.__dict__[name])
         if name in clone.__dict__ and isinstance(value, torch.Tensor):

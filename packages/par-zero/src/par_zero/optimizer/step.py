@@ -1,4 +1,4 @@
-"""The optimizer on flat slices: how it comes to hold them."""
+"""Replacement of an optimizer's parameters by flat slices of chunks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ def rewire_(
     wholes: Sequence[tuple[int, nn.Parameter]] = (),
     cuts: Mapping[Chunk, Sequence[SliceRange] | None] | None = None,
 ) -> None:
-    """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
+    """Replace the parameters in each param group by flat slices. The group dicts and all other entries stay.
 
     Args:
-        optimizer: An optimizer that has not stepped; state that its constructor has made is cut like the parameters.
-        chunks: The chunks that hold its parameters; they are given their slices.
+        optimizer: Optimizer that has not stepped. State that its constructor has made is sliced like the parameters.
+        chunks: Chunks that hold its parameters; they get their slices.
         first: Number of its first param group among those of all optimizers.
-        wholes: What this rank steps of assembled parameters: the number of its param group, and the tensor.
-        cuts: Into which ranges a chunk is cut; None: one for each param group.
+        wholes: Assembled tensors that this rank steps, each with the number of its param group.
+        cuts: Ranges into which each chunk is split; None: one range for each param group.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
     whole_of: dict[nn.Parameter, nn.Parameter | None] = {}
@@ -46,24 +46,27 @@ def rewire_(
             if state:
                 optimizer.state[part.tensor] = state
         for member in chunk.members:
-            made.pop(member.parameter, None)  # whose memory is given back before there is more
+            # The state of a chunk's parameters is freed before the slices of the next chunk allocate memory.
+            made.pop(member.parameter, None)
     for number, tensor in wholes:
         by_group[number].append(tensor)
     for number, group in enumerate(optimizer.param_groups):
         order = {parameter: place for place, parameter in enumerate(group["params"])}
         held = by_group[first + number]
-        # Whole tensors stay in the user's order, by which an optimizer may draw numbers, or add up a norm.
+        # Full tensors stay in the user's order, because an optimizer may draw numbers or add up a norm in this order.
         group["params"] = sorted(held, key=lambda tensor: order.get(whole_of.get(tensor), -1))
-        group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names
+        # These names described parameters. The sharding metadata of the slices contains the names now.
+        group.pop("param_names", None)
 
 
 def _slices(chunk: Chunk, ranges: Sequence[SliceRange] | None) -> Iterator[Slice]:
-    """One tensor for each range: one for each param group, or, where parameters are kept whole, for each parameter."""
+    """Yield one tensor for each range: for each param group, or, if the optimizer is atomic, for each parameter."""
     low, high = chunk.updated
     shapes = {slot: member.shape for slot, member in zip(chunk.layout.slots, chunk.members, strict=True)}
     for part in chunk.layout.slices(low, high) if ranges is None else ranges:
         tensor = chunk.held(part.start, part.stop)
-        if chunk.layout.atomic:  # optimizers that are not element-wise look at the shape
+        # An optimizer that is not elementwise may read the shape.
+        if chunk.layout.atomic:
             tensor = tensor.view(shapes[part.start, part.stop])
         yield Slice(
             tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier, in_pieces=part.in_pieces
@@ -71,12 +74,12 @@ def _slices(chunk: Chunk, ranges: Sequence[SliceRange] | None) -> Iterator[Slice
 
 
 def is_per_element(name: str, value: object, shape: torch.Size) -> bool:
-    """Whether an entry of an optimizer's state has a number for each element of a parameter of that shape."""
+    """Return whether an entry of an optimizer's state has one number per element of a parameter of that shape."""
     return name != "step" and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _cut_state(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice) -> dict[str, Any]:
-    """State of one slice, cut out of what an optimizer's constructor has made for the parameters."""
+    """Return the state of a slice, taken from the state that an optimizer's constructor made for the parameters."""
     state: dict[str, Any] = {}
     for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
         low, high = max(start, part.start), min(stop, part.stop)
@@ -84,7 +87,8 @@ def _cut_state(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice)
             continue
         for name, value in made.get(member.parameter, {}).items():
             if not is_per_element(name, value, member.shape):
-                if name not in state:  # a parameter may be cut, and each part counts for itself
+                # Each slice of a parameter counts separately, so each gets a copy.
+                if name not in state:
                     state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             if name not in state:

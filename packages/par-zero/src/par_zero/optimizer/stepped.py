@@ -1,4 +1,4 @@
-"""An optimizer of a sharded module, with all that its steps need."""
+"""Optimizer of a sharded module, with all objects that its steps use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from .assembly import Assembly
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SteppedOptimizer:
-    """An optimizer, and the parameters that it steps.
+    """Optimizer and the chunks that it steps.
 
     Args:
-        optimizer: The optimizer.
-        chunks: The chunks that hold its parameters.
-        splitter: Steps parameters separately whose gradients or states differ.
-        assembly: What is put together from parts for it; None: nothing.
+        optimizer: Optimizer.
+        chunks: Chunks that hold its parameters.
+        splitter: Splitter that steps parameters separately if their gradients or states differ.
+        assembly: Assembly of its full tensors from shards; None: it steps no such tensors.
     """
 
     optimizer: Optimizer

@@ -1,13 +1,13 @@
-"""What a program writes outside of a step: to an optimizer's tensors, or to parameters that have master weights.
+"""Detection of a program's writes outside of a step: to an optimizer's tensors, or to parameters with master weights.
 
 `eval()` of a schedule-free optimizer, a hook, or a Lookahead around an optimizer write the optimizer's tensors.
 
-At stages 1 and 2 a step gathers parameters, so that what is written to a rank's share later would stay on that rank.
-Torch counts what is written to a tensor in place, which a look at a few counters shows. `.data` would give a tensor
-with a counter of its own; so between steps the tensors are of a class whose `.data` has the same counter.
+At stages 1 and 2 a step gathers parameters. A later write to a rank's shard would therefore stay on that rank. Torch
+counts in-place writes to a tensor, so comparing a few counters finds them. `.data` would return a tensor with a counter
+of its own. Between steps the tensors therefore have a class whose `.data` shares the counter.
 
-A step rounds master weights to the module's parameters, and would overwrite what a program wrote to these. So each step
-first finds the parameters that were written, and copies what was written to the master weights.
+A step rounds master weights to the module's parameters, and would overwrite a program's writes to these. Each step
+therefore first finds the parameters that were written, and copies the written values to the master weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -127,7 +127,7 @@ class ModuleWrites:
             ]
 
     def find_aliased(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return those of some chunks of which a program may hold `parameter.data`, whose writes nobody counts."""
+        """Return those of some chunks of which a program may hold `parameter.data`, whose writes are not counted."""
         return [
             chunk
             for chunk in chunks
@@ -176,7 +176,7 @@ class Writes:
     """Detects writes to optimizers' tensors outside of their steps, and publishes them to the parameters of all ranks.
 
     Args:
-        stepped: For each optimizer, the chunks whose slices it holds.
+        stepped: Chunks whose slices each optimizer holds.
         sharers: Data-parallel groups of the chunks.
         publish: Function of an optimizer's number that copies its tensors to the parameters of all ranks.
         follow: Function of an optimizer's number that copies writes to the module's parameters to its master weights.
@@ -213,20 +213,20 @@ class Writes:
                 setattr(optimizer, name, partial(self._switch, number, switch))
 
     def begin_step(self, number: int) -> None:
-        """An optimizer is about to write its tensors itself."""
+        """Stop to watch an optimizer's tensors, which its step is about to write."""
         self._watches[number].end()
 
     @torch.no_grad()
     def put_back_(self, number: int) -> None:
-        """Bring new tensors that a step has made to their places in chunks."""
+        """Copy new tensors that a step has made to their positions in chunks."""
         self._watches[number].put_back_()
 
     def end_step(self, number: int) -> None:
-        """What an optimizer holds was published."""
+        """Watch an optimizer's tensors again, after its step was published."""
         self._watches[number].begin()
 
     def agree(self, number: int) -> None:
-        """What an optimizer holds was set from the parameters, which all ranks have."""
+        """Watch an optimizer's tensors again, after they were set from the parameters, which are equal on all ranks."""
         self._watches[number].begin()
 
     def has_seen(self, number: int) -> bool:
@@ -234,11 +234,14 @@ class Writes:
         return self._watches[number].found
 
     def settled(self, number: int, *_: object) -> None:
-        """No step of an optimizer is under way any more."""
+        """Watch the pieces of an optimizer too, since none of its steps is under way any more."""
         self._watches[number].settled()
 
     def forget(self, *_: object) -> None:
-        """The optimizers' tensors and the parameters agree on all ranks: one was set from the other, or both loaded."""
+        """Ignore all writes so far, because optimizers' tensors and parameters agree on all ranks.
+
+        One of them was set from the other, or both were loaded.
+        """
         for watch in self._watches:
             watch.begin()
 
@@ -253,6 +256,8 @@ class Writes:
         for number, watch in enumerate(self._watches):
             if not watch.found:
                 continue
+            # A rank without the tensor sees no write and would not join the collective, so the ranks that see it would
+            # hang.
             if not self._all_see[number]:
                 raise RuntimeError(
                     f"the tensors of the {type(self._optimizers[number]).__name__} were written after its step, and "
@@ -262,12 +267,12 @@ class Writes:
             self._publish(number)
 
     def _after_hooks(self, number: int, has_more: bool) -> None:
-        """The hooks of a step have run, of which one may have written the optimizer's tensors."""
+        """Publish what the hooks of a step, which have run, may have written to the optimizer's tensors."""
         if not has_more:
             return
         if self.was_written(number):
             self._publish(number)
-        else:  # what wraps the step, such as a Lookahead, is to read master weights that have what a hook wrote
+        else:  # a wrapper of the step, such as a Lookahead, must read master weights with the hook's writes
             self._follow(number)
 
     def _switch(self, number: int, switch: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -279,7 +284,10 @@ class Writes:
         return result
 
     def was_written(self, number: int) -> bool:
-        """Whether any rank has written an optimizer's tensors since its step. Where not all ranks see it, they ask."""
+        """Return whether any rank has written an optimizer's tensors since its step.
+
+        If a rank may not see the write, the ranks all-reduce a flag.
+        """
         found = self._watches[number].found
         if self._all_see[number]:
             return found
