@@ -1,4 +1,4 @@
-"""What cannot be sharded, and what differs between the ranks: every rank says so before anything is changed."""
+"""Checks before anything is changed: every rank raises an error if a module cannot be sharded or if ranks differ."""
 
 import hashlib
 import math
@@ -28,10 +28,10 @@ from .optimizer.check import check_way_of_working
 from .placement.policies import POLICIES
 
 ENGINE = "par_zero"
-"""The attribute of a sharded module that holds its engine."""
+"""Name of the attribute of a sharded module that holds its engine."""
 
 _PACKED = "par_zero_packed"
-"""The attribute of a sharded module's parameter: its `id`, since a copy has the attributes too, and is not sharded."""
+"""Name of a sharded parameter's attribute with its `id`: a copy has the attribute, too, but another `id`."""
 
 
 def check(
@@ -43,18 +43,18 @@ def check(
     in_pieces: bool = False,
     ranks: tuple[int, int] = (1, 1),
 ) -> None:
-    """Checks what is to be sharded, as far as this rank sees it.
+    """Check the module and its optimizers, as far as this rank can see.
 
     Args:
-        module: The module.
-        groups: The param groups of all its optimizers.
-        stage: The ZeRO stage, as a number.
-        tensor: The ranks that have other parts of what must be seen whole, or None.
-        in_pieces: Whether the optimizer steps piece by piece, whatever the stage.
-        ranks: Over how many ranks parameters are sharded, and how many ranks are replicas of each other.
+        module: Module.
+        groups: Param groups of all its optimizers.
+        stage: Number of the ZeRO stage.
+        tensor: Ranks that hold the other shards of parameters which must be full, or None.
+        in_pieces: Whether the optimizer steps piece by piece, regardless of the stage.
+        ranks: Number of ranks that shard the parameters, and number of ranks that are replicas of each other.
 
     Raises:
-        ValueError, TypeError: What cannot be sharded.
+        ValueError, TypeError: The module cannot be sharded.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
@@ -91,13 +91,13 @@ def check(
 
 
 def mark_packed(parameters: Iterable[nn.Parameter]) -> None:
-    """Notes that parameters are sharded, so that nobody shards them once more, as a part of the module or around it."""
+    """Mark parameters as sharded, so that `shard` rejects them as part of the module or of a larger one."""
     for parameter in parameters:
         setattr(parameter, _PACKED, id(parameter))
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Checks that no state was made of parameters on the meta device, whose values nobody knows."""
+    """Check that no state was made from parameters on the meta device, which have no values."""
     for parameter, name in names.items():
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
@@ -116,17 +116,17 @@ def check_offload(
     stage: int,
     device: torch.device | None,
 ) -> None:
-    """Checks a budget, and that what is to lie elsewhere can: it is of a CPU's parameters, each element for itself.
+    """Check a budget and the offloaded tiers, which need parameters on a CPU and elementwise optimizers.
 
     Args:
-        offload: Which part lies where.
-        module: The module.
-        groups: The param groups of all optimizers.
-        stage: The ZeRO stage, as a number.
-        device: Where parameters come to lie; None: where they are.
+        offload: Tiers of optimizer state, parameters and gradients.
+        module: Module.
+        groups: Param groups of all optimizers.
+        stage: Number of the ZeRO stage.
+        device: Device to which parameters move; None: they stay on their device.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The module or the stage does not support a tier or the budget.
     """
     if offload.overlap is True and stage < 3:
         raise ValueError(
@@ -138,7 +138,8 @@ def check_offload(
             f"budget={offload.budget!r} needs stage 3, where units are gathered before they run; this is stage "
             f"{stage}: pass stage=3, let optimizer be 'auto', or leave budget out"
         )
-    _ = POLICIES[offload.policy]  # somebody provides it
+    # The lookup raises an error if no package provides the policy.
+    _ = POLICIES[offload.policy]
     for name in ("parameters", "gradients"):
         if name in (*offload.offloaded, *offload.auto) and not STAGES[stage].shards_parameters:
             raise ValueError(
@@ -173,15 +174,15 @@ def check_offload(
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup], device: torch.device, stage: int) -> None:
-    """Checks that groups can do what reductions and gatherings need, where that is not known. Collective over each.
+    """Check that groups support the collectives of `shard`, unless their backend is known. Collective over each group.
 
     Args:
-        groups: The ranks that share, and those that keep the same share.
-        device: Where the chunks will lie.
-        stage: The ZeRO stage.
+        groups: Groups of the ranks that shard, and of their replicas.
+        device: Device of the chunks.
+        stage: ZeRO stage.
 
     Raises:
-        ValueError: A group cannot do something; on every rank.
+        ValueError: A group does not support a collective; on every rank.
     """
     for group in groups:
         needed: list[Collective] = ["broadcast", "all_reduce", "all_gather", "reduce_scatter"]
@@ -189,7 +190,7 @@ def check_backends(groups: Sequence[dist.ProcessGroup], device: torch.device, st
 
 
 def check_abstract(module: nn.Module, init: ParameterInit, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Checks where tensors on the meta device would get memory.
+    """Check the device on which tensors of the meta device get memory.
 
     Raises:
         ValueError: A group cannot send tensors of that device.
@@ -205,7 +206,7 @@ def check_abstract(module: nn.Module, init: ParameterInit, groups: Iterable[dist
 
 
 def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:
-    """Checks that an optimizer has not stepped, has only parameters of the module, and has no option that is NaN."""
+    """Check that an optimizer has not stepped, has only parameters of the module, and has no option that is NaN."""
     optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
     if has_stepped(optimizer):
@@ -223,7 +224,7 @@ def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter,
 
 
 def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:
-    """Checks that every parameter that wants gradients has an optimizer, and none has two."""
+    """Check that every parameter that requires gradients has one optimizer."""
     group_of: dict[nn.Parameter, ParamGroup] = {}
     for group in groups:
         for parameter in group.settings["params"]:
@@ -250,17 +251,17 @@ def check_groups(
     *,
     place: str = "",
 ) -> None:
-    """Checks that the ranks that share gather, and that none of them is a replica of another, or has its parts.
+    """Check that groups have only this rank in common, and that both communicators have the same ranks.
 
     Args:
-        group: The ranks that share.
-        replicas: The ranks that keep the same share, or None.
-        gathers: Second communicator of the ranks that share, on which stage 3 gathers, or None.
-        tensor: The ranks that have other parts of what must be seen whole, or None.
-        place: What errors say before the names of the groups, such as "others[0].".
+        group: Data-parallel ranks.
+        replicas: Ranks that keep the same shard, or None.
+        gathers: Second communicator of `group`, on which stage 3 all-gathers, or None.
+        tensor: Ranks that hold the other shards of parameters which must be full, or None.
+        place: Prefix of the groups' names in errors, such as "expert_groups[0].".
 
     Raises:
-        ValueError: The groups have more ranks in common than this one, or `gathers` is of other ranks than `group`.
+        ValueError: The groups have more ranks in common than this rank, or `gathers` has other ranks than `group`.
     """
     ranks = dist.get_process_group_ranks(group)
     if gathers is not None and dist.get_process_group_ranks(gathers) != ranks:
@@ -327,15 +328,16 @@ def described(
     options: ShardOptions,
     share: int = 0,
 ) -> str:
-    """A text of everything that all ranks must have alike, for them to make the same chunks.
+    """Return a text of everything that must be equal on all ranks, so that they make the same chunks.
 
     Args:
-        members: The parameters.
-        place_of: Where each parameter belongs.
-        stage: The ZeRO stage.
+        members: Parameters.
+        place_of: FSDP unit and called modules of each parameter.
+        stage: ZeRO stage.
         options: All options.
-        share: Number of the share whose ranks compare. Those of the first have all parameters alike, but for shapes of
-            what others share, such as more or fewer experts; others have theirs alike.
+        share: Index of the data-parallel group whose ranks compare the text. The ranks of the first group compare all
+            parameters, but not the shapes of parameters of the other groups, such as more or fewer experts. The ranks
+            of another group compare only its own parameters.
     """
     parts = [
         (
@@ -352,11 +354,11 @@ def described(
 
 
 class Agreed(NamedTuple):
-    """What the ranks know of each other when they go on.
+    """Result of the ranks' agreement.
 
     Attributes:
-        ranks: All ranks of the first share, its group and replicas, ascending.
-        used: For each share, whether another module's chunks go over any of its groups, on any rank.
+        ranks: All ranks of the first data-parallel group and of its replicas, in ascending order.
+        used: Whether chunks of another module use a communicator of each group, on any rank.
     """
 
     ranks: tuple[int, ...]
@@ -366,17 +368,17 @@ class Agreed(NamedTuple):
 def agreed(
     problem: Exception | None, texts: Sequence[str], shares: Sequence[DataParallelGroup], used: Sequence[bool]
 ) -> Agreed:
-    """Agrees with the other ranks on whether to go on. Objects are gathered over each of the groups.
+    """Agree with the other ranks on whether to continue. Gathers objects over each group. Collective.
 
     Args:
-        problem: What this rank cannot do, if there is something.
-        texts: For each share, what all its ranks must have alike, from `described`.
-        shares: Who shares what, the first one first.
-        used: For each share, whether another module's chunks go over any of its groups.
+        problem: Error of this rank, if there is one.
+        texts: Text from `described` for each group, which must be equal on all its ranks.
+        shares: Data-parallel groups. The first is `group` of `shard`.
+        used: Whether chunks of another module use a communicator of each group.
 
     Raises:
-        Exception: This rank's own problem, as it is.
-        ValueError: Another rank's problem, or a difference between the ranks.
+        Exception: `problem` itself.
+        ValueError: Another rank has a problem, or the ranks differ.
     """
     what, remedy = "parameters, shapes, dtypes, param groups or options", "build the same model and optimizer on all"
     heard = []
@@ -384,10 +386,11 @@ def agreed(
         try:
             mine = (hashlib.sha256(text.encode()).hexdigest(), len(shares), is_used)
             said = agree(problem, mine, *share.groups)
-        except Exception as error:  # ranks of the next share wait for this one
+        except Exception as error:  # ranks of the next group still wait for this rank
             problem = error
             continue
-        check_alike({rank: count for rank, (_, count, _) in said.items()}, "numbers of shares")  # none waits for more
+        # Ranks with different numbers of groups would wait for each other in the next exchange, so this raises at once.
+        check_alike({rank: count for rank, (_, count, _) in said.items()}, "numbers of shares")
         try:
             check_alike({rank: digest for rank, (digest, *_) in said.items()}, what, remedy=remedy, show=False)
         except ValueError as error:
@@ -399,11 +402,11 @@ def agreed(
 
 
 class PlannedChunks(NamedTuple):
-    """The chunks of all ranks, and who must be asked of them.
+    """Chunks that all ranks have agreed on, and the groups that an agreement must include.
 
     Attributes:
-        plans: This rank's chunks, which know the sizes of the largest one that any rank has in the place of each.
-        reach: For each share, whether it has ranks that the first group of some rank has not.
+        plans: Chunks of this rank, each with the largest size that any rank has at its index.
+        reach: Whether each data-parallel group has ranks that the first group of some rank does not have.
     """
 
     plans: list[ChunkPlan]
@@ -411,16 +414,16 @@ class PlannedChunks(NamedTuple):
 
 
 def agreed_chunks(plans: Sequence[ChunkPlan], shares: Sequence[DataParallelGroup]) -> PlannedChunks:
-    """Agrees on the order of all chunks, and on which shares have ranks that the first group of some rank has not.
+    """Agree on the order of all chunks, and on which groups connect ranks that the first group of some rank does not.
 
-    Objects are gathered over each of the groups, unless there is one share alone.
+    Gathers objects over each group, unless there is only one. Collective.
 
     Args:
-        plans: The chunks.
-        shares: Who shares what, the first one first.
+        plans: Chunks.
+        shares: Data-parallel groups. The first is `group` of `shard`.
 
     Raises:
-        ValueError: The ranks have other chunks.
+        ValueError: The chunks differ between ranks.
     """
     if len(shares) == 1:
         return PlannedChunks(list(plans), (True,))

@@ -1,12 +1,13 @@
 """Reduce-scatter and all-gather in place on flat buffers.
 
-Two of gloo's collectives are replaced.
+This module replaces two of gloo's collectives:
 
-- Its reduce-scatter moves as many bytes as an all-reduce. Here it is an all-to-all, and a sum of what arrives in the
-  order of the ranks: half the bytes, and the same rounding however the buffer is cut.
-- Its all-gather goes around a ring into a buffer of its own, and copies from there. Here every rank sends its share to
-  all others at once, right to its place. Between two ranks, two broadcasts do the same on gloo's own threads while the
-  caller computes; a caller that only waits sends large shares itself: 32 MiB each way take 18 ms, by broadcasts 25.
+- gloo's reduce-scatter moves as many bytes as an all-reduce. Here it is an all-to-all and a sum in the order of the
+  ranks. It moves half the bytes, and rounds identically however the buffer is sharded.
+- gloo's all-gather passes data around a ring into its own buffer, and copies it from there. Here every rank sends its
+  shard to all other ranks at once, directly to its position. Between two ranks, two broadcasts do the same on gloo's
+  own threads while the caller computes. If the caller only waits, it sends large shards itself: 32 MiB each way take 18
+  ms instead of 25 ms by broadcasts (lower is better).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +27,18 @@ par_wait_axis = "data"
 """See `par_groups.attributes.WAIT_AXIS`."""
 
 _TAG = 7_213_000
-"""Tag of the messages that are sent here, so that nobody else between the same ranks takes them for his."""
+"""Tag of the messages of this module, so that no other code on the same ranks receives them."""
 
 _LARGE = 2**22
-"""Bytes of a share from which on a caller that waits sends it itself; below, a broadcast costs less Python."""
+"""Smallest number of bytes of a shard that a waiting caller sends itself. A broadcast runs less Python code."""
 
 
 def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
-    """Another communicator of the same ranks, which alone take part. It is to be connected before a step.
+    """Make another communicator of the same ranks; no other rank takes part. Connect it before a step.
 
     Args:
-        group: The ranks.
-        use: For what, such as "gathers".
+        group: Ranks.
+        use: Name of its use, such as "gathers".
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -46,11 +47,11 @@ def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
 
 
 _IN_USE: WeakSet[Groups] = WeakSet()
-"""The communicators of all modules that are sharded, and alive."""
+"""Communicators of all sharded modules that still exist."""
 
 
 def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
-    """Whether a sharded module reduces or gathers chunks over one of these groups, ignoring groups of one rank."""
+    """Return whether a sharded module uses one of these groups for its chunks, ignoring groups of one rank."""
     used = {group for each in _IN_USE for group in (*each.both, each.gathers)}
     return any(group in used and dist.get_world_size(group) > 1 for group in groups)
 
@@ -58,15 +59,15 @@ def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
 def communicators(
     share: DataParallelGroup, *, gathers: dist.ProcessGroup | None, divisor: int | None, gathers_apart: bool, anew: bool
 ) -> Groups:
-    """The communicators of those who share chunks. Collective over the groups where any is made.
+    """Return the communicators of a data-parallel group. Collective over the groups for which one is made.
 
     Args:
-        share: The groups that they are given.
-        gathers: The one over which parameters are gathered at stage 3; None: one is made.
-        divisor: By what the sum of their gradients is divided. None: by nothing.
-        gathers_apart: Whether parameters are gathered over another one than that of reductions.
-        anew: Whether none that was given is taken, as the chunks of another module go over it: which of two modules
-            begins first in a backward pass may differ between the ranks.
+        share: Data-parallel group.
+        gathers: Communicator on which stage 3 gathers parameters; None: it is made.
+        divisor: Divisor of the sum of gradients. None: the sum is not divided.
+        gathers_apart: Whether parameters are gathered on another communicator than gradients are reduced.
+        anew: Whether all communicators are made, because the chunks of another module use the given ones. Ranks may
+            differ in which of two modules communicates first in a backward pass.
     """
     shards, replicas = share.group, share.replicas
     if anew:
@@ -82,28 +83,28 @@ def communicators(
 
 
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Connects communicators for a device by a first all-reduce, which would else be a meeting of ranks in a step."""
+    """Connect communicators for a device by a first all-reduce, so that no step waits for their rendezvous."""
     for group in groups:
         all_reduce(torch.zeros(1, device=device), group).wait()
 
 
 class Handle:
-    """A collective under way.
+    """Collective under way.
 
     Args:
-        works: What torch returned for its parts.
-        finish: What is left to do when all parts have arrived.
+        works: Work objects that torch returned.
+        finish: Function that is called once when all of them have completed.
     """
 
     def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Return whether `wait` would return at once."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Waits until the result is there. A second call does nothing."""
+        """Wait until the result is available. A second call does nothing."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -113,12 +114,12 @@ class Handle:
 
 
 class Flags:
-    """Flags of which each rank learns whether any rank has set them, when it asks. An all-reduce of an int32 for each.
+    """Flags of which each rank can read whether any rank has set them. One all-reduce of int32 numbers per group.
 
     Args:
-        flags: This rank's.
-        groups: The groups of ranks that tell each other, one after the other; the first one begins at once.
-        device: Where the flags lie while they are exchanged.
+        flags: Flags of this rank.
+        groups: Groups of ranks that exchange the flags, one after the other. The first exchange begins at once.
+        device: Device of the exchange.
     """
 
     def __init__(self, flags: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -130,18 +131,19 @@ class Flags:
         self._copied: torch.cuda.Event | None = None
 
     def pass_on(self) -> None:
-        """Goes on with the other groups, and brings what they have told to the host, which does not wait for it."""
+        """Exchange with the other groups, and copy the result to the host without waiting for it there."""
         for group in self._others:
             self._handle.wait()
             self._handle = all_reduce(self._numbers, group, dist.ReduceOp.MAX)
         if self._numbers.is_cuda:
-            self._handle.wait()  # on the device
+            # Only the stream waits, so that the copy reads the result of the last group.
+            self._handle.wait()
             self._numbers = self._numbers.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> list[bool]:
-        """Whether any rank has set each of them. The host waits until that is there."""
+        """Return whether any rank has set each flag. The host waits for the result."""
         self._handle.wait()
         if self._copied is not None:
             self._copied.synchronize()
@@ -151,15 +153,15 @@ class Flags:
 def reduce_scatter(
     flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float, buffers: Buffers
 ) -> Handle:
-    """Sums the ranks' buffers, of which each rank keeps its share. Each rank receives n * (N - 1) elements.
+    """Sum the ranks' buffers; each rank keeps its shard of the sum. Each rank receives n * (N - 1) elements.
 
     Args:
-        flat: (N * n) elements, one share after the other; free for other use after the wait.
-        into: (n) elements for this rank's share of the sum. It may be a part of `flat`.
-        group: The N ranks.
-        scale: By what numbers are multiplied before they are added, such as 1 / N for a mean: the sum of 16 bits would
-            overflow.
-        buffers: Lends the memory for what gloo receives.
+        flat: (N * n) elements, one shard after the other; free for other use after the wait.
+        into: (n) elements for this rank's shard of the sum. They may be a part of `flat`.
+        group: N ranks.
+        scale: Factor of each element before it is added, such as 1 / N for a mean: an unscaled sum of 16-bit numbers
+            would overflow.
+        buffers: Pool that lends the memory for elements that gloo receives.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -171,7 +173,8 @@ def reduce_scatter(
         def finish() -> None:
             rows = received.view(ranks, -1)
             torch.mul(rows[0], scale, out=into)
-            for row in rows[1:]:  # in the order of the ranks
+            # One fixed order of the ranks gives the same bits on every rank and for every layout.
+            for row in rows[1:]:
                 into.add_(row, alpha=scale)
             buffers.give_back(received)
 
@@ -183,12 +186,12 @@ def reduce_scatter(
 
 
 def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:
-    """Gives every rank the shares of all. Each rank receives n * (N - 1) elements.
+    """Gather the shards of all ranks on every rank. Each rank receives n * (N - 1) elements.
 
     Args:
-        flat: (N * n) elements, for all shares.
-        share: (n) elements, this rank's share; they may be its own place in `flat`.
-        group: The N ranks.
+        flat: (N * n) elements, for all shards.
+        share: (n) elements, this rank's shard. They may be its own position in `flat`.
+        group: N ranks.
         overlapped: Whether the caller computes before it waits.
     """
     ranks = dist.get_world_size(group)
@@ -196,10 +199,12 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         places, rank = flat.chunk(ranks), dist.get_rank(group)
         if share.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(share)
-        if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or not flat.is_cpu:  # gloo sends from the CPU alone
+        # gloo sends and receives only CPU memory, but its broadcast also takes tensors of a GPU.
+        if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or not flat.is_cpu:
             sources = range(ranks)
             return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
-        others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same one first
+        # Each rank begins with its successor, so that not all ranks send to the same rank first.
+        others = [(rank + step) % ranks for step in range(1, ranks)]
         receives = [dist.irecv(places[other], group=group, group_src=other, tag=_TAG) for other in others]
         sends = [dist.isend(share, group=group, group_dst=other, tag=_TAG) for other in others]
         return Handle([*receives, *sends])
@@ -210,16 +215,16 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
 def exchange(
     sent: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Gives every rank what each of them has for it. Waits for all of it.
+    """Send each rank the elements that this rank has for it, and wait for the elements of all ranks.
 
     Args:
-        sent: For each rank of the group what this one has for it, in flat pieces.
-        counts: Number of elements that each rank has for this one.
-        like: A tensor of the dtype and device of all of them.
-        group: The ranks.
+        sent: Flat pieces that this rank has for each rank of the group.
+        counts: Number of elements that each rank has for this rank.
+        like: Tensor with the dtype and device of all pieces.
+        group: Ranks.
 
     Returns:
-        For each rank what it has sent, flat.
+        Flat tensor from each rank.
     """
     received = like.new_empty(sum(counts))
     sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
@@ -229,16 +234,17 @@ def exchange(
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Handle:
-    """Sums a tensor over the ranks of a group, in place; or takes its maximum, or what else `op` says."""
+    """Sum a tensor over the ranks of a group, in place, or apply another `op`, such as the maximum."""
     if dist.get_world_size(group) == 1:
         return Handle([])
     return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
 
 
 def scaled_sum(tensor: torch.Tensor, group: dist.ProcessGroup, *, scale: float) -> Handle:
-    """Sums a tensor over the ranks of a group, in place, of which each number is multiplied before."""
+    """Multiply a tensor by `scale`, and sum it over the ranks of a group, in place."""
     ranks = dist.get_world_size(group)
-    if ranks == 1 or is_gloo(tensor, group):  # which has no mean
+    # gloo has no mean.
+    if ranks == 1 or is_gloo(tensor, group):
         if scale != 1:
             tensor.mul_(scale)
         return all_reduce(tensor, group)
@@ -246,7 +252,7 @@ def scaled_sum(tensor: torch.Tensor, group: dist.ProcessGroup, *, scale: float) 
 
 
 def _scaled_(tensor: torch.Tensor, ranks: int, scale: float) -> Any:
-    """The sum that NCCL is to take, of numbers that are multiplied here unless it does that by itself, for a mean."""
+    """Return NCCL's operation for a scaled sum: its mean if that is the scale, else a sum of elements scaled here."""
     if scale == 1 / ranks:
         return dist.ReduceOp.AVG
     if scale != 1:
@@ -255,7 +261,7 @@ def _scaled_(tensor: torch.Tensor, ranks: int, scale: float) -> Any:
 
 
 def _put(total: torch.Tensor, into: torch.Tensor, scale: float = 1) -> None:
-    """Writes a sum to its place, multiplied."""
+    """Write a sum, multiplied by `scale`, to its position."""
     if scale != 1:
         torch.mul(total, scale, out=into)
     elif total.data_ptr() != into.data_ptr():
@@ -263,5 +269,5 @@ def _put(total: torch.Tensor, into: torch.Tensor, scale: float = 1) -> None:
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether gloo, which has threads and no streams, would send a tensor."""
+    """Return whether gloo, which has threads and no streams, would send a tensor."""
     return backend_of(group, tensor.device.type) == "gloo"

@@ -61,8 +61,7 @@ def memory(
         stage: Stage of `shard`, 0 to 3.
         parameters: Number of elements of all parameters, without those of `experts`.
         ranks: Number of ranks that shard the parameters.
-        experts: For each of the `expert_groups` of `shard`, the number of elements that a rank holds of its parameters,
-            and the number of its ranks.
+        experts: Number of elements that a rank holds, and number of ranks, of each of the `expert_groups` of `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
         precision: Dtypes, as for `shard`. None: all tensors have `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
@@ -74,9 +73,9 @@ def memory(
             steps if `shard` got no number. During backward the default is then too low: up to all chunks are in flight
             on a CPU, and at stages 2 and 3 with `expert_groups` on every device.
         offload: Tiers of optimizer state, parameters and gradients, as for `shard`.
-        tier: Tier whose bytes are returned: "device"; "host", with the buffers through which data of a disk passes; or
-            "disk", where each slot of each piece and each unit's shard is rounded up to 4096 bytes, and gradients have
-            the optimizer's dtype.
+        tier: Tier whose bytes are returned: "device", "host" or "disk". The host's bytes include the buffers through
+            which data of a disk passes. On a disk, each slot of each piece and each unit's shard is rounded up to 4096
+            bytes, and gradients have the optimizer's dtype.
 
     Raises:
         ValueError: `tier` is another text.
@@ -102,7 +101,8 @@ def memory(
             parameters=sum(each.parameters for each in each_group),
             gradients=sum(each.gradients for each in each_group),
             optimizer=sum(each.optimizer for each in each_group),
-            buffers=each_group[0].buffers,  # lent to one chunk after the other, whoever shares it
+            # The pool of buffers is common to all groups, so their buffers are not added up.
+            buffers=each_group[0].buffers,
         )
     if tier not in TIERS:
         raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
@@ -111,7 +111,7 @@ def memory(
     used = dtypes.param_dtype or dtype
     reduced = dtypes.reduce_dtype or used
     copies = slots + (used != dtype)
-    # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
+    # Each chunk in flight needs a buffer for its full gradient, unless that is kept, and one for a reduce-scatter.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     given = offload or _NOTHING
     share = ranks if cuts.shards_state else 1
@@ -128,7 +128,8 @@ def memory(
             + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
             buffers=chunk * reduced.itemsize * buffers,
         )
-    if tier == "disk":  # where the optimizer takes gradients from there in its own dtype
+    # The optimizer reads gradients from the disk in its own dtype, so they are written in it.
+    if tier == "disk":
         sums = own * dtype.itemsize
     return Memory(
         parameters=in_use * given.parameter_parts[tier],

@@ -1,4 +1,4 @@
-"""The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
+"""Engine of a sharded module: it acts before and after forward, backward and the optimizer's step."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,19 +52,19 @@ from .watch.outputs import computed
 
 
 class Engine:
-    """The engine of a sharded module.
+    """Engine of a sharded module.
 
     Args:
-        module: The module.
-        optimizers: The optimizers of its parameters.
-        chunks: The chunks that hold the parameters.
-        stage: The ZeRO stage: of what a rank keeps its share alone.
-        sharers: The ranks that share.
-        units: The modules that are gathered by themselves, at stage 3.
-        assemblies: What is put together from parts for an optimizer, by the optimizer's number.
-        inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
+        module: Module.
+        optimizers: Optimizers of its parameters.
+        chunks: Chunks that hold the parameters.
+        stage: ZeRO stage.
+        sharers: Communicators of all data-parallel groups.
+        units: FSDP units, which stage 3 gathers separately.
+        assemblies: Assembly of full tensors for an optimizer, by the optimizer's number.
+        inflight: Number of chunks whose reductions may be in flight in backward; None as in `shard`.
         offload: Tiers of the chunks. None: nothing is offloaded.
-        room: What units that are whole have room for, at stage 3; None: they are freed when the next begins.
+        room: Memory for gathered units at stage 3; None: a unit is freed when the next begins.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Engine:
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
-        # Who bounds reductions under way says that no data decides what is unused, and must not have them held back.
+        # A user who bounds the reductions in flight states that unused parameters do not depend on data. Chunks then
+        # need no common order of closing, which would delay their reductions and hold their memory.
         closes = len(sharers.each) > 1 and (inflight is None or inflight >= len(self._trained))
         closing = closes or stage.shards_parameters
         self._reducer = Reducer(self._trained, sharers, inflight, self._meter, closing=closing)
@@ -115,7 +116,7 @@ class Engine:
         self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
         self._packed = PackedParameters(module, self._chunks, in_place=not stage.shards_parameters)
         self._optimizers: list[SteppedOptimizer] = []
-        # What an optimizer holds is not all that ranks compute with: others have copies, or this rank in other digits.
+        # The ranks compute with copies of the optimizer's tensors: on other ranks, or in another dtype on this rank.
         keeps_copies = any(
             chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
@@ -137,12 +138,12 @@ class Engine:
             wholes = assemblies[number].wholes if number in assemblies else ()
             rewire_(optimizer, stepped[number], first, wholes, cuts)
             first += len(optimizer.param_groups)
-            # Hooks of the user's may change gradients and settings before.
+            # The user's hooks may change gradients and settings, so this hook runs after them.
             call_last_before_step(optimizer, partial(self._before_step, number))
             if offload is None or offload.disk is None:
-                # A step may be compiled, and exchanges of the hooks are not to be traced with it.
+                # The user may compile the step, and the collectives of the hooks must not be traced with it.
                 optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
-            else:  # hooks of the user's are to see all gradients and all that was stepped
+            else:  # the user's hooks must see all gradients and all stepped tensors
                 call_first_after_step(optimizer, partial(self._after_step, number))
             splitter = SliceSplitter(optimizer, stepped[number])
             self._optimizers.append(
@@ -155,7 +156,8 @@ class Engine:
             optimizer.register_state_dict_pre_hook(splitter.leave)
             optimizer.register_load_state_dict_pre_hook(splitter.leave)
             zero_grad: Any = partial(self._zero_grad_of_optimizer, number)
-            zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # by which `zero_grad_` calls it
+            # `zero_grad_` reads the signature to decide which arguments it passes.
+            zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
             call_first_after_step(optimizer, partial(self._join, number))
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
             self._writes.watch(number, optimizer)
@@ -167,7 +169,7 @@ class Engine:
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
-            # copy and pickle ask an object for this first, and would else fail with a word about some hook.
+            # copy and pickle call `__reduce_ex__` first, and would otherwise fail with an unrelated error about a hook.
             _override_(entry, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(entry).__name__))
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
@@ -176,10 +178,11 @@ class Engine:
                 item.register_forward_pre_hook(torch.compiler.disable(self._writes.publish_seen), prepend=True)
             if self._arrivals is not None and self._arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
-        _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
+        # This comes after the items, because the module may be an item itself.
+        _override_(module, zero_grad=self.zero_grad)
 
     def _make_disk_tier(self, offload: OffloadPlan) -> DiskTier | None:
-        """Return what steps state on the disk, after moving state that the optimizers have made to the file."""
+        """Return the tier that steps state on the disk, after moving the optimizers' existing state to its file."""
         if offload.disk is None:
             return None
         optimizers = [each.optimizer for each in self._optimizers]
@@ -216,10 +219,10 @@ class Engine:
             on_settle([member.parameter for chunk in self._trained for member in chunk.members], tier.settle)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The module is made: from now on it is known as sharded, and what is read and written of it is watched.
+        """Mark the finished module as sharded, and watch reads and writes of its parameters from now on.
 
         Args:
-            parameters: All parameters that are packed, with their records.
+            parameters: All packed parameters, with their sharding metadata.
         """
         on_written(parameters, self.refresh)
         mark_packed(parameters)
@@ -237,13 +240,15 @@ class Engine:
 
     @contextmanager
     def summon(self) -> Iterator[None]:
-        """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
+        """See `par_zero.summon`. Master weights change only in elements that were written."""
         self._wait_for_parameters()
         for number in range(len(self._optimizers)):
             self._follow_module_writes(number)
         self._writes.publish()
         if self._disk_tier is not None:
             self._disk_tier.finish()
+        # Only a comparison with the old values shows which elements a program has written. The other elements keep all
+        # digits of their master weights.
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
             with nullcontext() if self._gatherer is None else self._gatherer.summon(self._raise_lost):
@@ -260,17 +265,17 @@ class Engine:
             self._writes.forget()
 
     def _raise_lost(self) -> None:
-        """Raises on all ranks, if parameters that have just been gathered could not be read on any."""
+        """Raise an error on all ranks if any rank could not read parameters that were just gathered."""
         if self._disk_tier is not None and self._disk_tier.shards.were_given:
             self._disk_tier.errors.raise_together()
 
     def _raise_problem(self, *, reduced: bool) -> None:
-        """After a backward pass, in which a disk may have failed."""
+        """Raise an error on all ranks after a backward pass in which a disk has failed."""
         if self._disk_tier is not None and reduced:
             self._disk_tier.errors.raise_together()
 
     def _drop_gradients(self) -> None:
-        """What was computed is NaN: nobody is to step by it."""
+        """Drop all gradients, because a failed read made them NaN, and no step may use them."""
         self._reducer.usage.forget(self._trained)
         for chunk in self._trained:
             for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
@@ -300,14 +305,14 @@ class Engine:
         return None if self._steps is None else self._steps.trace
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
+        """Drop all gradients, including those that wait under `no_sync`. It is the module's method."""
         self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
         self._reducer.usage.forget(self._trained)
         for each in self._optimizers:
             zero_grad_(each.optimizer, set_to_none, partial(type(each.optimizer).zero_grad, each.optimizer))
 
     def _zero_grad_of_optimizer(self, number: int, *args: Any, **keywords: Any) -> None:
-        """Drops the gradients of what one optimizer steps. It is the optimizer's method, with its class's arguments."""
+        """Drop the gradients of one optimizer. It is the optimizer's method, with its class's arguments."""
         set_to_none = keywords.get("set_to_none", args[0] if args else True)
         self._finish_with_gradients([number], bool(set_to_none))
         self._reducer.usage.forget(self._optimizers[number].chunks)
@@ -315,7 +320,7 @@ class Engine:
         type(optimizer).zero_grad(optimizer, *args, **keywords)
 
     def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
-        """Waits, where gradients of some optimizers are about to be written that a step may still need."""
+        """Wait for the steps that may still read gradients of some optimizers before these are written."""
         for number in numbers:
             self._optimizers[number].splitter.leave()
         if self._disk_tier is not None:
@@ -324,7 +329,7 @@ class Engine:
                 self._disk_tier.join()
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
-        """Drops the gradients of one of several called modules."""
+        """Drop the gradients of one of several called modules."""
         chunks = [chunk for chunk in self._trained if item in chunk.items]
         self._reducer.usage.forget(chunks)
         for chunk in chunks:
@@ -346,7 +351,7 @@ class Engine:
         self._program.forget()
 
     def refresh(self, *_: Any) -> None:
-        """Parameters were written from outside: the optimizer's own copies follow."""
+        """Copy parameters that other code has written to the optimizer's own copies."""
         self._wait_for_parameters()
         if self._disk_tier is not None:
             self._disk_tier.settle()
@@ -360,7 +365,10 @@ class Engine:
         self._writes.forget()
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
-        """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
+        """Start the reducer at the gradient of the output, where a backward pass begins.
+
+        If the user called a submodule directly, the pass begins elsewhere.
+        """
         tensors = computed(output)
         if tensors and self._reducer.failed:
             raise RuntimeError(
@@ -373,11 +381,12 @@ class Engine:
     def _before_step(
         self, number: int, optimizer: Optimizer, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """Sees what is stepped apart; of a step with a closure, when that has made the gradients."""
+        """Prepare a step. For a step with a closure, prepare it after the closure has made the gradients."""
         if is_within_step(optimizer):
             return None
         stepped = self._optimizers[number]
-        stepped.splitter.leave()  # where the step before has failed
+        # Slices may still be split if the step before has failed.
+        stepped.splitter.leave()
         chunks = stepped.chunks
 
         def prepare() -> None:
@@ -388,7 +397,8 @@ class Engine:
             self._writes.begin_step(number)
             if self._disk_tier is not None:
                 self._disk_tier.before_step(number)
-            with without_torch_functions():  # another optimizer's parameters may be on their way still
+            # Parameters of another optimizer may still be in flight, and a plain read would wait for them.
+            with without_torch_functions():
                 self._packed.look()
             self._reducer.usage.look_before_step(chunks)
             unused = self._reducer.usage.unused(chunks)
@@ -416,12 +426,12 @@ class Engine:
         return (args[0], closure_then_prepare, *args[2:]), keywords
 
     def _join(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        """What was stepped apart is one again, before hooks of the user's look at it."""
+        """Join split slices before the user's hooks read them."""
         if not is_within_step(optimizer):
             self._optimizers[number].splitter.join_()
 
     def _after_step(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        """Brings what an optimizer has updated to the parameters, and to the other ranks."""
+        """Copy an optimizer's updates to the parameters, and to the other ranks."""
         if is_within_step(optimizer):
             return
         if self._disk_tier is not None:
@@ -437,11 +447,11 @@ class Engine:
             self._disk_tier.errors.raise_together()
 
     def _publish(self, number: int, *, anew: bool = False) -> None:
-        """Brings what an optimizer holds to the parameters, and to the other ranks.
+        """Copy the tensors of an optimizer to the parameters, and to the other ranks.
 
         Args:
             number: Number of the optimizer.
-            anew: Whether it was written outside of a step. In a step, pieces are copied when they are stepped.
+            anew: Whether they were written outside of a step. In a step, pieces are copied when they are stepped.
         """
         chunks, assembly = self._optimizers[number].chunks, self._optimizers[number].assembly
         if assembly is not None:
@@ -489,7 +499,7 @@ class Engine:
         )
 
     def _publish_anew(self, number: int) -> None:
-        """The same, after the optimizer's tensors were written outside of its step. Collective, as a step is."""
+        """Publish an optimizer's tensors that were written outside of its step. Collective, like a step."""
         if written := self._module_writes.find(self._optimizers[number].chunks):
             self._refuse_both_writes(number, written[0])
         self._wait_for_parameters()
@@ -500,18 +510,18 @@ class Engine:
         self._publish(number, anew=True)
 
     def _wait_if_compiled(self, *_: Any) -> None:
-        """Something was compiled since the latest step, and compiled code does not wait by itself."""
+        """Wait for parameters if torch.compile was used since the latest step: compiled code cannot wait."""
         if has_compiled():
             self._wait_for_parameters()
 
     def _wait_for_parameters(self, chunks: Sequence[Chunk] | None = None) -> None:
-        """Waits for what the latest steps have begun to gather, of some chunks, or of all."""
+        """Wait for the all-gathers of the latest steps, for some chunks or for all."""
         if self._arrivals is not None:
             self._arrivals.wait(self._trained if chunks is None else chunks)
 
 
 def _steps_within(room: Room, units: Sequence[Unit], optimizers: Sequence[Optimizer], agreement: Agreement) -> StepBook:
-    """Programs of steps within a budget of the device."""
+    """Make the book of steps within a budget of the device."""
     sizes = {unit.label: room.sizes.get(unit.number, 0) for unit in units}
     return StepBook(
         Recording(list(sizes), room.other or partial(_other_bytes, units, optimizers, room)),
@@ -523,7 +533,10 @@ def _steps_within(room: Room, units: Sequence[Unit], optimizers: Sequence[Optimi
 
 
 def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: Room) -> int:
-    """Bytes on an accelerator that are neither units, nor shares, nor state; gradients are counted once more."""
+    """Return the bytes on an accelerator that are neither units, nor shards, nor state.
+
+    Gradients are included, so they are counted twice.
+    """
     device = next(unit.device for unit in units if unit.chunks)
     if device.type == "cpu":
         return 0
@@ -534,17 +547,17 @@ def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: R
 
 
 def _override_(target: object, **methods: Callable[..., Any]) -> None:
-    """Gives one object methods in place of those of its class.
+    """Give one object methods in place of its class's methods.
 
-    An attribute of an object comes before the methods of its class, so the object keeps its class, by which users and
-    torch know it, and other objects of that class are not concerned.
+    An attribute of an object takes precedence over the methods of its class. The object therefore keeps its class, by
+    which users and torch identify it, and other objects of that class do not change.
     """
     for name, method in methods.items():
         setattr(target, name, method)
 
 
 def _refuse_copy(kind: str, _: Any = None) -> NoReturn:
-    """In place of the `__reduce_ex__` of a sharded module."""
+    """Raise an error in place of the `__reduce_ex__` of a sharded module."""
     raise TypeError(
         f"this {kind} is sharded, and can be neither copied nor pickled; do that before shard(), or with its "
         "state_dict() within summon()"
@@ -552,7 +565,7 @@ def _refuse_copy(kind: str, _: Any = None) -> NoReturn:
 
 
 def _refuse_group(param_group: dict[str, Any]) -> NoReturn:
-    """In place of the `add_param_group` of an optimizer whose module is sharded."""
+    """Raise an error in place of the `add_param_group` of an optimizer whose module is sharded."""
     raise ValueError(
         f"a param group with {sorted(param_group)} came after shard(), where nothing would reduce its gradients; give "
         "the optimizer all parameters before, frozen ones too"

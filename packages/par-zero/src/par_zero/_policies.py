@@ -54,7 +54,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How collectives overlap with computation.
+    """Overlap of collectives with computation.
 
     Args:
         bucket: Bytes of parameters that one collective reduces, such as 10_000_000. "auto": `bucket_bytes` of the
@@ -99,7 +99,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerUpdate:
-    """How an optimizer updates parameters: which tensors its step must see.
+    """Update scope of an optimizer: the tensors that its step must see.
 
     Known optimizers need no declaration: Adam, for example, updates each element separately and steps flat shards, and
     Muon needs full matrices. An optimizer of an unknown class steps full tensors, each on one rank, unless you declare
@@ -136,7 +136,7 @@ class OptimizerUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterInit:
-    """How parameters on the meta device get their values, and where all parameters are stored.
+    """Initialization of parameters on the meta device, and the device of all parameters.
 
     Args:
         init_fn: Function that initializes a module in place, called with each FSDP unit just before it is sharded, so
@@ -179,7 +179,7 @@ class ShardOptions:
         units: FSDP units, as for `shard`.
         precision: Dtypes of parameters and gradients.
         overlap: Sizes of buckets, and how many of them are in flight.
-        update: How the optimizer updates parameters.
+        update: Update scope of the optimizer.
     """
 
     units: Units = "auto"
@@ -215,7 +215,7 @@ def policy_of(kind: type[Policy], name: str, given: object) -> Policy:
     Args:
         kind: Class of the policy.
         name: Name of the argument, for errors.
-        given: What was passed.
+        given: Value that was passed.
 
     Raises:
         TypeError: The value is something else, or the mapping has another name.

@@ -98,9 +98,9 @@ def shard(
         overlap: Sizes of buckets and how many of them are in flight, such as `Overlap(bucket="auto")`.
         offload: Tiers (device, host, disk) of the optimizer's state, and at stage 3 also of parameters and gradients,
             such as `Offload(optimizer="disk", path="/scratch")`. No result changes. Parameters must be on a CPU.
-        update: How the optimizer updates parameters, such as `OptimizerUpdate(elementwise=True)` for a class of your
-            own, and the tensor-parallel group on which full tensors are assembled.
-        init: How parameters on the meta device get values, and the device of all parameters.
+        update: Update scope of the optimizer, such as `OptimizerUpdate(elementwise=True)` for a class of your own, and
+            the tensor-parallel group on which full tensors are assembled.
+        init: Initialization of parameters on the meta device, and the device of all parameters.
 
         Each of these policies may also be a mapping of its arguments. None: the defaults of the policy.
 
@@ -116,7 +116,7 @@ def shard(
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
     place_of: dict[nn.Parameter, UnitPlace] = {}
-    abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
+    abstract: dict[torch.Tensor, str] = {}  # tensors on the meta device
     filler: Filler | None = None
     tiers, stepped, start = Offload(), list[ParamGroup](), ParameterInit()
     first_group = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group, replicas)
@@ -150,7 +150,7 @@ def shard(
                 f"module={type(module).__name__}: it has no parameters to shard; pass a module with parameters, or do "
                 "not shard this one"
             )
-    except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
+    except Exception as error:  # any error, also of the caller's function for units: the other ranks wait for this one
         problem = error
     gathers, device = options.overlap.gather_group, start.device
     given = (
@@ -289,8 +289,8 @@ def summon(module: nn.Module) -> AbstractContextManager[None]:
 def residency(module: nn.Module) -> Residency:
     """Return the bytes of a sharded module by tier and kind, now and at the peak of the latest step.
 
-    The result prints as a table. The call neither waits nor communicates. It counts neither activations that autograd
-    saves nor the copy of parameters by which `summon` finds what was written.
+    The result prints as a table. The call neither waits nor communicates. Saved activations are not counted, nor is the
+    copy of parameters by which `summon` finds writes.
 
     Args:
         module: Module that was passed to `shard`, or an item of it that is called.
@@ -416,18 +416,18 @@ def _plan_offload(
 
 
 def _most_ranks(shares: Sequence[DataParallelGroup]) -> tuple[int, int]:
-    """Over how many ranks parameters are sharded at most, and how many ranks step the same share at most."""
+    """Return the largest number of ranks that shard parameters, and of ranks that step the same shard."""
     copies = [1 if share.replicas is None else dist.get_world_size(share.replicas) for share in shares]
     return max(dist.get_world_size(share.group) for share in shares), max(copies)
 
 
 def _ranks_in(shares: Sequence[DataParallelGroup]) -> list[int]:
-    """For each of those who share, which part is this rank's."""
+    """Return the index of this rank in each data-parallel group."""
     return [dist.get_rank(share.group) for share in shares]
 
 
 def _bytes_beside(module: nn.Module, packed: Iterable[nn.Parameter]) -> int:
-    """Bytes of a module's parameters and buffers that are not packed."""
+    """Return the bytes of a module's parameters and buffers that are not packed."""
     own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
     return sum(own.values()) - sum(own[id(parameter)] for parameter in packed)
 
@@ -438,9 +438,9 @@ def _pack_filled_(
     pack_: Callable[[ChunkPlan], Chunk],
     sharers: Sequence[dist.ProcessGroup],
 ) -> list[Chunk]:
-    """Fills one unit after the other, and packs every chunk whose parameters are all there.
+    """Fill one unit after the other, and pack every chunk whose parameters are all filled.
 
-    After each unit the ranks agree on whether to go on: an all-gather of short texts over each group.
+    After each unit the ranks agree on whether to continue: an all-gather of short texts over each group.
     """
     chunks: dict[ChunkPlan, Chunk] = {}
     for number in filler.order:
@@ -448,7 +448,8 @@ def _pack_filled_(
             with together("init_fn", *sharers):
                 filler.fill_(number)
         except Exception as error:
-            setattr(filler.root, ENGINE, None)  # so that nobody shards what is left of it
+            # A module that is sharded in part cannot be sharded again, and this attribute makes `shard` raise an error.
+            setattr(filler.root, ENGINE, None)
             error.add_note("shard() has stopped half-way; make the module and its optimizer anew")
             raise
         for plan in plans:
@@ -466,16 +467,16 @@ def _bring_rest_(
     packed: Set[nn.Parameter],
     shares: Sequence[DataParallelGroup],
 ) -> None:
-    """Brings parameters and buffers that are not packed to their device, and makes them alike on all ranks.
+    """Move tensors that are not packed to their device, and make them equal on all ranks.
 
     Args:
-        module: The module, most of which is packed.
-        abstract: What was on the meta device, and nobody fills. Buffers that no state dict has stay there: a load knows
-            by that which it has to make.
-        place: Where that gets memory.
-        device: Where all the rest goes; None: it stays where it is.
-        packed: The parameters that are packed.
-        shares: Who shares what.
+        module: Module, most of which is packed.
+        abstract: Tensors on the meta device that no function fills. Buffers that no state dict contains stay there,
+            which marks the buffers for a load to create.
+        place: Device of these tensors.
+        device: Device of all other tensors; None: they are not moved.
+        packed: Packed parameters.
+        shares: Data-parallel groups.
     """
     unsaved = unsaved_buffers(module)
     for tensor in abstract:
@@ -488,7 +489,7 @@ def _bring_rest_(
 
 
 def _make_alike_(packed: torch.Tensor, *, share: DataParallelGroup) -> None:
-    """Gives all ranks of a share the first one's values of a buffer. A broadcast over each of its groups."""
+    """Broadcast the first rank's values of a buffer over each communicator of a data-parallel group."""
     for group in share.groups:
         if dist.get_world_size(group) > 1:
             dist.broadcast(packed, group=group, group_src=0)
@@ -510,7 +511,7 @@ def _check_first_group(share: DataParallelGroup, replicas: dist.ProcessGroup | N
 
 
 def _same_shares(shares: Sequence[DataParallelGroup], each: Sequence[Groups]) -> dict[Groups, SameShare]:
-    """Which ranks hold the same shard, by who shares it."""
+    """Return the lookup of ranks that hold the same shard, by communicators."""
     return dict(zip(each, (SameShare(share.group, share.replicas, share.index_of) for share in shares), strict=True))
 
 
@@ -521,14 +522,14 @@ def _communicators(
     options: ShardOptions,
     gathers: dist.ProcessGroup | None,
 ) -> tuple[Groups, ...]:
-    """The communicators of each share, and by what gradients are divided on them.
+    """Return the communicators of each data-parallel group, with the divisor of gradients.
 
     Args:
-        shares: Who shares what; the loss is a mean over the ranks of the first.
-        used: For each share, whether another module's chunks go over any of its groups.
-        stage: The ZeRO stage.
-        options: Whether gradients are divided.
-        gathers: That over which the first share gathers. None: one is made.
+        shares: Data-parallel groups. The loss is a mean over the ranks of the first group.
+        used: Whether chunks of another module use a communicator of each group.
+        stage: Number of the ZeRO stage.
+        options: Options that specify whether gradients are divided.
+        gathers: Communicator on which the first group gathers. None: it is made.
     """
     ranks = math.prod(dist.get_world_size(group) for group in shares[0].groups)
     return tuple(
@@ -549,9 +550,9 @@ def _unconnected(
     tensor: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[dist.ProcessGroup]:
-    """The communicators that a step may be the first to use, in one order on all ranks.
+    """Return the communicators that a step may be the first to use, in one order on all ranks.
 
-    Those that were made here, and those that were given, whose owner may have used them for nothing yet. Gloo connects
+    These are the communicators that `shard` made, and given ones that their owner may not have used yet. Gloo connects
     a communicator when it is made.
     """
     used = [group for one in each for group in (*one.both, one.gathers)]

@@ -1,16 +1,16 @@
-"""What the stages keep twice and what they cut. Code asks for the property it needs, not for the number."""
+"""Data that each ZeRO stage shards. Code reads the property that it needs instead of comparing numbers."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroStage:
-    """A stage of ZeRO: of what a rank keeps its share alone, where data parallelism keeps everything on every rank.
+    """ZeRO stage: the kinds of data of which a rank keeps only its shard, instead of a replica.
 
     Args:
-        shards_state: Whether the optimizer updates this rank's share alone, and has state for no more.
-        shards_gradients: Whether of reduced gradients the share alone is kept.
-        shards_parameters: Whether of parameters the share alone is kept, outside of the modules that use them.
+        shards_state: Whether the optimizer updates only this rank's shard, and has state for no more.
+        shards_gradients: Whether a rank keeps only its shard of reduced gradients.
+        shards_parameters: Whether a rank keeps only its shard of parameters while no module uses them.
     """
 
     shards_state: bool
@@ -24,4 +24,4 @@ STAGES = (
     ZeroStage(shards_state=True, shards_gradients=True, shards_parameters=False),
     ZeroStage(shards_state=True, shards_gradients=True, shards_parameters=True),
 )
-"""By the number that is given to `shard`."""
+"""Stages, by the number that is passed to `shard`."""

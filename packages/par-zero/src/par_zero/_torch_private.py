@@ -1,7 +1,7 @@
-"""The underscore names of torch that this package uses: the first file to open when a new torch breaks something.
+"""Underscore names of torch that this package uses. If a new torch version breaks something, begin here.
 
-`tests/test_torch_private.py` calls every one of them. What is bound without a function of its own is called so often
-that a wrapper would show in a step.
+`tests/test_torch_private.py` calls every name. Names without a function of their own are called so often that a wrapper
+would cost measurable time in a step.
 """
 
 import inspect
@@ -20,46 +20,48 @@ from torch.utils import _pytree
 from par_groups import Box
 
 foreach_copy_ = torch._foreach_copy_
-"""Copies a list of tensors to another in one call. Since torch 2.0; without it every gradient is a call of its own."""
+"""Copy a list of tensors to another in one call. Since torch 2.0; otherwise every gradient needs a call."""
 
 foreach_add_ = torch._foreach_add_
-"""Adds a list of tensors to another in one call. Since torch 1.9."""
+"""Add a list of tensors to another in one call. Since torch 1.9."""
 
 
 tree_leaves = _pytree.tree_leaves
-"""Lists what a container holds that torch or a package has registered; any other object is its own leaf.
+"""List the leaves of a container that torch or a package has registered; any other object is its own leaf.
 
 Since torch 2.2. torch.export's public registry has no function that reads containers.
 """
 
 
 _WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
-"""The code of every `step` that calls hooks."""
+"""Code object of every `step` that calls hooks."""
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread.
+    """Return whether autograd runs a backward pass on this thread.
 
-    `torch._C._current_graph_task_id` is there since torch 2.0. No public function tells a pass that has failed from one
-    that is still under way.
+    `torch._C._current_graph_task_id` exists since torch 2.0. No public function distinguishes a pass that has failed
+    from a pass that is still under way.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def will_get_gradient(parameter: torch.Tensor, *, if_unknown: bool = False) -> bool:
-    """Whether the backward pass under way will leave a gradient in a parameter, asked in a hook of that pass.
+    """Return whether the backward pass under way will leave a gradient in a parameter. Call it in a hook of that pass.
 
-    `torch._C._will_engine_execute_node` is there since torch 2.0; `register_multi_grad_hook` counts with it. It raises
-    where the gradient is what `torch.autograd.grad` gives back, which leaves none, and where no pass of autograd's own
-    engine runs. It does not see the gradients of passes within that pass, such as those of reentrant checkpoints.
+    `torch._C._will_engine_execute_node` exists since torch 2.0; `register_multi_grad_hook` counts with it. It raises an
+    error if `torch.autograd.grad` returns the gradient, which it then leaves in no parameter. It also raises an error
+    if no pass of autograd's own engine runs. It does not see gradients of passes within that pass, such as in reentrant
+    checkpoints.
 
     Args:
-        parameter: The parameter.
-        if_unknown: What is returned where it raises.
+        parameter: Parameter.
+        if_unknown: Result if the function raises an error.
     """
     if not parameter.requires_grad:
         return False
-    with without_torch_functions():  # it makes a view of the parameter, which a freed one refuses
+    # The call makes a view of the parameter, for which a freed parameter raises an error.
+    with without_torch_functions():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -68,51 +70,52 @@ def will_get_gradient(parameter: torch.Tensor, *, if_unknown: bool = False) -> b
 
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that runs in this thread, the innermost; -1 outside of any. In torch 2.11 to 2.13."""
+"""Return the number of this thread's innermost backward pass; -1 outside of any. In torch 2.11 to 2.13."""
 
 
 def is_in_torch_func() -> bool:
-    """Whether a transform of torch.func, such as jvp, grad or vmap, runs on this thread.
+    """Return whether a transform of torch.func, such as jvp, grad or vmap, runs on this thread.
 
-    `torch._C._functorch.peek_interpreter_stack` is there since torch 2.0. Nothing public tells.
+    `torch._C._functorch.peek_interpreter_stack` exists since torch 2.0. No public function returns this.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def call_at_end_of_backward(call: Callable[[], None]) -> None:
-    """Has autograd call a function when the backward pass under way has done everything else.
+    """Register a function that autograd calls when the backward pass under way has done everything else.
 
-    `_execution_engine.queue_callback` is there since torch 0.4; DistributedDataParallel and FSDP2 end their reductions
-    with it. A hook of a tensor would come before the gradients of other tensors.
+    `_execution_engine.queue_callback` exists since torch 0.4; DistributedDataParallel and FSDP2 end their reductions
+    with it. A hook of a tensor would run before the gradients of other tensors.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def without_new_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside, what is written to a tensor is not counted as a change.
+    """Return a context in which writes to a tensor do not change its version counter.
 
-    `_unsafe_preserve_version_counter` is there since torch 1.13, with tuples of tensors since 2.6. Autograd has saved
-    views of gathered parameters, and would refuse a backward pass after they were gathered again, with the same values.
+    `_unsafe_preserve_version_counter` exists since torch 1.13, for tuples of tensors since 2.6. Autograd has saved
+    views of gathered parameters. It would fail a backward pass after they were gathered again, although the values are
+    the same.
     """
     manager: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
     return manager
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Inside, operations on a tensor of a subclass are done as on any other, without its `__torch_function__`.
+    """Return a context in which tensor subclasses behave as plain tensors, without their `__torch_function__`.
 
-    `torch._C.DisableTorchFunctionSubclass` is there since torch 2.0. The public `__torch_function__` of Tensor does the
-    same and then goes through what the operation has returned, to make it of the subclass too.
+    `torch._C.DisableTorchFunctionSubclass` exists since torch 2.0. The public `__torch_function__` of Tensor does the
+    same, and then converts all results to the subclass.
     """
     manager: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return manager
 
 
 def chunk_of_dcp(box: Box) -> Any:
-    """What torch.distributed.checkpoint calls the place of a box in the whole tensor.
+    """Return torch.distributed.checkpoint's metadata of a box's position in the full tensor.
 
-    Tensors that are cut tell it by `__create_chunk_list__`, as DTensor does since torch 2.4. Nothing public says so of
-    tensors of another kind.
+    Sharded tensors return it from `__create_chunk_list__`, as DTensor does since torch 2.4. There is no public
+    interface for other classes of tensors.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - it is there if this is called
 
@@ -120,7 +123,7 @@ def chunk_of_dcp(box: Box) -> Any:
 
 
 def item_of_dcp(name: str, box: Box, shape: Sequence[int], part: torch.Tensor) -> Any:
-    """What torch.distributed.checkpoint is to write of a box of a tensor, by `__create_write_items__`: see above."""
+    """Return torch.distributed.checkpoint's write item of a box, for `__create_write_items__`: see `chunk_of_dcp`."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
@@ -133,45 +136,46 @@ def item_of_dcp(name: str, box: Box, shape: Sequence[int], part: torch.Tensor) -
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, under any of its views. `_version` is there since torch 0.4."""
+    """Return how often a tensor was written in place, under any of its views. `_version` exists since torch 0.4."""
     return tensor._version
 
 
 def has_compiled() -> bool:
-    """Whether anything in this process was given to torch.compile, since the last `torch.compiler.reset`.
+    """Return whether torch.compile got anything in this process since the last `torch.compiler.reset`.
 
-    `torch._dynamo.eval_frame.cached_backends` is there since torch 2.0. Nothing public tells.
+    `torch._dynamo.eval_frame.cached_backends` exists since torch 2.0. No public function returns this.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))  # None is what compiles nothing
+    # The value None stands for a backend that compiles nothing.
+    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary in which a module itself keeps its parameters, without those of its children.
+    """Return a module's dictionary of its own parameters, without its children's.
 
-    `_parameters` is there since the first torch. `named_parameters()` copies it, and is too slow for every step.
+    `_parameters` exists since the first torch. `named_parameters()` copies it, and is too slow for every step.
     """
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dictionary in which a module itself keeps its buffers. `_buffers` is there since the first torch."""
+    """Return a module's dictionary of its own buffers. `_buffers` exists since the first torch."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary in which a module keeps its children.
+    """Return a module's dictionary of its children.
 
-    `_modules` is there since the first torch. No public function takes a child out of a container and puts it back in
-    its place.
+    `_modules` exists since the first torch. No public function removes a child from a container and puts it back at its
+    position.
     """
     return module._modules
 
 
 def unsaved_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """The buffers of a module and its children that its state dict leaves out.
+    """Return the buffers of a module and its children that its state dict omits.
 
-    `_non_persistent_buffers_set` is there since torch 1.6. A state dict itself may be changed by hooks.
+    `_non_persistent_buffers_set` exists since torch 1.6. Hooks may change a state dict, so it is no substitute.
     """
     return [
         buffer
@@ -182,9 +186,9 @@ def unsaved_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes in which an optimizer keeps the hooks that were registered with it, by name.
+    """Return the attributes in which an optimizer stores its registered hooks, by name.
 
-    `_optimizer_step_pre_hooks` and its like are there since torch 2.0. Nothing public removes them from a copy.
+    `_optimizer_step_pre_hooks` and similar names exist since torch 2.0. No public function removes hooks from a copy.
     """
     return {
         name: hooks
@@ -194,10 +198,10 @@ def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The `step` of an optimizer's class, without the hooks that torch has wrapped around it.
+    """Return the `step` of an optimizer's class, without the hooks that torch has wrapped around it.
 
-    The wrapper's attribute `hooked` is there since torch 2.0. There is no public way to a step without hooks, which are
-    those of all optimizers too, and are to run once a step.
+    The wrapper's attribute `hooked` exists since torch 2.0. There is no public access to a step without hooks. The
+    wrapper also calls the hooks of all optimizers, which must run once per step.
     """
     function: Any = type(optimizer).step
     bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
@@ -205,9 +209,9 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
 
 
 def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
-    """Registers a hook that runs after each step, before those that were registered earlier.
+    """Register a hook that runs after each step, before the hooks that were registered earlier.
 
-    `_optimizer_step_post_hooks` is there since torch 2.0. The public method puts a hook behind the others.
+    `_optimizer_step_post_hooks` exists since torch 2.0. The public method appends a hook to the existing ones.
     """
     handle = optimizer.register_step_post_hook(torch.compiler.disable(hook))
     hooks: Any = optimizer._optimizer_step_post_hooks
@@ -215,13 +219,13 @@ def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> No
 
 
 def call_last_after_step(optimizer: Optimizer, hook: Callable[[bool], None]) -> None:
-    """Registers a hook that runs after each step, after all others of this optimizer, those too that come later.
+    """Register a hook that runs after each step and after all hooks of this optimizer, including later ones.
 
-    `_optimizer_step_post_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
+    `_optimizer_step_post_hooks` exists since torch 2.0. The public method appends a hook to the existing ones.
 
     Args:
-        optimizer: The optimizer.
-        hook: Called with whether hooks were registered later.
+        optimizer: Optimizer.
+        hook: Hook. Its argument is whether hooks were registered later.
     """
     hooks: Any = optimizer._optimizer_step_post_hooks
     known = len(hooks) + 1
@@ -230,9 +234,9 @@ def call_last_after_step(optimizer: Optimizer, hook: Callable[[bool], None]) -> 
 
 
 def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
-    """Registers a hook that runs before each step, after all others of this optimizer, those too that come later.
+    """Register a hook that runs before each step and after all hooks of this optimizer, including later ones.
 
-    `_optimizer_step_pre_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
+    `_optimizer_step_pre_hooks` exists since torch 2.0. The public method appends a hook to the existing ones.
     """
     own = optimizer.register_step_pre_hook(torch.compiler.disable(hook))
     _keep_last(optimizer, "register_step_pre_hook", optimizer._optimizer_step_pre_hooks, own.id)
@@ -258,11 +262,12 @@ def _keep_last(optimizer: Optimizer, method: str, hooks: Any, own: int) -> None:
 
 
 def is_within_step(optimizer: Optimizer) -> bool:
-    """Whether a hook of a step is called by a step that another one of the same optimizer has called.
+    """Return whether a step that another step of the same optimizer has called runs the current hook.
 
-    A subclass whose `step` calls that of its parent has hooks called for both, where an optimizer of the parent's class
-    was made too: torch wraps the `step` of a class when the first of its optimizers is made. Since torch 2.0 that
-    wrapper is of `profile_hook_step`, with the optimizer as its `self`. Nothing public tells one call from the other.
+    A subclass's `step` may call its parent's `step`. Hooks then run for both if an optimizer of the parent's class was
+    made as well, because torch wraps the `step` of a class when it makes the first optimizer of that class. Since torch
+    2.0 that wrapper belongs to `profile_hook_step`, with the optimizer as its `self`. No public function distinguishes
+    the calls.
     """
     frame, calls = inspect.currentframe(), 0
     while frame is not None:
@@ -272,10 +277,10 @@ def is_within_step(optimizer: Optimizer) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of a group may take.
+    """Return the timeout of a group's collectives.
 
-    `_get_backend` and its `options._timeout` are there since torch 2.0. What `new_group` takes by default is torch's
-    own timeout, not that of the world.
+    `_get_backend` and its `options._timeout` exist since torch 2.0. The default of `new_group` is torch's own timeout
+    instead of the default group's.
     """
     device = torch.device(next(iter(str(dist.get_backend_config(group)).split(":"))))
     timeout: timedelta = group._get_backend(device).options._timeout

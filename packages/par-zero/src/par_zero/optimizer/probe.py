@@ -137,7 +137,7 @@ class _Trial:
         Args:
             arrange: Function that returns the tensors of each optimizer.
             louder: Function of a tensor's number and of the relative positions of its elements, from 0 to 1, that
-                returns whether each gradient is a thousand times larger
+                returns whether each gradient is a thousand times larger.
             seeds: Whether torch's generator starts at the same state each time.
         """
         if seeds:
