@@ -1,6 +1,6 @@
-"""Which units are whole on the device at which moment of a step. Pure arithmetic, planned before a step runs.
+"""The plan of the units that are gathered on the device at each moment of a step. Pure arithmetic, before a step runs.
 
-A `Trace` says what a step needs, moment by moment; `place` makes a `Placement` of it within a budget, by a policy that
-the registry finds by name; `simulate` goes through it and counts what is moved. Every built-in policy is a choice of
-gaps: of a unit between two moments that need it, and whether it stays on the device meanwhile.
+A `Trace` lists the units that each moment of a step needs. `place` turns a trace into a `Placement` within a budget, by
+a policy from a registry. `simulate` counts the bytes that a placement moves. Each built-in policy selects **gaps**: for
+each unit, the spans between two moments that need it, during which it stays on the device.
 """

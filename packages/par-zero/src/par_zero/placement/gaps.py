@@ -1,8 +1,8 @@
-"""Gaps: of a unit between two moments that need it, and the moves that follow from which gaps it stays through.
+"""Gaps between two moments that need the same unit, and the moves that follow from the kept gaps.
 
-A unit that stays through a gap takes its room at all moments of the gap, and need not be fetched at its end. Nothing
-stays through a step of the optimizer. So a placement moves least if the gaps it keeps have the most bytes, while at no
-moment they are more than what the budget leaves beside the units in use.
+A unit that stays through a gap takes memory at all moments of the gap, and need not be fetched at its end. No unit
+stays through a step of the optimizer. A placement therefore moves the fewest bytes if its kept gaps have the most
+bytes. At each moment, the kept gaps must fit into the memory that the budget leaves besides the units in use.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,12 +18,12 @@ from .moments import Trace
 
 
 class Gap(NamedTuple):
-    """A unit between two moments that need it.
+    """The span between two consecutive moments that need one unit.
 
     Args:
-        unit: The unit.
-        first: The moment before the gap, by number.
-        then: The moment after it.
+        unit: Name of the unit.
+        first: Number of the moment before the gap.
+        then: Number of the moment after the gap.
         size: Bytes of the unit.
     """
 
@@ -34,15 +34,21 @@ class Gap(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of moments in the gap; with none the unit is needed at neighbouring moments."""
+        """Number of moments within the gap; 0 if neighbouring moments need the unit."""
         return self.then - self.first - 1
 
 
 def gaps_of(trace: Trace, sizes: Sizes) -> list[Gap]:
-    """All gaps, in the order of their ends. What a step is between is none."""
+    """Return all gaps of a trace, in the order of their ends. No gap contains a step of the optimizer.
+
+    Args:
+        trace: Trace of a step.
+        sizes: Bytes of each unit, by name.
+    """
     found = []
     latest: dict[str, int] = {}
     for number, moment in enumerate(trace.moments):
+        # A step makes gathered parameters out of date, so a unit cannot stay through it.
         if moment.kind == "step":
             latest.clear()
         for unit in moment.needs:
@@ -53,7 +59,16 @@ def gaps_of(trace: Trace, sizes: Sizes) -> list[Gap]:
 
 
 def room_of(trace: Trace, sizes: Sizes, budget: int) -> torch.Tensor:
-    """Bytes that the budget leaves at each moment beside what it needs, as int64."""
+    """Return the bytes that the budget leaves at each moment besides the units and other bytes of the moment.
+
+    Args:
+        trace: Trace of a step.
+        sizes: Bytes of each unit, by name.
+        budget: Bytes of the device.
+
+    Returns:
+        A tensor of int64, one number per moment. A negative number means that the moment does not fit.
+    """
     return torch.tensor(
         [budget - moment.other - sum(sizes[unit] for unit in moment.needs) for moment in trace.moments],
         dtype=torch.int64,
@@ -61,14 +76,15 @@ def room_of(trace: Trace, sizes: Sizes, budget: int) -> torch.Tensor:
 
 
 def keep_soonest(gaps: Sequence[Gap], room: torch.Tensor) -> list[Gap]:
-    """The gaps that are kept if, wherever there is too little room, that goes which is needed last.
+    """Return the gaps that remain if, at each moment without enough memory, the gaps that end last are dropped.
 
-    Of units of one size no choice keeps more, whatever room each moment has: where there is too little, one of the gaps
-    there must go, all of them have begun, and the one that ends last is in the way of later ones for longest.
+    For units of equal size, no other choice keeps more gaps, for any memory per moment. If a moment has too little
+    memory, one of its gaps must be dropped. All these gaps have begun, and the gap that ends last would take memory
+    from later gaps for the longest time.
 
     Args:
         gaps: All gaps.
-        room: Bytes for them at each moment.
+        room: Bytes that are available for gaps, one number per moment.
     """
     kept = set(gaps)
     begins: list[list[Gap]] = [[] for _ in range(len(room))]
@@ -76,6 +92,8 @@ def keep_soonest(gaps: Sequence[Gap], room: torch.Tensor) -> list[Gap]:
         if gap.length:
             begins[gap.first + 1].append(gap)
     ends: list[list[Gap]] = [[] for _ in range(len(room))]
+    # A heap of the gaps that have begun: the latest end first, then the largest. Gaps that have ended need not be
+    # removed: they sort behind all open gaps, so they are popped only when no open gap is left to drop.
     latest: list[tuple[int, int, Gap]] = []
     taken = 0
     for number, left in enumerate(room.tolist()):
@@ -93,12 +111,12 @@ def keep_soonest(gaps: Sequence[Gap], room: torch.Tensor) -> list[Gap]:
 
 
 def keep_if_room(gaps: Sequence[Gap], room: torch.Tensor, kept: Collection[Gap] = ()) -> list[Gap]:
-    """Keeps each gap, one after the other, for which there is room at all of its moments.
+    """Return the gaps that a greedy choice keeps: each gap that fits at all of its moments, in order.
 
     Args:
-        gaps: All gaps; the first ones have their choice.
-        room: Bytes for them at each moment.
-        kept: Gaps that are kept anyway.
+        gaps: All gaps, in the order of their priority.
+        room: Bytes that are available for gaps, one number per moment.
+        kept: Gaps that are kept in any case. Default: none.
     """
     left = room.clone()
     for gap in kept:
@@ -115,20 +133,20 @@ def keep_if_room(gaps: Sequence[Gap], room: torch.Tensor, kept: Collection[Gap] 
 def placement_of(
     trace: Trace, sizes: Sizes, kept: Collection[Gap], room: torch.Tensor, home: Sequence[tuple[str, int]]
 ) -> Placement:
-    """The moves of a step in which some gaps are kept.
+    """Return the placement that follows from the kept gaps.
 
-    A unit is dropped at the first moment that neither needs it nor lies in a gap that is kept. It is fetched a moment
-    before it is needed, where there is room then.
+    A unit is dropped at the first moment that neither needs it nor belongs to a kept gap. It is fetched one moment
+    before it is needed if it fits then, so that the fetch overlaps with that moment.
 
     Args:
-        trace: What the step needs.
-        sizes: Bytes of each unit.
-        kept: The gaps through which a unit stays.
-        room: Bytes at each moment beside what it needs.
-        home: The tiers that units are fetched from, the quickest first, with how many bytes they have room for.
+        trace: Trace of a step.
+        sizes: Bytes of each unit, by name.
+        kept: Gaps through which a unit stays on the device.
+        room: Bytes that are available besides the needs of a moment, one number per moment.
+        home: Tiers from which units are fetched, the fastest first, each with its capacity in bytes.
 
     Raises:
-        ValueError: The tiers have too little room.
+        ValueError: The tiers have too little capacity for all units.
     """
     stays = {(gap.unit, gap.then) for gap in kept}
     left = room.clone()
@@ -137,7 +155,7 @@ def placement_of(
     free = left.tolist()
     fetches: list[list[str]] = [[] for _ in trace.moments]
     fetched = dict.fromkeys(sizes, 0)
-    ends: list[list[str]] = [[] for _ in trace.moments]  # the units whose stay ends with that moment
+    ends: list[list[str]] = [[] for _ in trace.moments]  # units that are dropped after each moment
     goes_on = {(gap.unit, gap.first) for gap in kept}
     for number, moment in enumerate(trace.moments):
         for unit in moment.needs:
@@ -146,6 +164,7 @@ def placement_of(
             if (unit, number) in stays:
                 continue
             fetched[unit] += 1
+            # Not before a step of the optimizer: it would make the fetched parameters out of date.
             early = number - 1
             if early >= 0 and trace.moments[early].kind != "step" and free[early] >= sizes[unit]:
                 free[early] -= sizes[unit]
@@ -155,6 +174,7 @@ def placement_of(
     homes = home_of(sizes, fetched, home)
     moves: list[tuple[Move, ...]] = []
     for number, moment in enumerate(trace.moments):
+        # Drops come first: they make space for the fetches. Units of this moment are fetched before prefetched units.
         dropped = ends[number - 1] if number else []
         own = [unit for unit in fetches[number] if unit in moment.needs]
         ahead = [unit for unit in fetches[number] if unit not in moment.needs]
@@ -163,15 +183,15 @@ def placement_of(
 
 
 def home_of(sizes: Sizes, fetched: Sizes, tiers: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """The tier of each unit from which it is fetched: those that are fetched most lie nearest.
+    """Assign a tier to each unit. The units that are fetched most often get the fastest tier.
 
     Args:
-        sizes: Bytes of each unit.
-        fetched: How often each is fetched.
-        tiers: The tiers, the quickest first, with how many bytes they have room for.
+        sizes: Bytes of each unit, by name.
+        fetched: Number of fetches of each unit, by name.
+        tiers: Tiers, the fastest first, each with its capacity in bytes.
 
     Raises:
-        ValueError: They have too little room.
+        ValueError: The tiers have too little capacity for all units.
     """
     left = dict(tiers)
     home = {}

@@ -1,4 +1,4 @@
-"""A placement, and what it moves: gone through moment by moment."""
+"""A placement of units, and a simulation that counts what it moves."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from .moments import Trace
 
 Sizes = Mapping[str, int]
-"""Bytes of each unit that is whole, by name."""
+"""Bytes of each gathered unit, by name."""
 
 Move = tuple[str, str]
-"""A unit, and the tier it goes to: the device, to be fetched; any other, to be dropped from the device."""
+"""A unit and a tier. The tier "device" means that the unit is fetched. Another tier means that it is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where units lie, and what is moved at each moment.
+    """The home tiers of units, and the moves at each moment.
 
     Args:
-        home: The tier of each unit from which it is fetched.
-        moves: For each moment what is moved when it begins, in that order. What is dropped is gone at once; what is
-            fetched takes its room from then on.
+        home: Tier from which each unit is fetched, by name of the unit.
+        moves: Moves when a moment begins, in order, one tuple per moment. A dropped unit frees its memory at once. A
+            fetched unit takes memory from this moment on.
     """
 
     home: Mapping[str, str]
@@ -29,13 +29,13 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What a placement moves, takes and lacks.
+    """The result of a simulated placement: moved bytes, memory and missing units.
 
     Args:
-        moved: Bytes by the tiers from which and to which they went.
-        fetched: How often each unit was fetched.
-        peak: Most bytes by tier. On the device with what is no parameter.
-        missing: The moments whose units are not all there, by number.
+        moved: Bytes, by pair of source tier and target tier.
+        fetched: Number of fetches of each unit, by name.
+        peak: Peak bytes, by tier. The device includes the bytes that are not parameters.
+        missing: Numbers of the moments that lack a unit.
     """
 
     moved: Mapping[tuple[str, str], int]
@@ -45,15 +45,17 @@ class Ledger:
 
 
 def simulate(trace: Trace, sizes: Sizes, placement: Placement) -> Ledger:
-    """Goes through a step. Before it nothing is on the device, and each step drops what is there, as it is out of date.
+    """Simulate a placement over a step, from a device without units.
+
+    A step of the optimizer drops all units from the device, because they are out of date.
 
     Args:
-        trace: What the step needs.
-        sizes: Bytes of each unit.
-        placement: Where units lie, and what is moved.
+        trace: Trace of the step.
+        sizes: Bytes of each unit, by name.
+        placement: Placement to simulate.
 
     Raises:
-        ValueError: The placement is of another number of moments.
+        ValueError: The placement was made for another number of moments.
     """
     if len(placement.moves) != len(trace.moments):
         raise ValueError(
@@ -64,6 +66,7 @@ def simulate(trace: Trace, sizes: Sizes, placement: Placement) -> Ledger:
     fetched: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     missing = []
+    # A unit takes memory in its home tier all the time, also while a copy of it is on the device.
     for unit, tier in placement.home.items():
         peak[tier] += sizes[unit]
     there: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a step needs, moment by moment: as data, which can be written to a file."""
+"""The trace of a step: the units and bytes that each moment needs, as data that can be written to a file."""
 
 import json
 from collections.abc import Mapping
@@ -6,24 +6,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Kind = Literal["forward", "backward", "step"]
-"""What happens at a moment."""
+"""Kind of a moment."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment of a step: from the beginning of one unit to that of the next.
+    """A moment of a step: from the beginning of one unit to the beginning of the next unit.
 
     Args:
-        kind: "forward" or "backward" of a unit, or the optimizer's "step", from which on whatever is whole on the
-            device is out of date.
-        unit: The unit by name; None at a step, which needs none.
-        other: Bytes on the device that are no parameters in use, such as activations, at their most.
-        held: Further units that are needed meanwhile, such as the one around this one.
+        kind: "forward" or "backward" of a unit, or the optimizer's "step", which makes all gathered units out of date.
+        unit: Name of the unit. None (default) at a step, which needs no unit.
+        other: Peak bytes on the device that are not gathered parameters, such as activations. Default: 0.
+        held: Names of further units that are needed at the same time, such as the unit around this unit. Default: none.
 
     Raises:
-        ValueError: Another kind, a step with units, another moment without one, or fewer than no bytes.
+        ValueError: The kind is unknown, a step has units, another moment has no unit, or `other` is negative.
     """
 
     kind: Kind
@@ -43,31 +42,34 @@ class Moment:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The units that must be there, each once."""
+        """Names of the units that must be gathered, each once."""
         return tuple(dict.fromkeys((*(() if self.unit is None else (self.unit,)), *self.held)))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The moments of a step, in their order. A trace is cyclic: the next step begins with the first moment again.
+    """The moments of a step, in order. A trace is cyclic: the next step begins with the first moment again.
 
     Args:
-        moments: The moments. Passes that accumulate gradients, and evaluations, belong to the step after them.
+        moments: Moments of the step. Passes that accumulate gradients, and evaluations, belong to the step after them.
     """
 
     moments: tuple[Moment, ...]
 
     def to_json(self) -> str:
-        """A text from which `from_json` makes an equal trace."""
+        """Return a text from which `from_json` makes an equal trace."""
         moments = [[moment.kind, moment.unit, moment.other, list(moment.held)] for moment in self.moments]
         return json.dumps({"moments": moments}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
-        """The trace that `to_json` has written.
+        """Return the trace that `to_json` has written.
+
+        Args:
+            text: Text that `to_json` has returned.
 
         Raises:
-            ValueError: The text is none of a trace.
+            ValueError: The text does not contain a trace.
         """
         read = json.loads(text)
         if not isinstance(read, Mapping) or not isinstance(read.get("moments"), list):
@@ -76,7 +78,7 @@ class Trace:
 
 
 def _moment_of(values: Any) -> Moment:
-    """A moment as `to_json` writes it."""
+    """Return the moment for a list that `to_json` has written."""
     match values:
         case [str(kind), (str() | None) as unit, int(other), [*held]] if all(isinstance(name, str) for name in held):
             return Moment(kind=kind, unit=unit, other=other, held=tuple(held))  # type: ignore[arg-type]  # checked there

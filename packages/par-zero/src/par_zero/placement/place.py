@@ -1,4 +1,4 @@
-"""`place`: a placement within a budget, checked before anything follows it."""
+"""The function `place`, which returns a placement within a budget, and checks it before any code follows it."""
 
 from collections.abc import Mapping
 
@@ -10,18 +10,18 @@ from .moments import Trace
 from .policies import POLICIES
 
 Budget = int | str | Mapping[str, int | str]
-"""Bytes of the device, as a number or a text such as "80GB"; or bytes by tier."""
+"""Bytes of the device, as a number or a text such as "80GB"; or a mapping of tiers to bytes."""
 
 
 def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") -> Placement:
-    """Plans at which moments of a step each unit is gathered on the device, within a budget. Pure arithmetic.
+    """Plan at which moments of a step each unit is gathered on the device, within a budget. Pure arithmetic.
 
     Args:
-        trace: The units that each moment of the step needs.
+        trace: Trace of the step: the units that each moment needs.
         sizes: Bytes of each gathered unit, by name.
         budget: Bytes of the device, as a number or a text such as "80GB"; or bytes by tier, such as {"device": "80GB",
             "host": "100GB", "disk": "1TB"}. If it has only the device, the host is unlimited.
-        policy: The name of a policy. "behind" drops a unit as soon as the next unit begins. "static" keeps the first
+        policy: Name of a policy. "behind" drops a unit as soon as the next unit begins. "static" keeps the first
             units that fit for the whole step. "next_use" keeps the units that are needed soonest. `register_policy`
             adds other policies.
 
@@ -40,6 +40,7 @@ def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") 
             raise ValueError(f"sizes[{unit!r}] is {size} bytes; give 0 or more")
     check_least(trace, sizes, tiers["device"])
     placement = POLICIES[policy](trace, sizes, tiers)
+    # A policy may be another package's function, so the result of every policy is checked.
     ledger = simulate(trace, sizes, placement)
     if ledger.missing:
         moment = trace.moments[ledger.missing[0]]
@@ -57,11 +58,14 @@ def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") 
 
 
 def budget_of(budget: Budget) -> dict[str, int]:
-    """Bytes by tier, from the quickest to the largest.
+    """Return the bytes by tier, from the fastest tier to the largest tier.
+
+    Args:
+        budget: Bytes of the device, or bytes by tier.
 
     Raises:
-        TypeError: A budget of another type.
-        ValueError: Another tier, or a text that is no size.
+        TypeError: The budget has another type.
+        ValueError: A tier is unknown, the device is missing, or a text is not a size.
     """
     given = budget if isinstance(budget, Mapping) else {"device": budget}
     for tier in given:
@@ -73,16 +77,16 @@ def budget_of(budget: Budget) -> dict[str, int]:
 
 
 def check_least(trace: Trace, sizes: Sizes, device: int, resident: int = 0) -> None:
-    """Checks that each moment by itself fits into the budget of the device.
+    """Check that each single moment fits into the budget of the device, which every placement needs.
 
     Args:
-        trace: What the step needs.
-        sizes: Bytes of each unit.
+        trace: Trace of the step.
+        sizes: Bytes of each unit, by name.
         device: Bytes of the device.
-        resident: Bytes that lie there throughout: parts of parameters, gradients and state.
+        resident: Bytes that stay on the device throughout: shards of parameters, gradients and state. Default: 0.
 
     Raises:
-        ValueError: One does not.
+        ValueError: A moment does not fit.
     """
     needs = [resident + moment.other + sum(sizes[unit] for unit in moment.needs) for moment in trace.moments]
     least = max(needs, default=0)

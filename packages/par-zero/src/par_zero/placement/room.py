@@ -1,4 +1,4 @@
-"""The room that a budget leaves for units which are whole."""
+"""The memory that a budget leaves for gathered units."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,32 +9,33 @@ from .place import check_least, place
 
 
 def units_at_once(sizes: Mapping[int, int]) -> dict[str, int]:
-    """Bytes of the units that are whole at one time at least: the root's, one that runs, and one that comes.
+    """Return the bytes of the units that must be gathered at the same time: the root, a running unit and the next one.
 
     Args:
-        sizes: Bytes of each unit that is whole, by number; 0 is that of the root.
+        sizes: Bytes of each gathered unit, by number; 0 is the root's unit.
     """
+    # Any two units may follow each other, so the two largest units are the bound.
     largest = sorted((size for number, size in sizes.items() if number), reverse=True)[:2]
     return {"the root's unit": sizes.get(0, 0), "two units" if len(largest) > 1 else "one unit": sum(largest)}
 
 
 class Room:
-    """What a budget of the device leaves for whole units, beside what lies there throughout.
+    """The memory for gathered units: the device's budget, less the bytes that stay on the device throughout.
 
     Args:
         budget: Bytes of the device.
-        resident: Bytes that lie there throughout, by what they are.
-        sizes: Bytes of each unit that is whole, by number; 0 is that of the root. They are alike on all ranks.
-        policy: The name of the policy by which units are placed.
-        other: Tells how many bytes there are of anything else; None: nobody does.
+        resident: Bytes that stay on the device throughout, by kind, such as "parameters".
+        sizes: Bytes of each gathered unit, by number; 0 is the root's unit. They are equal on all ranks.
+        policy: Name of the placement policy.
+        other: Function that returns the bytes of all other memory on the device. None: other memory is not counted.
 
     Attributes:
-        resident: Bytes that lie there throughout, by what they are.
-        sizes: Bytes of each unit that is whole, by number.
-        other: Tells how many bytes there are of anything else; None: nobody does.
+        resident: Bytes that stay on the device throughout, by kind.
+        sizes: Bytes of each gathered unit, by number.
+        other: Function that returns the bytes of all other memory on the device. None: other memory is not counted.
 
     Raises:
-        ValueError: There is no room for two units, one that runs and one that comes.
+        ValueError: The running unit and the next unit do not fit at the same time.
     """
 
     def __init__(
@@ -58,15 +59,16 @@ class Room:
         self._budget, self._policy = budget, policy
 
     def place(self, sizes: Sizes, trace: Trace, resident: int) -> Placement:
-        """A placement of what a step needs.
+        """Return a placement of a step.
 
         Args:
-            sizes: Bytes of each unit that is whole, by name.
-            trace: What the step needs.
-            resident: Bytes that lie on the device throughout, of the rank that has most.
+            sizes: Bytes of each gathered unit, by name.
+            trace: Trace of the step.
+            resident: Bytes that stay on the device throughout, the maximum over all ranks.
 
         Raises:
-            ValueError: There is too little room.
+            ValueError: The budget is too small.
         """
+        # Separately from `place`, so that the message also lists the resident bytes.
         check_least(trace, sizes, self._budget, resident)
         return place(trace, sizes, self._budget - resident, self._policy)

@@ -1,5 +1,5 @@
-"""Where the bytes of a sharded module lie.
+"""The bytes of a sharded module, by memory tier.
 
-`table` is what is said of them; `count` looks at what there is now, and takes what was there at the fullest moment of a
-step from the meter that the chunks and buffers have kept.
+`count` inspects the memory now, and reads the peak of a step from the meter that chunks and buffers update. It returns
+the bytes as a `table`.
 """

@@ -1,4 +1,4 @@
-"""Looking at what a rank has in memory and on a disk: storages, each counted once."""
+"""The inspection of a rank's memory and disk. Each storage is counted once."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -23,15 +23,15 @@ def count(
     disk_tier: DiskTier | None,
     meter: Meter,
 ) -> Residency:
-    """Bytes now, and at the fullest moment of the latest step. Nothing waits, and no rank asks another.
+    """Return this rank's bytes now, and at the peak of the latest step. The call neither waits nor communicates.
 
     Args:
-        module: The sharded module.
-        optimizers: The optimizers of its parameters.
-        chunks: All of its chunks.
-        gradients: Memory of gradients and of their reductions: its kind, a tensor in it, its tier.
-        disk_tier: Data on a disk. None: there is none.
-        meter: What has counted what comes and goes.
+        module: Sharded module.
+        optimizers: Optimizers of the module's parameters.
+        chunks: All chunks of the module.
+        gradients: Memory of gradients and of their reductions, as tuples of kind, tensor and tier.
+        disk_tier: Data on a disk. None: no data is on a disk.
+        meter: Meter that has counted allocated and freed memory during the step.
     """
     now = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
     seen: set[int] = set()
@@ -47,13 +47,15 @@ def count(
         on_disk = disk_tier.tensors_on_disk
         now["host"][BUFFERS] = disk_tier.buffer_bytes
         now["disk"] |= disk_tier.stored_bytes
+        # `stored_bytes` has counted these shards already.
         seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if disk_tier.shards.has(chunk)}
     for each in gradients:
         add(*each)
     for chunk in chunks:
         for each in chunk.memory():
             add(*each)
-        if chunk.master is not chunk.own:  # on a CPU, device and host are one memory
+        # On a CPU, device and host are one memory, so `master` also has the slices that count as offloaded to the host.
+        if chunk.master is not chunk.own:
             away = sum(part.tensor.nbytes for part in chunk.slices if part.tier == "host")
             now["device"]["copies"] -= away
             now["host"]["copies"] += away
@@ -70,13 +72,15 @@ def count(
 def _of_optimizer(
     chunk: Chunk, optimizer: Optimizer, on_disk: Container[nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """What an optimizer has in memory of a chunk: kinds, tensors and tiers."""
+    """Yield the memory of an optimizer for a chunk, as tuples of kind, tensor and tier."""
     tiers = {part.tensor: part.tier for part in chunk.slices} | dict.fromkeys(chunk.wholes, "device")
     for part in chunk.slices:
-        if part.start in chunk.elsewhere and part.tensor not in on_disk:  # a write has failed
+        # A write to the disk has failed, so the slice is still in memory.
+        if part.start in chunk.elsewhere and part.tensor not in on_disk:
             yield "copies", part.tensor, "device"
     for tensor, tier in tiers.items():
         in_file = (slots_of(tensor) or {}) if tensor in on_disk else {}
-        for name, value in tuple(optimizer.state.get(tensor, {}).items()):  # a thread may step it
+        # The tuple is a snapshot: a thread may step the tensor, and so add items, in the meantime.
+        for name, value in tuple(optimizer.state.get(tensor, {}).items()):
             if isinstance(value, torch.Tensor) and name not in in_file:
                 yield "optimizer", value, "host" if tier == "host" and value.dim() else "device"

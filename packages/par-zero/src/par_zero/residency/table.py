@@ -1,4 +1,4 @@
-"""Bytes by tier and kind, and how they are printed."""
+"""A table of bytes by tier and kind, which prints as text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,46 +8,46 @@ from par_groups import format_bytes
 from .._tiers import TIERS
 
 KINDS = ("parameters", "units", "gradients", "optimizer", "copies", "buffers")
-"""What bytes are of, in the order in which they are printed."""
+"""Kinds of bytes, in the order in which they are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """Bytes of one rank, by tier ("device", "host", "disk") and by kind.
+    """The bytes of one rank, by tier ("device", "host", "disk") and by kind.
 
     The kinds are:
-        "parameters": Parameters as the module keeps them between passes, and its buffers, such as a norm's statistics.
-        "units": Whole parameters that are gathered at stage 3.
-        "gradients": Gradients that are kept, and those that arrive in a chunk.
-        "optimizer": The optimizer's state. On a disk that is its room in the file.
-        "copies": The optimizer's own copies of parameters that are used in another dtype, or put together for it.
-        "buffers": What reductions work in, and on the host what passes through to a disk.
+        "parameters": Parameters that the module keeps between passes, and its buffers, such as a norm's statistics.
+        "units": Full parameters that are gathered at stage 3.
+        "gradients": Gradients that are kept, and gradients that arrive in a chunk.
+        "optimizer": The optimizer's state. On a disk, the bytes of its part of the file.
+        "copies": The optimizer's own copies of parameters, which have another dtype or are flattened for it.
+        "buffers": Buffers of reductions, and on the host the staging buffers for a disk.
 
     Args:
-        now: Bytes when this was asked.
-        fullest: Bytes at the fullest moment of the latest step, or since `shard` before the first one. Units, gradients
-            and buffers are those of that moment, all else is as it is now.
+        now: Bytes at the time of the call.
+        fullest: Bytes at the peak of the latest step, or since `shard` before the first step. Units, gradients and
+            buffers are counted at the peak. All other kinds are counted at the time of the call.
     """
 
     now: Mapping[str, Mapping[str, int]]
     fullest: Mapping[str, Mapping[str, int]]
 
     def total(self, tier: str = "device", *, fullest: bool = False) -> int:
-        """Bytes of all kinds in a tier.
+        """Return the bytes of all kinds in a tier.
 
         Args:
-            tier: "device", "host" or "disk".
-            fullest: Whether at the fullest moment instead of now.
+            tier: Tier "device" (default), "host" or "disk".
+            fullest: Whether to return the bytes at the peak instead of now. Default: False.
 
         Raises:
-            ValueError: Another tier.
+            ValueError: The tier is unknown.
         """
         if tier not in TIERS:
             raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
         return sum((self.fullest if fullest else self.now)[tier].values())
 
     def __str__(self) -> str:
-        """A row for each kind; a column for each tier in use, and one for it at its fullest, if that differs."""
+        """Return a table: a row per kind, a column per used tier, and a column for its peak if the peak differs."""
         columns = []
         for tier in TIERS:
             if any((*self.now[tier].values(), *self.fullest[tier].values())):

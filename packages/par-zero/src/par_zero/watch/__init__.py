@@ -1,5 +1,5 @@
-"""What a program reads where par-zero keeps something else, and what its modules return.
+"""Freed parameters, which raise a named error when code uses them, and the tensors in the outputs of modules.
 
-Freed parameters are tensors that name themselves when they are used, as par-groups' stand-ins for gradients do.
-`outputs` finds the tensors through which backward will come. Nothing here imports chunks: they import this.
+`freed` defines the classes of freed parameters, which are similar to par-groups' stand-ins for gradients. `outputs`
+finds the tensors through which backward reaches a module. Chunks import this subpackage, which imports no chunks.
 """

@@ -1,10 +1,11 @@
-"""Freed parameters of stage 3: this rank keeps a part, and whoever reads the parameter as a whole is told.
+"""Freed parameters of stage 3: they show this rank's shard, and raise an error if code reads their full values.
 
-A part is flat. It would broadcast or fit by chance where somebody reads the parameter outside of a call of its module,
-and the numbers would be wrong. So a freed parameter is of a subclass of nn.Parameter that has the shape, the dtype and
-the device of the whole one, and refuses every operation on values that it does not have.
+A shard is flat. If code reads the parameter outside of a call of its module, the shard could broadcast or fit by
+chance, and the result would be wrong. A freed parameter therefore has a subclass of nn.Parameter, which reports the
+shape, the dtype and the device of the full parameter. It raises in every operation on values that it does not have.
 
-There is no cost while a unit runs: its parameters are ordinary ones then, and torch asks no Python of theirs.
+The subclass costs nothing while a unit runs: the parameters of the unit are ordinary parameters then, for which torch
+calls no Python code.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +23,13 @@ from .._torch_private import chunk_of_dcp, item_of_dcp, without_torch_functions
 
 @dataclass(eq=False, kw_only=True)
 class Freed:
-    """What a freed parameter says of itself.
+    """The metadata of a freed parameter.
 
     Args:
-        name: Its name in the module.
-        shape: Its shape when it is gathered.
-        start: The first of its elements that this rank keeps.
-        written: Is called when this rank's part was written.
+        name: Name of the parameter in the module.
+        shape: Shape of the full parameter.
+        start: Index of the first element that this rank stores, in the flattened parameter.
+        written: Function that is called when this rank's shard was written.
     """
 
     name: str
@@ -38,13 +39,13 @@ class Freed:
 
 
 class Guarded(torch.Tensor):
-    """What freed parameters, and the parts of them in a state dict, have in common: see the module."""
+    """The base class of freed parameters, and of their shards in a state dict."""
 
     par_freed: Freed
 
     @property
     def par_part(self) -> torch.Tensor:
-        """This rank's part, flat, as an ordinary tensor in the same memory."""
+        """This rank's shard, flat, as an ordinary tensor in the same memory."""
         with without_torch_functions():
             return self.detach()
 
@@ -52,22 +53,25 @@ class Guarded(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answers what can be answered from a part, and refuses the rest."""
+        """Run the operations that need only a shard, and raise for all other operations."""
         if func in _NOTES:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         answer = _ANSWERS.get(func)
         if answer is None or not isinstance(args[0], Guarded):
-            if func in _CONVERSIONS:  # of another tensor, to the dtype and device of this one
+            # Another tensor is converted to the dtype and device of this one, which are known.
+            if func in _CONVERSIONS:
                 with without_torch_functions():
                     return func(*args, **(kwargs or {}))
             _refuse(func, args, kwargs)
         return answer(func, args, kwargs or {})
 
-    def __hash__(self) -> int:  # as of any tensor, without a way through torch
+    # The same hash as torch's, without `__torch_function__`: sets of parameters are common, and must be quick.
+    def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # what torch shows of contents is not there
+    # torch's own text would read values that are not in memory.
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has a keyword
         freed = self.par_freed
         return f"{type(self).__name__}({freed.name!r}, shape={tuple(freed.shape)}, part={self.par_part.numel()})"
 
@@ -82,7 +86,7 @@ class Guarded(torch.Tensor):
             _refuse(torch.Tensor.__deepcopy__, [self], None)
         return memo.setdefault(id(self), _guard(self.par_part.clone(), self))
 
-    # torch.distributed.checkpoint asks a tensor that is cut for these.
+    # torch.distributed.checkpoint calls these methods of a sharded tensor.
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
         return [item_of_dcp(name, box, self._record.shape, self.par_part) for box in self._record.boxes]
@@ -100,15 +104,15 @@ class Guarded(torch.Tensor):
 
 
 class FreedParameter(Guarded, nn.Parameter):
-    """A freed parameter: an ordinary one whose class was changed. `Chunk` changes it back before it is whole."""
+    """A freed parameter: an ordinary parameter whose class was changed. `Chunk` changes it back with a gather."""
 
 
 class FreedPart(Guarded):
-    """What `detach()`, `data` and a state dict give of a freed parameter."""
+    """The shard of a freed parameter that `detach()`, `data` and a state dict return."""
 
 
 def _guard(part: torch.Tensor, like: Guarded) -> torch.Tensor:
-    """A part in other memory, or of another dtype, that says of itself what the parameter says."""
+    """Return a shard in other memory, or of another dtype, with the metadata of a freed parameter."""
     guarded: torch.Tensor = part.detach().as_subclass(FreedPart)
     guarded.par_freed = like.par_freed  # type: ignore[attr-defined]
     set_sharding(guarded, sharding_of(like))
@@ -116,9 +120,10 @@ def _guard(part: torch.Tensor, like: Guarded) -> torch.Tensor:
 
 
 def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> NoReturn:
-    """Raises an error that names the parameter, the operation and the ways out."""
+    """Raise an error that names the parameter, the operation and the fixes."""
     found = next(_guarded_in([*args, *(kwargs or {}).values()]))
     what = getattr(func, "__name__", str(func))
+    # Attributes of tensors reach `__torch_function__` as methods of a descriptor, whose name is the attribute's.
     if what in ("__get__", "__set__"):
         what = f"an access to .{getattr(getattr(func, '__self__', None), '__name__', what)}"
     raise RuntimeError(
@@ -137,14 +142,15 @@ def _guarded_in(values: Iterable[Any]) -> Any:
 
 
 def _copied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A copy or a view of a freed parameter is a part, too; what changes nothing gives the parameter itself."""
+    """Run an operation that copies or views a freed parameter, and return its result as a guarded shard."""
     with without_torch_functions():
         made = func(*args, **kwargs)
+    # Some operations, such as `to` of the same dtype, return the parameter itself, which callers may check by `is`.
     return args[0] if made is args[0] else _guard(made, args[0])
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`copy_` of the same part, or of a whole tensor, of which this rank takes its part."""
+    """Run `copy_` from the same shard, or from a full tensor, from which this rank takes its shard."""
     target, source = args[0], args[1] if len(args) > 1 else kwargs.get("src")
     freed, mine = target.par_freed, target.par_part
     if isinstance(source, Guarded):
@@ -163,7 +169,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """An assignment of what is there changes nothing, such as in `module.to` of the same device and dtype."""
+    """Accept an assignment of the same memory, such as in `module.to` of the same device and dtype. Raise otherwise."""
     if args[1] is not args[0] and not (
         isinstance(args[1], Guarded) and args[1].par_part.data_ptr() == args[0].par_part.data_ptr()
     ):
@@ -171,7 +177,7 @@ def _set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _set_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A gradient is dropped, or an error."""
+    """Accept an assignment of None or of a stand-in to the gradient. Raise for all other gradients."""
     if args[1] is not None and not isinstance(args[1], GradientElsewhere):
         refuse_by_hand(args[0].par_freed.name)
     with without_torch_functions():
@@ -179,7 +185,11 @@ def _set_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def refuse_by_hand(name: str) -> NoReturn:
-    """Raise an error about a gradient that a program has put into a parameter."""
+    """Raise an error about a gradient that the caller has assigned to a parameter.
+
+    Args:
+        name: Name of the parameter in the module.
+    """
     raise RuntimeError(
         f"{name!r} was given a gradient by hand, and the optimizer steps what backward passes sum over the ranks; use "
         "torch.autograd.backward(parameters, gradients) instead, or write in place through "
@@ -216,7 +226,7 @@ _NOTES: frozenset[Any] = METADATA_OPERATIONS | frozenset(
         *(torch.autograd.grad, torch.autograd.backward, _T.backward),
     )
 )
-"""Operations on a parameter that read and write none of its values."""
+"""Operations on a parameter that neither read nor write its values."""
 
 _CONVERSIONS: frozenset[Any] = frozenset([_T.to, _T.type_as])
 
@@ -239,4 +249,4 @@ _ANSWERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys([_T.numel, _T.nelement, torch.numel], partial(_of_shape, torch.Size.numel)),
     _T.__len__: partial(_of_shape, lambda shape: shape[0]),
 }
-"""Operations that a part has an answer for."""
+"""Operations that need only a shard, and the functions that run them."""

@@ -1,4 +1,4 @@
-"""What modules return: the tensors whose gradients tell where the backward of a call begins."""
+"""The tensors in the outputs of modules. The gradient of such a tensor marks the beginning of a call's backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -16,26 +16,37 @@ _CLOSED = (
     *(str, bytes, int, float, complex, torch.dtype, torch.device),
     *(nn.Module, Optimizer, ModuleType, FunctionType, MethodType, type),
 )
-"""Types of values in which no output is looked for: they have none, or whatever a program has."""
+"""Types of values that are not searched for tensors. They contain no outputs, or refer to unrelated objects."""
 
 
 def hook_(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Calls before and after each forward of a module, also one that raises; torch.compile leaves both alone."""
+    """Register hooks before and after each forward of a module, which torch.compile does not compile.
+
+    Args:
+        module: Module to hook.
+        before: Forward pre-hook.
+        after: Forward hook, which also runs if forward raises.
+    """
     module.register_forward_pre_hook(torch.compiler.disable(before))
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
 
 
 def computed(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returns that a backward pass goes through; a parameter would keep hooks for good."""
+    """Return the tensors in a module's output that a backward pass goes through.
+
+    Args:
+        output: Output of a module.
+    """
+    # Hooks on a leaf, such as a parameter that a module returns, would remain after the pass.
     return [tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
 
 
 def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns: in collections, in what torch's pytree knows, in attributes of objects.
+    """Yield the tensors in a module's output: in collections, in types of torch's pytree and in attributes of objects.
 
     Args:
-        output: What the module returns, or a part of it.
-        seen: Objects that were looked into before, by their `id`.
+        output: Output of the module, or a part of the output.
+        seen: `id`s of the objects that were searched before. Objects may refer to each other in circles. Default: none.
     """
     if isinstance(output, torch.Tensor):
         yield output
@@ -49,13 +60,13 @@ def tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
 
 
 class SideOutputs:
-    """Tensors that modules leave in their attributes instead of returning them, such as auxiliary losses.
+    """The tensors that modules store in their attributes instead of returning them, such as auxiliary losses.
 
-    Backward may begin with such a tensor, before it comes to what the module has returned. The first two calls look
-    through all attributes, and later ones at those in which something was found, so a step costs next to nothing.
+    Backward may begin with such a tensor, before it reaches the output of the module. The first two calls search all
+    attributes. Later calls inspect only the attributes in which a tensor was found, so they cost almost no time.
 
     Args:
-        modules: The modules, without their children.
+        modules: Modules to search, without their children.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -63,7 +74,7 @@ class SideOutputs:
         self._found: dict[tuple[int, str], nn.Module] = {}
 
     def computed(self) -> list[torch.Tensor]:
-        """The tensors with a graph in attributes now: tensors, or items of lists, tuples and dicts."""
+        """Return the tensors with a graph that attributes hold now, directly or in lists, tuples and dicts."""
         if self._looks:
             self._looks -= 1
             for number, module in enumerate(self._modules):
@@ -77,11 +88,12 @@ def _computed_in(value: Any) -> list[torch.Tensor]:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """The items of a collection; of any other object what it was registered with, or else its attributes."""
+    """Return the items of a collection, the pytree leaves of a registered object, or the attributes of another one."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
         return value
+    # An object that is its own single leaf is not registered with torch's pytree.
     leaves = tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves
