@@ -87,6 +87,7 @@ def check(
     if groups:
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
+        # This check may run trial steps of the optimizer, so it comes after the checks that only read attributes.
         check_way_of_working(own, names, stage, tensor, in_pieces=in_pieces, ranks=ranks)
 
 
@@ -425,6 +426,7 @@ def agreed_chunks(plans: Sequence[ChunkPlan], shares: Sequence[DataParallelGroup
     Raises:
         ValueError: The chunks differ between ranks.
     """
+    # With one group, the equal texts of `agreed` imply equal chunks on all ranks.
     if len(shares) == 1:
         return PlannedChunks(list(plans), (True,))
     first = set(dist.get_process_group_ranks(shares[0].group))
@@ -437,6 +439,7 @@ def agreed_chunks(plans: Sequence[ChunkPlan], shares: Sequence[DataParallelGroup
     of_all = zip(*(theirs for *_, theirs in said.values()), strict=True)
     return PlannedChunks(
         [
+            # Ranks may hold different numbers of experts. Decisions by the largest sizes are the same on all of them.
             replace(plan, most=max(size for size, _ in sizes), most_kept=max(kept for _, kept in sizes))
             for plan, sizes in zip(plans, of_all, strict=True)
         ],

@@ -41,11 +41,13 @@ def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
         use: Name of its use, such as "gathers".
     """
     ranks = dist.get_process_group_ranks(group)
+    # A group of one rank never communicates, so it needs no second communicator.
     if len(ranks) == 1:
         return group
     return group_among(ranks, timeout_of(group), str(dist.get_backend_config(group)), f"par_zero {use}")
 
 
+# References are weak, so that another module can use the groups of a module that was deleted.
 _IN_USE: WeakSet[Groups] = WeakSet()
 """Communicators of all sharded modules that still exist."""
 
@@ -179,6 +181,7 @@ def reduce_scatter(
             buffers.give_back(received)
 
         return Handle([work], finish)
+    # `into` may be a part of `flat`, which NCCL still reads while it writes the result.
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
     work = scatter(total, flat, _scaled_(flat, ranks, scale), group=group, async_op=True)
@@ -228,6 +231,7 @@ def exchange(
     """
     received = like.new_empty(sum(counts))
     sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
+    # `cat` needs at least one tensor, and this rank may have nothing to send.
     flat = torch.cat([like.new_empty(0), *(piece for pieces in sent for piece in pieces)])
     dist.all_to_all_single(received, flat, list(counts), sizes, group=group)
     return list(received.split(list(counts)))

@@ -110,8 +110,10 @@ def memory(
     dtypes = precision or MixedPrecision()
     used = dtypes.param_dtype or dtype
     reduced = dtypes.reduce_dtype or used
+    # Master weights are one more tensor if the module computes in another dtype.
     copies = slots + (used != dtype)
-    # Each chunk in flight needs a buffer for its full gradient, unless that is kept, and one for a reduce-scatter.
+    # Each chunk in flight needs a buffer for its full gradient, unless that is kept, and one for a reduce-scatter. At
+    # stage 0, two ranks all-reduce in place instead.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     given = offload or _NOTHING
     share = ranks if cuts.shards_state else 1
@@ -251,9 +253,14 @@ def traffic(
         gathers = 1 if no_sync and keep and microbatches > 1 else 2 * microbatches
         count = gathers + passes
     elif cuts.shards_state:
+        # Each pass reduce-scatters gradients, and the step all-gathers parameters once.
         count = passes + 1
     else:
+        # An all-reduce receives as much as a reduce-scatter and an all-gather.
         count = 2 * passes
+    # Replicas all-reduce each shard, which receives 2 (n - 1) / n of its elements.
     hybrid = 2 * (parameters / ranks) * (replicas - 1) / replicas * passes
+    # An assembled tensor moves three kinds of data: gradients in each pass, the parameter before the step and the
+    # result after it.
     moved = assembled / (ranks if cuts.shards_state else 1) * (passes + 2) * (tensor - 1) / tensor
     return parameters * count * (ranks - 1) / ranks + hybrid + moved

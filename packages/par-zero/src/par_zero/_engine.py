@@ -110,6 +110,7 @@ class Engine:
             book = self._steps or PassBook([unit.outer for unit in units])
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
+        # The gatherer's hooks come first, because the units that they free belong to the pass.
         self._reducer.hooks.at_end.append(self._meter.note_end)
         whole_units = units if stage.shards_parameters else ()
         is_late = offload is not None and offload.late
@@ -151,6 +152,7 @@ class Engine:
                     optimizer=optimizer, chunks=stepped[number], splitter=splitter, assembly=assemblies.get(number)
                 )
             )
+            # A failed step may have left parts of slices in the optimizer. Reductions need the slices.
             self._reducer.hooks.at_start.append(splitter.leave)
             optimizer.register_state_dict_pre_hook(refuse_get_state_dict)
             optimizer.register_state_dict_pre_hook(splitter.leave)
@@ -158,6 +160,7 @@ class Engine:
             zero_grad: Any = partial(self._zero_grad_of_optimizer, number)
             # `zero_grad_` reads the signature to decide which arguments it passes.
             zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
+            # Registered later than `_after_step`, it runs earlier, so `_after_step` finds slices again.
             call_first_after_step(optimizer, partial(self._join, number))
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
             self._writes.watch(number, optimizer)
@@ -168,6 +171,7 @@ class Engine:
             self._attend(self._disk_tier, units)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
+            # A load writes the module's parameters, and master weights must follow.
             entry.register_load_state_dict_post_hook(self.refresh)
             # copy and pickle call `__reduce_ex__` first, and would otherwise fail with an unrelated error about a hook.
             _override_(entry, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(entry).__name__))
@@ -175,6 +179,7 @@ class Engine:
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
             if keeps_copies:
+                # This hook comes before the user's hooks, which may read parameters.
                 item.register_forward_pre_hook(torch.compiler.disable(self._writes.publish_seen), prepend=True)
             if self._arrivals is not None and self._arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
@@ -244,6 +249,7 @@ class Engine:
         self._wait_for_parameters()
         for number in range(len(self._optimizers)):
             self._follow_module_writes(number)
+        # Writes so far are published first, because the comparison after the block shows only later writes.
         self._writes.publish()
         if self._disk_tier is not None:
             self._disk_tier.finish()
@@ -325,6 +331,7 @@ class Engine:
             self._optimizers[number].splitter.leave()
         if self._disk_tier is not None:
             self._disk_tier.drop_hidden_gradients(numbers)
+            # Zeros would overwrite gradients that a late step still reads; None leaves the tensors as they are.
             if not set_to_none:
                 self._disk_tier.join()
 
@@ -355,6 +362,7 @@ class Engine:
         self._wait_for_parameters()
         if self._disk_tier is not None:
             self._disk_tier.settle()
+        # Units that are still gathered have the values from before the write.
         if self._gatherer is not None:
             self._gatherer.free_hidden()
         with torch.no_grad():
@@ -410,6 +418,8 @@ class Engine:
                 self._disk_tier.step(number, stepped.splitter)
             stepped.splitter.enter()
 
+        # torch runs this hook before the closure, which makes the gradients. So the closure is wrapped, and the step is
+        # prepared between closure and update.
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):  # a class may take something else there, such as a loss
             prepare()
@@ -478,6 +488,7 @@ class Engine:
         """
         chunks = self._optimizers[number].chunks
         written = self._module_writes.find(chunks)
+        # Version counters are equal on all ranks, so all ranks join the collective in `was_written`, or none does.
         if written and self._writes.was_written(number):
             self._refuse_both_writes(number, written[0])
         # An alias may exist on one rank only, such as in a log of rank 0, so the ranks exchange nothing here.

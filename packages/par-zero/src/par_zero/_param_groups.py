@@ -93,6 +93,7 @@ def param_groups(optimizers: Sequence[Optimizer], update: OptimizerUpdate) -> li
         for number, settings in enumerate(optimizer.param_groups):
             whole = update.atomic(settings) if callable(update.atomic) else update.atomic
             by_element = update.elementwise(settings) if callable(update.elementwise) else update.elementwise
+            # The scope is looked up per group, because a setting such as a norm over all gradients may widen it.
             scope = update_scope_of(optimizer, settings)
             group = ParamGroup(
                 optimizer=optimizer,

@@ -79,6 +79,7 @@ class Overlap:
     gather_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        # `isinstance` would accept True and False, which are no sizes.
         if self.bucket != "auto" and type(self.bucket) is not int:
             raise TypeError(f"bucket={self.bucket!r}: it is a number of bytes; pass an int, such as 10**7, or 'auto'")
         if self.inflight is not None and type(self.inflight) is not int:

@@ -113,6 +113,8 @@ def shard(
         ValueError, TypeError: The module or an option is not supported, or differs between ranks; on every rank.
         OSError: The file for a disk tier cannot be created.
     """
+    # An error of this rank is kept until the ranks exchange it in `agreed`. A rank that raised it here would leave the
+    # other ranks waiting in their first collective.
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
     place_of: dict[nn.Parameter, UnitPlace] = {}
@@ -153,6 +155,7 @@ def shard(
     except Exception as error:  # any error, also of the caller's function for units: the other ranks wait for this one
         problem = error
     gathers, device = options.overlap.gather_group, start.device
+    # These options decide which collectives the ranks run and what they allocate, so they must be equal, too.
     given = (
         *(first_group.index_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.parts),
         *(tiers.furthest.parameter_parts, tiers.furthest.gradient_parts, tiers.piece_bytes, tiers.overlap),
@@ -178,6 +181,8 @@ def shard(
         if tensor is None:
             raise
         problem = error
+    # The last point at which all errors so far are raised, on tensor-parallel ranks as well. The module is still
+    # unchanged.
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
     together_with = sharers if tensor is None else [*sharers, tensor]
     room = plan_room(plans, stepped, options, tiers, _ranks_in(shares), together_with)
@@ -196,6 +201,7 @@ def shard(
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
     _bring_rest_(module, () if filler is not None else abstract, place, device, packed=set(parameters), shares=shares)
     where = chunks[0].own.device
+    # The first collective on a communicator is a rendezvous. In a step, ranks could begin it in different orders.
     connect(_unconnected(each, [*sharers, gathers], tensor, where), where)
     gathered = [
         Unit(
@@ -223,6 +229,7 @@ def shard(
         offload=offload_plan,
         room=room,
     )
+    # The metadata describes the optimizer's slices, which exist only once the engine was made.
     record_(chunks, records, _same_shares(shares, each))
     engine.watch(parameters)
     if abstract and filler is None:
@@ -445,6 +452,7 @@ def _pack_filled_(
     chunks: dict[ChunkPlan, Chunk] = {}
     for number in filler.order:
         try:
+            # Packing broadcasts, so all ranks must know that every rank has filled the unit.
             with together("init_fn", *sharers):
                 filler.fill_(number)
         except Exception as error:
@@ -484,6 +492,7 @@ def _bring_rest_(
             make_real_(tensor, torch.zeros_like(tensor, device=place))
     for _, tensor in tensors_of(module):
         if device is not None and not tensor.is_meta:
+            # Packed parameters are on the device already, so this does not move them.
             tensor.data = tensor.data.to(device)
     make_rest_alike_(module, packed, shares, place)
 
@@ -536,6 +545,7 @@ def _communicators(
         communicators(
             share,
             gathers=None if number else gathers,
+            # Experts receive the tokens of all ranks over which the loss is a mean, so all groups have one divisor.
             divisor=(share.divisor or ranks) if options.precision.reduce_op == "mean" else None,
             gathers_apart=STAGES[stage].shards_parameters,
             anew=anew,

@@ -110,6 +110,7 @@ class Offload:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         if not isinstance(self.overlap, bool) and self.overlap != "auto":
             raise TypeError(f"overlap is {self.overlap!r}; it can be True, False or 'auto'")
+        # Both properties raise an error for a wrong value.
         _ = self.piece_bytes, self.budgets
         if not isinstance(self.policy, str):
             raise TypeError(f"policy is {self.policy!r}; give the name of a policy, such as 'next_use'")
@@ -216,12 +217,14 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
         return {tier: float(tier == given) for tier in TIERS}
     mapping: Mapping[str, Any] = given if isinstance(given, Mapping) else {"host": given}
     for tier, part in mapping.items():
+        # True is an int, but no fraction.
         if isinstance(part, bool) or not isinstance(part, int | float):
             raise TypeError(f"{name} is {given!r}; {remedy}")
         if tier not in TIERS or not 0 <= part <= 1:
             raise ValueError(f"{name} is {given!r}; {remedy}")
     offloaded = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
     total = sum(mapping.values())
+    # A sum of fractions may exceed 1 by rounding.
     if total > 1 + 1e-9:
         raise ValueError(f"{name} is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
     if "device" in mapping and not math.isclose(total, 1):

@@ -228,6 +228,7 @@ def call_last_after_step(optimizer: Optimizer, hook: Callable[[bool], None]) -> 
         hook: Hook. Its argument is whether hooks were registered later.
     """
     hooks: Any = optimizer._optimizer_step_post_hooks
+    # The number includes the own hook, so that only later hooks are counted as more.
     known = len(hooks) + 1
     own = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: hook(len(hooks) > known)))
     _keep_last(optimizer, "register_step_post_hook", hooks, own.id)
@@ -255,6 +256,7 @@ def _keep_last(optimizer: Optimizer, method: str, hooks: Any, own: int) -> None:
 
     def register_before(other: Callable[..., Any]) -> Any:
         handle = register(other)
+        # The registered hook was appended, so the own hook moves behind it again.
         hooks.move_to_end(own)
         return handle
 
@@ -269,6 +271,7 @@ def is_within_step(optimizer: Optimizer) -> bool:
     2.0 that wrapper belongs to `profile_hook_step`, with the optimizer as its `self`. No public function distinguishes
     the calls.
     """
+    # Hooks get no information about their caller. Only the call stack shows whether two steps are under way.
     frame, calls = inspect.currentframe(), 0
     while frame is not None:
         calls += frame.f_code is _WITH_HOOKS and frame.f_locals.get("self") is optimizer

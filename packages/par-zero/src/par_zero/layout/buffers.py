@@ -62,6 +62,7 @@ class Buffers:
             (count) elements with arbitrary values.
         """
         size = count * dtype.itemsize
+        # The smallest sufficient buffer leaves the larger ones to larger chunks.
         free = sorted((buffer for buffer in self._free if buffer.device == device), key=torch.Tensor.numel)
         chosen = next((buffer for buffer in free if buffer.numel() >= size), None)
         if chosen is None:

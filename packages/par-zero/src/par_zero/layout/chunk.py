@@ -115,12 +115,14 @@ class Chunk:
         self._guards = False
         low, high = self.updated
         if stage.shards_parameters:
+            # The full buffer loses its memory below, so the shard needs memory of its own.
             self.own = packed[low:high].to(dtype, copy=True)
         else:
             self.flat = packed.to(dtype)
             self.own = self.flat[low:high]
         self.master = self.own
         if dtype != packed.dtype:
+            # A view of the shard would keep the full buffer alive.
             self.master = packed if high - low == layout.size else packed[low:high].clone()
         if stage.shards_parameters:
             self.show_share()
@@ -194,6 +196,7 @@ class Chunk:
             place.copy_(self.master[start - low : start - low + place.numel()])
         self.elsewhere = dict(places)
         if places:
+            # A view would keep the memory of the moved elements alive.
             self.master = self.master[: min(places) - low].clone()
 
     def take_own_(self, place: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
@@ -249,6 +252,7 @@ class Chunk:
         """Make the parameters flat views of this rank's shard in `own`. Stage 3 only."""
         low, high = self.share
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
+            # A parameter outside of this rank's shard becomes an empty view.
             first, parameter = min(max(start, low), high), member.parameter
             if type(parameter) is FreedParameter:
                 object.__setattr__(parameter, "__class__", nn.Parameter)

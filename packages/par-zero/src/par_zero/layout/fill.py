@@ -31,6 +31,7 @@ def make_real_(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(values.detach(), requires_grad=tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
+    # The swap exchanges attributes as well, so `made` has got the tensor's attributes before.
     torch.utils.swap_tensors(tensor, made)
 
 
@@ -61,8 +62,10 @@ class Filler:
         for name, tensor in tensors_of(root):
             self._names.setdefault(tensor, name)
         self._prefixes = {module: f"{name}." if name else "" for name, module in root.named_modules()}
+        # The user's function may change shapes and dtypes, so the originals are kept for the check.
         self._abstract = {tensor: torch.empty_like(tensor, device="meta") for tensor in self._names}
         self._filled: set[torch.Tensor] = set()
+        # The rest of the root contains tensors that several units share, so it follows all units.
         self.order = (*range(1, len(units)), 0)
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -114,6 +117,7 @@ class Filler:
         shown: dict[nn.Module, bool] = {}
 
         def reduce_(part: nn.Module) -> bool:
+            # A submodule with several parents is reduced once, because its dictionaries are replaced in place.
             if part not in shown:
                 children = own_modules(part)
                 before = dict(children)
@@ -143,6 +147,7 @@ class Filler:
                 if tensor in now:
                     made.setdefault(tensor, tensors.get(name))
         finally:
+            # The user's module is restored even if the function raises an error.
             for children, before in modules:
                 _replace_(children, before)
             for tensors, name, tensor in places:

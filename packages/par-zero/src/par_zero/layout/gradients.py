@@ -142,6 +142,7 @@ class ChunkGradients:
             chunk.meter.touch(GRADIENTS, chunk.arriving)
         into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
         if not self._filled and len(pairs) < len(gradients):
+            # Members without a gradient must add zeros to the sum, but a lent buffer contains old values.
             buffer.zero_()
         if given:
             (foreach_add_ if self._filled else foreach_copy_)(into, given)
@@ -156,6 +157,7 @@ class ChunkGradients:
         chunk = self.chunk
         low, high = chunk.share
         flat = torch.zeros(chunk.layout.size, dtype=chunk.reduce_dtype, device=chunk.own.device)
+        # The result is not used, but other ranks' reductions need a receiver on this rank.
         shard = torch.empty(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
         for tensor in (flat, shard):
             attributes.LABEL.set(tensor, chunk.label)
@@ -261,6 +263,7 @@ class ChunkGradients:
                 low, high = max(start, part.start), min(stop, part.stop)
                 if part.tensor.grad is None or low >= high:
                     continue
+                # A flat slice also holds the gradients of other members, so only a part of it can be dropped.
                 if chunk.layout.atomic:
                     part.tensor.grad = None
                 else:

@@ -79,6 +79,7 @@ class Meter:
         # A further optimizer of the same step may raise the peak, and must not lower it.
         if self._passed or self._most > self._latest[0]:
             self._latest = self._most, self._fullest
+        # Actions of a further optimizer belong to the same step, so they are appended.
         self.done = self._done if self._passed else [*self.done, *self._done]
         self._done = []
         self._passed = False

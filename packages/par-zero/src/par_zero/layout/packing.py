@@ -144,8 +144,10 @@ def pack_atomic(items: Sequence[PackedItem], ranks: int, dealt: Sequence[int] = 
     loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)
     for number in sorted(range(len(items)), key=lambda n: -(items[n].weight or items[n].numel)):
+        # The rank number breaks ties, so that all ranks choose the same owner.
         rank = min(range(ranks), key=lambda r: (loads[r], dealt[r] if dealt else 0, r))
         places[number] = rank, ends[rank]
+        # Loads count full sizes, on which tensor-parallel ranks agree. Positions count the elements of this rank.
         loads[rank] += _aligned(items[number].weight or items[number].numel)
         ends[rank] += _aligned(items[number].numel)
     shard = max(ends)

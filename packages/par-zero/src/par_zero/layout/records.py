@@ -91,6 +91,7 @@ class SameShare:
     def of(self, record: Sharding) -> frozenset[int]:
         """Return the ranks that keep this rank's shard of the parameter with that metadata."""
         copies = frozenset(rank for box in record.boxes for rank in box.copies) | {dist.get_rank()}
+        # A lookup may exchange data, and most parameters of a model have the same holders.
         if copies not in self._known:
             shares = self._shares(copies)
             self._known[copies] = frozenset(rank for rank in copies if shares[rank] == self._share)
@@ -111,6 +112,7 @@ class SameShare:
         call = store.add(f"{key}/calls/{rank}", 1)
         store.set(f"{key}/{call}/{rank}", str(self._share))
         keys = [f"{key}/{call}/{other}" for other in ranks]
+        # One request for all keys takes one round trip. Not every store supports it.
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(each) for each in keys]
         return {other: int(share) for other, share in zip(ranks, found, strict=True)}
 

@@ -90,6 +90,7 @@ class Groups:
         """Factor of gradients in the sum over `shards`."""
         if self.divisor is None:
             return 1
+        # The sum over `replicas` is a mean, see `scale_of_replicas`. This factor makes up for it.
         return (1 if self.replicas is None else dist.get_world_size(self.replicas)) / self.divisor
 
     @property
@@ -140,4 +141,5 @@ class Sharers:
 
     def device_of_flags(self, device: torch.device) -> torch.device:
         """Return the device for flags that the host reads: the CPU, or the chunks' if a group has only NCCL."""
+        # The host reads flags in CPU memory without waiting for the device.
         return torch.device("cpu") if all(backend_of(group, "cpu") for group in self.agreeing) else device

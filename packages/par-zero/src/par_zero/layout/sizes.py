@@ -64,6 +64,7 @@ def chunk_sizes(
     units = [[module]]
     if cuts.shards_parameters:
         units = choose_units(module, options.units, options.overlap.bucket_of(ranks))
+    # There are no process groups yet, so the caller lists the parameters of each group.
     share_of = {parameter: number for number, (shared, _) in enumerate(expert_groups, 1) for parameter in shared}
     found = members_of(module, groups, cuts, param_dtype=options.precision.param_dtype)
     members = [replace(member, share=share_of.get(member.parameter, 0)) for member in found]

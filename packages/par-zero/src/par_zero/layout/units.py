@@ -83,6 +83,7 @@ def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Modul
     size = 0
     for module in modules:
         own = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        # A unit larger than the bucket stays a unit of its own.
         if current and size + own > bucket:
             yield current
             current, size = [], 0

@@ -324,6 +324,7 @@ class SliceSplitter:
                 if part.tensor.grad is None or not (idle or parted):
                     continue
                 spans = _spans(chunk, part)
+                # The optimizer itself skips a slice without a gradient, so such a slice is not split.
                 if all(span.name in idle for span in spans):
                     part.tensor.grad = None
                 elif parted or any(span.name in idle for span in spans):
@@ -383,6 +384,7 @@ class SliceSplitter:
             group["params"] = held
         if self._taken:
             parts = [part.tensor for taken in self._taken.values() for part in taken.parts]
+            # A hook may read the optimizer's tensors before the step ends, and must then find slices.
             self._forget = on_settle(parts, self.leave).remove
         if isinstance(self._optimizer, torch.optim.SGD):
             self._begin_momentum()
@@ -424,6 +426,7 @@ class SliceSplitter:
         skipped = False
         if any(taken.has_new for taken in self._taken.values()):
             found_inf = getattr(self._optimizer, "found_inf", None)  # of torch's GradScaler, for kernels that skip
+            # A kernel that skipped its step still made state. Its parameters were not stepped, so it must not count.
             skipped = found_inf is not None and bool(found_inf)
         for tensor, taken in self._taken.items():
             for part in taken.parts:

@@ -143,6 +143,8 @@ class Assembly:
             places: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
             for one in kind:
                 part = one.part_in(one.chunk.own)
+                # The stepper sends its pieces in the order of the blocks, so the positions are listed in the same
+                # order.
                 places[one.block.stepper] += [
                     piece.box.of(part) for piece in one.block.pieces if piece.rank == self._rank
                 ]

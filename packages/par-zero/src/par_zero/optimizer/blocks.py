@@ -111,6 +111,7 @@ def _block(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[int, Box]]) 
     start = tuple(min(first[dim] for first, _ in corners) for dim in range(len(shape)))
     stop = tuple(max(first[dim] + size[dim] for first, size in corners) for dim in range(len(shape)))
     size = tuple(high - low for low, high in zip(start, stop, strict=True))
+    # Boxes without overlap that have as many elements as the bounding rectangle fill it.
     if sum(math.prod(extent) for _, extent in corners) != math.prod(size) or _any_overlap(sorted(corners)):
         raise ValueError(
             f"the boxes that the ranks of tensor_group have of {name!r} are no rectangle together: {sorted(corners)}; "
@@ -132,6 +133,7 @@ def _dealt(blocks: Sequence[MatrixBlock], ranks: int) -> list[MatrixBlock]:
     """Assign blocks to ranks, and return them in their original order."""
     loads = [0] * ranks
     steppers = [0] * len(blocks)
+    # The largest blocks first give nearly equal loads. The sort is stable, so all ranks get the same result.
     for number in sorted(range(len(blocks)), key=lambda number: -work(blocks[number].size)):
         steppers[number] = loads.index(min(loads))
         loads[steppers[number]] += work(blocks[number].size)
@@ -142,6 +144,7 @@ def _stepped_by(stepper: int, block: MatrixBlock) -> MatrixBlock:
     """Set the stepper of a block, and choose its own replica of each part, or else the first one."""
     chosen: dict[tuple[int, ...], int] = {}
     for piece in block.pieces:
+        # The stepper's own replica needs no communication.
         if piece.box.start not in chosen or piece.rank == stepper:
             chosen[piece.box.start] = piece.rank
     pieces = tuple(replace(piece, chosen=chosen[piece.box.start] == piece.rank) for piece in block.pieces)

@@ -45,6 +45,7 @@ class TensorStepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = bare_step(optimizer)
+        # State under a key that is no tensor belongs to all tensors, such as a common step count.
         self._shared = {key: _own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         self._settings = [
             {key: _own(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -75,6 +76,7 @@ class TensorStepper:
             clone.state[tensor] = state
         self._step(clone)
         made = clone.state.pop(tensor, state)
+        # The step may have replaced the dict, and the caller still holds the old one.
         if made is not state:
             state.clear()
             state.update(made)

@@ -30,6 +30,7 @@ from .step import is_per_element
 
 _STEPS = 3
 _TRIAL_STEPS = 6
+# The first tensor has more than 4,096 elements, from which on 8-bit optimizers keep their state in blocks.
 _SHAPES = ((64, 128), (4, 6), (3, 5))
 
 Tensors = Sequence[torch.Tensor]
@@ -52,6 +53,7 @@ def find_scope_violation(optimizer: Optimizer, group: Mapping[str, Any], scope: 
     if isinstance(group.get("lr"), int | float | torch.Tensor):
         rates.append(0.1)
     with torch.random.fork_rng(devices=[]):
+        # `fork_rng` restores torch's generator, so a trial does not change the user's random numbers.
         for rate in rates:
             found = _violation(_Trial(optimizer, group, rate), scope)
             if found:
@@ -141,6 +143,7 @@ class _Trial:
             seeds: Whether torch's generator starts at the same state each time.
         """
         if seeds:
+            # An optimizer may draw random numbers. With one seed, only its scope can change the result.
             torch.default_generator.manual_seed(0)
         parameters = [[nn.Parameter(tensor.clone()) for tensor in own] for own in arrange(self._start)]
         clones = [_cpu_clone(self._optimizer, self._group, own, self._rate) for own in parameters]
@@ -165,6 +168,7 @@ class _Trial:
         """Return whether the first `count` numbers differ by more than a thousandth of the largest move."""
         a, b, start = (torch.cat([tensor.flatten() for tensor in each])[:count] for each in (one, other, self._start))
         move = (a - start).nan_to_num().abs().max().item()
+        # Kernels round differently for other shapes, so only differences far above rounding count.
         return not torch.allclose(a, b, rtol=0, atol=1e-3 * move + 1e-12, equal_nan=True)
 
 

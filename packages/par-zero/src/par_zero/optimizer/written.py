@@ -278,6 +278,7 @@ class Writes:
     def _switch(self, number: int, switch: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Call `train` or `eval` of an optimizer, which may write its tensors. It is the optimizer's method."""
         self._follow(number)
+        # The master weights have the module's writes by now. Otherwise the switch would write over them.
         result = switch(*args, **keywords)
         if self.was_written(number):
             self._publish(number)
