@@ -295,7 +295,7 @@ def check_what_does_not_fit_is_refused(groups):
         layers.PatchEmbedding(2, 3, 8)
     with pytest.raises(ValueError, match=r"first_token .*; use context\.gather\(x, tokens\)\[:, 0\]"):
         layers.first_token(x)
-    with pytest.raises(ValueError, match="the sequence is cut over 2 ranks, but attention of this model would see"):
+    with pytest.raises(ValueError, match="the sequence is split over 2 ranks, but attention of this model"):
         parallelize(nn.Linear(4, 4), groups, {"": "replicate"})
 
 

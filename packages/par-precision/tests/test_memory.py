@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_groups import written_
+from par_groups import GradientElsewhere, written_
 from par_precision import MasterWeights, StochasticRounding, mixed
 
 from .training import ON_CPU, adamw, loss_of, model, train
@@ -21,7 +21,7 @@ N = 256 * 256
 def live(module, optimizer):
     """Bytes of everything that lives between backward and step, and after steps."""
     tensors = [*module.parameters(), *(t for group in optimizer.param_groups for t in group["params"])]
-    gradients = [t.grad for t in tensors if t.grad is not None]
+    gradients = [t.grad for t in tensors if t.grad is not None and type(t.grad) is not GradientElsewhere]
     state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *gradients, *state)}
     return sum(storages.values())

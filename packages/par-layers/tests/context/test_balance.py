@@ -130,7 +130,7 @@ def test_masks_of_several_layers_are_balanced_together():
         ((15, 4), "length 15 does not divide by 4 ranks; use 16, or pad=True"),
         ((0, 4), "length must be 1 at least; it is 0"),
         ((16, 0), "ranks must be 1 at least; it is 0"),
-        ((16, 4, "striped"), "there is no cut 'striped'; there are 'auto', 'contiguous', 'zigzag', 'balanced'"),
+        ((16, 4, "striped"), "there is no split 'striped'; there are 'auto', 'contiguous', 'zigzag', 'balanced'"),
     ],
 )
 def test_what_cannot_be_cut(arguments, words):

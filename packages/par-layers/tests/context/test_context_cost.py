@@ -98,7 +98,7 @@ def shapes(draw):
 @settings(max_examples=60)
 @given(shapes(), st.integers(1, 4))
 def test_rows_counted_one_by_one(of, ranks):
-    tokens = cut_tokens(of.length, ranks, of.cut, documents=of.documents, masks=(of.mask,), pad=True)
+    tokens = cut_tokens(of.length, ranks, of.split, documents=of.documents, masks=(of.mask,), pad=True)
     visible = dense(of.mask, tokens)
     copies = of.rows // len(tokens.documents)
     places = [tokens.index(rank) for rank in range(ranks)]

@@ -138,8 +138,7 @@ def test_means_of_4_and_of_1_item_make_the_mean_of_5():
         module, optimizer = mixed(module, inner, precision, scale=scale, **clip, **world())
         weight = torch.tensor(len(values)) if number % 2 else len(values)
         for _ in range(2):  # the second knows what is typical
-            nn.init.zeros_(module.weight)
-            with torch.no_grad():
+            with torch.no_grad():  # the module follows its master
                 optimizer.param_groups[0]["params"][0].zero_()
             optimizer.backward(module(values).mean(), weight=weight)
             average(module)

@@ -118,7 +118,7 @@ def test_replicas_that_add_up_microbatches_reduce_once_and_keep_the_activations_
 
 
 @pytest.mark.ranks(2)
-def test_shared_parameters_of_several_units_are_gathered_twice_but_for_the_last_and_the_ends():
+def test_all_units_but_the_last_two_and_the_ends_are_gathered_twice():
     model = ModelOptions(width=512, layers=3, heads=4, context=16)  # a block is more than a bucket
     gpt = fill_(make_gpt(model), 0)
     optimizer = make_optimizer(gpt, TrainOptions())

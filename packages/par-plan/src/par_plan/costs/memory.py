@@ -150,7 +150,8 @@ def zero_sharding(
         chunks = units + 1
         # The next unit is gathered while one computes; embeddings and classifier stay gathered during the pass.
         gathered = min(elements, count.ends + 2 * unit)
-        stays = count.ends + last_unit
+        # The last two units of forward are the first of backward, and stay gathered between them.
+        stays = count.ends + last_unit + (unit if units > 1 else 0)
         reduced = buffer_elements([last_unit, *[unit] * (units - 1), count.ends], 2)
     return ZeroSharding(
         zero=zero,

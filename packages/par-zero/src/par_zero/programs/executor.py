@@ -114,10 +114,6 @@ class Executor:
         place = find_event(segments, event, current.at)
         if place is not None:
             self._follow(current, segments[:place])
-        # Without a program, the ranks compare before each gather. A rank that waits for a reduction could block the
-        # ranks that compare, so the bound is lifted. Memory stays bounded: a comparison waits for the device, and so
-        # for the reductions before it.
-        self._reducer.lift_bound(lifted=current.program is None)
         # Before the actions of the event: ranks that skip this event begin reductions at this position, too.
         if in_backward:
             self._reducer.begin()

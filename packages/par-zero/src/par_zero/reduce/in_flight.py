@@ -83,14 +83,10 @@ class Reductions:
         limit: Number of reductions that may be at their first collective, which needs memory for the whole chunk. One
             more waits for the oldest, which then continues. A device that waits in the order of its work does the
             same. None: any number, and completed ones are taken in.
-
-    Attributes:
-        is_lifted: Whether the limit does not apply for now.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self.is_lifted = False
         self._in_flight: list[_Reduction] = []
 
     @property
@@ -113,12 +109,12 @@ class Reductions:
 
         Without a limit only single collectives are taken in, because others begin their next one then, see above.
         """
-        if self._limit is None or self.is_lifted:
+        if self._limit is None:
             self._wait_for([each for each in self._in_flight if each.single and each.handle.is_completed()])
             return
         first = [number for number, reduction in enumerate(self._in_flight) if reduction.at_first]
-        if len(first) >= self._limit:
-            self._wait_for(self._in_flight[: first[len(first) - self._limit] + 1])
+        if len(first) == self._limit:
+            self._wait_for(self._in_flight[: first[0] + 1])
 
     def finish(self) -> None:
         """Wait for all reductions, which continue round-robin."""

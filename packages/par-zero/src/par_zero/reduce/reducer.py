@@ -146,10 +146,6 @@ class Reducer:
         """Whether backward may have to wait for a reduction before the next one begins."""
         return self._reductions.is_bounded
 
-    def lift_bound(self, *, lifted: bool) -> None:
-        """Let backward wait for no reduction although they are bounded, or let it wait again."""
-        self._reductions.is_lifted = lifted
-
     @property
     def failed(self) -> bool:
         """Whether a pass has begun that did not end, and is not under way."""
