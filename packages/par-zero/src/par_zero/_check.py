@@ -385,6 +385,7 @@ def agreed(
     heard = []
     for share, text, is_used in zip(shares, texts, used, strict=True):
         try:
+            # The text contains every parameter of the model, so the ranks exchange only its digest.
             mine = (hashlib.sha256(text.encode()).hexdigest(), len(shares), is_used)
             said = agree(problem, mine, *share.groups)
         except Exception as error:  # ranks of the next group still wait for this rank

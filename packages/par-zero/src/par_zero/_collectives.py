@@ -172,6 +172,7 @@ def reduce_scatter(
         received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
+        # `into` may be a part of `flat`, so it is written only when everything has been sent.
         def finish() -> None:
             rows = received.view(ranks, -1)
             torch.mul(rows[0], scale, out=into)
@@ -208,6 +209,7 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
             return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
         # Each rank begins with its successor, so that not all ranks send to the same rank first.
         others = [(rank + step) % ranks for step in range(1, ranks)]
+        # Receives begin first, so that each send finds its receiver.
         receives = [dist.irecv(places[other], group=group, group_src=other, tag=_TAG) for other in others]
         sends = [dist.isend(share, group=group, group_dst=other, tag=_TAG) for other in others]
         return Handle([*receives, *sends])

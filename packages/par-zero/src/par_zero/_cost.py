@@ -59,7 +59,7 @@ def memory(
 
     Args:
         stage: Stage of `shard`, 0 to 3.
-        parameters: Number of elements of all parameters, without those of `experts`.
+        parameters: Number of elements of all parameters except `experts`.
         ranks: Number of ranks that shard the parameters.
         experts: Number of elements that a rank holds, and number of ranks, of each of the `expert_groups` of `shard`.
         dtype: Dtype of the parameters that the optimizer updates.

@@ -198,6 +198,7 @@ class Engine:
             tier.adopt_(number)
             on_settle(tier.tensors(number), tier.settle)
             on_settle(tier.tensors(number), partial(self._writes.settled, number))
+            # Both read or write state, which a late step may still be stepping.
             optimizer.register_state_dict_pre_hook(tier.settle)
             optimizer.register_load_state_dict_pre_hook(tier.settle)
             optimizer.register_load_state_dict_post_hook(partial(tier.adopt_, number))
@@ -212,6 +213,7 @@ class Engine:
         if tier.shards.were_given:
             if self._gatherer is not None:
                 self._gatherer.read_ahead()
+                # An evaluation has no backward pass, at whose end the ranks would otherwise exchange errors of a disk.
                 self._gatherer.on_evaluated = partial(tier.errors.raise_together, *self._sharers.beside_replicas)
             for unit in units:
                 unit.shards = tier.shards
@@ -239,7 +241,8 @@ class Engine:
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
         """See `par_zero.no_sync`. It is the module's method, too."""
-        keeper = self._gatherer if keep and self._steps is None else None  # within a budget a placement says what stays
+        # Within a budget the placement decides which units stay gathered.
+        keeper = self._gatherer if keep and self._steps is None else None
         with self._reducer.no_sync(), nullcontext() if keeper is None else keeper.kept():
             yield
 
@@ -384,6 +387,7 @@ class Engine:
                 "would spoil the next; call par_zero.reset(module) after an exception in forward or backward"
             )
         if tensors and torch.is_grad_enabled():
+            # The loss need not depend on every output, so the first gradient of any output begins the pass.
             torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
 
     def _before_step(
@@ -453,6 +457,7 @@ class Engine:
         if self._gatherer is not None:
             self._gatherer.end_step()
         self._program.end_step()
+        # A late step is still running, so its errors are raised later.
         if self._disk_tier is not None and not self._disk_tier.runner.is_late:
             self._disk_tier.errors.raise_together()
 
@@ -549,6 +554,7 @@ def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: R
     Gradients are included, so they are counted twice.
     """
     device = next(unit.device for unit in units if unit.chunks)
+    # torch counts no allocations on a CPU.
     if device.type == "cpu":
         return 0
     there = sum(unit.size for unit in units if not unit.freed) + room.resident["parameters"]

@@ -49,6 +49,7 @@ def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
         ValueError: The list is empty, or an optimizer wraps another one.
     """
     if isinstance(optimizer, JointOptimizer):
+        # A joint optimizer only forwards calls. Its members have the param groups that `shard` replaces.
         return list(optimizer.optimizers)
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(given, list | tuple):

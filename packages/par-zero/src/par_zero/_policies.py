@@ -142,7 +142,7 @@ class ParameterInit:
     Args:
         init_fn: Function that initializes a module in place, called with each FSDP unit just before it is sharded, so
             that the full model never exists. Its second argument is the prefix of the unit's names: "blocks.0.". The
-            last call gets the whole module, of which only tensors outside of all units are left. Parameters keep
+            last call gets the root module, in which only tensors outside of all units are left. Parameters keep
             their identity, shape and dtype; buffers are initialized too. `par_layers.initialize` with a seed is such a
             function. None: tensors on the meta device get memory without values, and you load a checkpoint before the
             first forward. Buffers that no state dict contains stay on the meta device until the load creates them.

@@ -387,7 +387,8 @@ def reset(module: nn.Module) -> None:
 
 
 def _engine_of(module: nn.Module) -> Engine:
-    engine = getattr(module, ENGINE, None)  # what torch.compile returns has the attributes of the module inside
+    # A module that torch.compile returned passes attribute reads on to the original module.
+    engine = getattr(module, ENGINE, None)
     if not isinstance(engine, Engine):
         raise ValueError(f"this {type(module).__name__} is not sharded; pass the module that you passed to shard()")
     return engine
@@ -418,6 +419,7 @@ def _plan_offload(
         )
     if not offload.offloaded:
         return offload, None
+    # A rank may fail to create its file, and then all ranks raise an error.
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
         return offload, plan_offload(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
 

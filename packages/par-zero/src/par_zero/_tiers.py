@@ -60,7 +60,7 @@ class Offload:
             process, however it ends.
         piece: Bytes of each slot, such as Adam's "exp_avg", that are read, stepped and written together: a number, or a
             text such as "16MiB".
-        ahead: Number of pieces in memory: one is stepped while the others are read or written.
+        ahead: Number of pieces in memory: one piece is stepped while other pieces are read or written.
         threads: Number of threads that read, and of threads that write.
         overlap: Whether a step at stage 3 returns when it has stepped the pieces in memory. A thread then steps the
             pieces on the disk during the next forward, and each unit waits for its own pieces. No gradient is stale

@@ -75,7 +75,10 @@ def _make_alike_(tensors: Sequence[torch.Tensor], share: DataParallelGroup, devi
         bucket.append(tensor)
         if number + 1 < len(tensors) and sum(each.nbytes for each in bucket) < _BUCKET:
             continue
+        # Tensors of all dtypes travel in one broadcast, as bytes.
         own = torch.cat([_bytes_of(each).to(device) for each in bucket])
+        # The broadcast over the group comes first, and then the one over replicas, so the values of the very first rank
+        # reach all ranks.
         first = own.clone()
         for group in share.groups:
             if dist.get_world_size(group) > 1:

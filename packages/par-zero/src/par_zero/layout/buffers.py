@@ -17,8 +17,8 @@ def buffer_elements(chunks: Sequence[int], inflight: int, *, kept: int | None = 
     Args:
         chunks: Number of elements of each chunk, in the order of their reductions.
         inflight: Number of chunks whose reductions are in flight at a time.
-        kept: Number of buffers that are kept between passes, if chunks may come in any order. None: chunks always come
-            in the given order.
+        kept: Number of buffers that are kept between passes, if the order of chunks may change. None: the order never
+            changes.
     """
     by_size = sorted(chunks, reverse=True)
     if kept is None and list(chunks) == by_size:

@@ -47,6 +47,7 @@ def members_of(
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        # A tied parameter has several names, and a state dict may contain any of them.
         names.setdefault(parameter, []).append(name)
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group.settings["params"]}
     kept = set() if param_dtype is None else {id(each) for each in kept_tensors(module, param_dtype).values()}
@@ -235,6 +236,7 @@ def plan_chunks(
         return layout.padding > layout.size / 4
 
     parts = [
+        # Buckets are filled from the last parameter, but a chunk stores parameters in the module's order.
         part[::-1]
         for kind in kinds.values()
         for part in (
@@ -315,6 +317,7 @@ def pack_chunk_(
     """
     first = plan.members[0].parameter
     abstract = first.is_meta
+    # Padding is zero, because slices include it and the optimizer steps it, too.
     packed = torch.zeros(plan.layout.size, dtype=first.dtype, device=device or first.device)
     with torch.no_grad():
         for member, (start, stop) in zip(plan.members, plan.layout.slots, strict=True):

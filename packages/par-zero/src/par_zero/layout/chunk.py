@@ -208,6 +208,7 @@ class Chunk:
                 separately and has no copy of them.
         """
         if self.master is self.own:
+            # Without a copy of its own, the optimizer steps the moved shard itself.
             self.master, self.elsewhere = place, dict(parts)
         self.own = place
         attributes.LABEL.set(self.own, self.label)
@@ -257,7 +258,8 @@ class Chunk:
             if type(parameter) is FreedParameter:
                 object.__setattr__(parameter, "__class__", nn.Parameter)
             parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
-            if self._guards and type(parameter) is nn.Parameter:  # a subclass may have operations of its own
+            # A subclass of the user's may have operations of its own, so its class does not change.
+            if self._guards and type(parameter) is nn.Parameter:
                 parameter.__class__ = FreedParameter
 
     def guard(self, written: Callable[[], None]) -> None:

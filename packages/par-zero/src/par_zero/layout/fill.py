@@ -89,6 +89,7 @@ class Filler:
                 for tensor, name in self._names.items():
                     if tensor in now:
                         self._check(tensor, name)
+            # Tensors that were real before count as well, so that their chunks can be packed.
             self._filled |= now
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
@@ -145,6 +146,7 @@ class Filler:
             yield
             for tensors, name, tensor in places:
                 if tensor in now:
+                    # A tied tensor has several names here. The first one counts, as in a full model.
                     made.setdefault(tensor, tensors.get(name))
         finally:
             # The user's module is restored even if the function raises an error.
@@ -158,6 +160,7 @@ class Filler:
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an abstract tensor like the original one."""
+        # The stand-in has the tensor's attributes, because an initializer may read them, such as sharding metadata.
         abstract = torch.empty_like(self._abstract[tensor])
         made = nn.Parameter(abstract, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else abstract
         made.__dict__.update(tensor.__dict__)

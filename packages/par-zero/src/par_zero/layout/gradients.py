@@ -1,9 +1,9 @@
 """Gradients of a chunk, from autograd to the optimizer.
 
-backward   autograd sets them in the parameters; `take` moves them into a flat buffer
-reduce     the reduction writes this rank's shard of the sum over the ranks to `place_of_sum`; `take_sum` keeps it;
-           `offload` sends it to its tier
-step       `bind` passes it to the optimizer
+- Backward: autograd sets them in the parameters, and `take` moves them into a flat buffer.
+- Reduce: the reduction writes this rank's shard of the sum over the ranks to `place_of_sum`. `take_sum` keeps it, and
+  `offload` sends it to its tier.
+- Step: `bind` passes it to the optimizer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,8 +46,8 @@ class ChunkGradients:
 
     Attributes:
         chunk: The chunk.
-        buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
-            returns it to the buffers that it came from; otherwise the chunk keeps it.
+            buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
+            returns it to its pool; otherwise the chunk keeps it.
         store: Store of the reduced gradients; None: memory.
     """
 
@@ -132,7 +132,8 @@ class ChunkGradients:
             self._earlier = self._copy_earlier()
         elif not self._filled:
             self._adds_stored = any(part.tensor.grad is not None for part in chunk.slices)
-        with without_torch_functions():  # quicker, where parameters are freed
+        # Freed parameters have a `__torch_function__`, which would run once per parameter.
+        with without_torch_functions():
             gradients = [member.parameter.grad for member in chunk.members]
         pairs = [
             (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
@@ -215,7 +216,8 @@ class ChunkGradients:
         chunk = self.chunk
         if self.store is not None and self._is_stored:
             self._is_stored = False
-            if not self.store.bind(chunk):  # a write has failed, so gradients stay in memory from the next pass on
+            # After a failed write, gradients stay in memory from the next pass on.
+            if not self.store.bind(chunk):
                 self.store, chunk.home = None, replace(chunk.home, gradients="device")
             return
         if self._reduced is None or chunk.assembled:
@@ -226,7 +228,8 @@ class ChunkGradients:
             part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
         if chunk.reduce_dtype != chunk.master.dtype:
             self._count_cast(sum(part.tensor.nbytes for part in chunk.slices))
-        self._reduced = None  # the optimizer's now, for it to drop
+        # From now on only the optimizer refers to the sum, so that `zero_grad` frees it.
+        self._reduced = None
 
     def pop_sum(self) -> torch.Tensor:
         """Return elements `updated` of the sum over the ranks, and keep it no longer.
@@ -249,7 +252,7 @@ class ChunkGradients:
         """Drop the gradients of some members that the optimizer holds.
 
         Raises:
-            RuntimeError: They are kept with those of other members outside of memory, or on other ranks.
+            RuntimeError: They are stored together with other members' gradients outside of memory, or on other ranks.
         """
         chunk = self.chunk
         for index in members:
@@ -287,13 +290,17 @@ class ChunkGradients:
         if self.buffer is None:
             size, device = chunk.layout.size, chunk.own.device
             if chunk.stage.shards_gradients:
+                # Sharded gradients need the buffer only until their reduction, so a pool lends it to one chunk after
+                # another.
                 self.buffer = buffers.take(size, chunk.reduce_dtype, device)
             else:
                 self.buffer = torch.empty(size, dtype=chunk.reduce_dtype, device=device)
                 chunk.meter.add(GRADIENTS, self.buffer.nbytes)
             attributes.LABEL.set(self.buffer, chunk.label)
-            for start, stop in chunk.layout.gaps:  # padding is summed with the rest, whatever was there before
+            # The reduction sums padding as well, and old values in a lent buffer could be NaN.
+            for start, stop in chunk.layout.gaps:
                 self.buffer[start:stop].zero_()
+            # The views take one call per parameter, and stay valid while the pool lends the same memory.
             if not self._places or self._places[0].untyped_storage().data_ptr() != self.buffer.data_ptr():
                 self._places = list(chunk.views(self.buffer))
         return self.buffer

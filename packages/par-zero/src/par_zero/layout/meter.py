@@ -17,7 +17,7 @@ class Meter:
         self._now = dict.fromkeys((UNITS, GRADIENTS, BUFFERS), 0)
         self._total = 0
         self._passed = False  # whether a backward pass has ended since the latest step
-        self._latest = (0, dict(self._now))  # of the latest step: the most bytes in all, and of what they were
+        self._latest = (0, dict(self._now))  # peak bytes of the latest step, in total and by kind
         self._done: list[tuple[str, str]] = []
         self.done: list[tuple[str, str]] = []
         self._note()

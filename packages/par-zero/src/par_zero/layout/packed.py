@@ -44,6 +44,7 @@ class PackedParameters:
         Raises:
             RuntimeError: A parameter was replaced.
         """
+        # Comparing memory instead of identity accepts a parameter that another object replaces for a time.
         places_of_module = {_place(parameter) for parameter in self._module.parameters()}
         for chunk in self._chunks:
             places = chunk.views(chunk.flat) if whole else (member.parameter for member in chunk.members)

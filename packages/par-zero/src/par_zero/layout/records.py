@@ -65,14 +65,14 @@ class SameShare:
     may have the same bias, for example. If `share_of` is given, it returns the shard of every rank. Otherwise the ranks
     of both groups exchange their indices by one all-gather over each group. There is no process group to ranks outside
     of these groups. Each rank therefore writes the index of its shard to the store of torch.distributed's rendezvous,
-    and reads those of all other ranks at once. All of them shard the parameter too, so all of them make the same
+    and reads the indices of all other ranks at once. All of them shard the parameter too, so all of them make the same
     exchange.
 
     Args:
         group: Ranks with different shards.
         replicas: Ranks with the same shard, or None.
         share_of: Function of a global rank that returns its index in its own `group`, which is the index of its shard.
-            None: the ranks exchange the indices.
+        None: the ranks exchange the indices.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class DataParallelGroup:
         group: The ranks.
         replicas: Ranks that hold the same shard as this rank, for hybrid sharding. None: each shard exists once.
         divisor: Divisor of a sum of gradients, if `shard` averages gradients. None: the divisor of all other gradients,
-            which is the number of ranks over which the loss is a mean. That is right for experts: they receive the
+            which is the number of ranks over which the loss is a mean. That is right for experts, which receive the
             tokens of all these ranks, even if few ranks hold a replica.
         parameters: Parameters that these ranks shard. None: the parameters of which all of these ranks hold a replica
             by their sharding metadata, and not all ranks of `shard(group=...)` do. You must name the parameters if
@@ -66,7 +66,7 @@ class Groups:
         gathers: The same ranks on the communicator of stage 3's all-gathers. Data decides on each rank whether an
             all-gather or a reduction begins first, so one communicator for both could mix them up. Below stage 3 it
             is `shards`.
-        replicas: Ranks that hold the same shard, for hybrid sharding; None: there are no others.
+        replicas: Ranks that hold the same shard, for hybrid sharding; None: no other rank holds it.
         divisor: Divisor of the sum of gradients over all of these ranks; None: the sum is not divided.
     """
 
@@ -130,7 +130,7 @@ class Sharers:
 
     @property
     def beside_replicas(self) -> list[dist.ProcessGroup]:
-        """Communicators of `agreeing` without those of replicas, which may be in another forward."""
+        """Communicators of `agreeing` without the replicas' ones, because replicas may be in another forward."""
         return [groups.shards for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
 
     @property

@@ -45,7 +45,7 @@ def chunk_sizes(
 ) -> list[ChunkSize]:
     """Return the chunks that `shard` would make of a module, without changing it or communicating.
 
-    Parameters that are assembled over tensor-parallel ranks are in chunks like all others.
+    Parameters that are assembled over tensor-parallel ranks are packed like all parameters.
 
     Args:
         module: Module, which may be on the meta device.
@@ -56,7 +56,7 @@ def chunk_sizes(
         expert_groups: Parameters and number of ranks of each of the `expert_groups` of `shard`.
 
     Returns:
-        The sizes of the chunks. The chunk that the forward needs last comes first.
+        The sizes of the chunks. The chunk that the forward needs last is the first.
     """
     options = options or ShardOptions()
     cuts = STAGES[stage]

@@ -99,6 +99,7 @@ def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]
         if any(child is other for other in apart):
             continue
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and _has_parameters(child):
+            # Items of this item belong to its unit, so the search does not continue inside.
             yield child
         else:
             yield from _items(child, apart)
@@ -183,6 +184,6 @@ def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[torch.
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all names of a module's parameters with their tensors, then those of its buffers."""
+    """Yield all names of a module's parameters with their tensors, then the names of its buffers with theirs."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

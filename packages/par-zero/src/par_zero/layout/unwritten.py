@@ -31,6 +31,7 @@ class Unwritten:
         self._module, self._tensors, self._reset = module, set(tensors), reset
         self._registration = on_written(self._tensors, self._written)
         self._hooks: list[RemovableHandle] = []
+        # A forward or a load may begin at any submodule, so each of them has hooks.
         for part in module.modules():
             self._hooks.append(part.register_forward_pre_hook(torch.compiler.disable(self._refuse)))
             self._hooks.append(part.register_load_state_dict_post_hook(self._loaded))

@@ -211,6 +211,7 @@ class SplitSlice:
             }
             part.state |= {name: piece.of(value) for name, value in of_elements.items()}
             part.state |= {
+                # Each tensor is stepped separately and changes its count, so each gets a copy.
                 name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
                 for name, value in scalars.items()
             }
@@ -306,9 +307,9 @@ class SliceSplitter:
             torch.Tensor, tuple[Sequence[ParameterSpan], set[str]]
         ] = {}  # by slice: its parameters, and the names without gradients
         self._pieces: dict[torch.Tensor, tuple[object, list[list[SteppedElements]]]] = {}  # of the latest step
-        self._taken: dict[torch.Tensor, SplitSlice] = {}  # what the optimizer has the parts of
-        self._lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # param groups, and what they had
-        self._forget: Callable[[], None] = lambda: None  # ends that those who look at the parts have `leave` called
+        self._taken: dict[torch.Tensor, SplitSlice] = {}  # slices whose parts the optimizer holds now
+        self._lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # param groups with their original tensors
+        self._forget: Callable[[], None] = lambda: None  # ends the registration that calls `leave` for readers
 
     def look(self, unused: Sequence[Sequence[int]]) -> None:
         """Find the slices to split in the step that begins, and drop the gradients of slices that are skipped.
@@ -408,6 +409,7 @@ class SliceSplitter:
                 continue
             if group["dampening"]:
                 names = [name for tensor in new for name in segments_of(tensor).names]
+                # A program may catch the error, and must then find slices in the optimizer.
                 self.leave()
                 raise ValueError(
                     f"{names[0]!r} has its first gradient after others had theirs, and fused=True with dampening="
@@ -438,7 +440,8 @@ class SliceSplitter:
 
     def leave(self, *_: object) -> None:
         """Put the slices back into the optimizer, unchanged if it has not stepped."""
-        if self._taken or self._lists:  # else a step, which calls this several times, pays for `no_grad` each time
+        # A step calls this several times, and entering `no_grad` for nothing would take time.
+        if self._taken or self._lists:
             self._leave()
 
     @torch.no_grad()

@@ -2,10 +2,10 @@
 
 Each rank steps some of the tensors, and has the optimizer's state of these only:
 
-    backward ends   each rank's shard of a gradient goes to the rank that steps the tensor   (all-to-all)
-    step            each rank's shard of the parameter goes there, too                       (all-to-all)
-                    the optimizer steps full tensors
-                    the shards go back                                                       (all-to-all)
+1. When backward ends, each rank's shard of a gradient goes to the rank that steps the tensor (all-to-all).
+2. In the step, each rank's shard of the parameter goes there, too (all-to-all).
+3. The optimizer steps full tensors.
+4. The shards go back (all-to-all).
 
 Every step sends the parameters, because no rank can detect whether another rank wrote its shard since the last step. A
 loaded checkpoint writes shards, for example.
@@ -127,6 +127,7 @@ class Assembly:
                 if whole.dtype != value.dtype:
                     # An element that still is the rounded value of the optimizer's element was not written.
                     whole.copy_(torch.where(whole.to(value.dtype) == value, whole, value.to(whole.dtype)))
+                # The optimizer skips a tensor without a gradient. Zeros would decay or move it.
                 if one.member in unused[one.chunk]:
                     whole.grad = None
 
@@ -137,6 +138,7 @@ class Assembly:
             sent: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
             for one in kind:
                 if one.whole is not None:
+                    # Shards have the module's dtype, so rounding before the exchange sends fewer bytes.
                     whole = one.whole.to(one.chunk.own.dtype)
                     for piece in one.block.pieces:
                         sent[piece.rank].append(whole[one.block.slices(piece.box)].reshape(-1))

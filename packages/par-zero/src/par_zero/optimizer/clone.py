@@ -57,7 +57,7 @@ class TensorStepper:
         self._changes: dict[int, dict[_SettingPlace, tuple[Any, Any]]] = {}
 
     def step(self, tensor: nn.Parameter, number: int, state: dict[str, Any]) -> None:
-        """Step one tensor.
+        """Run the optimizer's step for one tensor.
 
         Args:
             tensor: Tensor, with a gradient.

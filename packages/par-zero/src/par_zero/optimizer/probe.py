@@ -4,13 +4,13 @@ An optimizer may treat each element separately in a few steps, and not later. A 
 table in `known`, or the user, specifies how a class works, and a trial can only contradict. An optimizer of the same
 class and settings steps the same numbers several times, in float64:
 
-    as they are    one optimizer has three tensors, the largest of 8,192 elements
-    each alone     three optimizers have one of the tensors each     -> other numbers: it reads all tensors
-    others louder  all gradients but the first tensor's are a thousand times larger
-                                                     -> another first tensor: it reads all tensors
-    as one         one optimizer has one flat tensor of all elements -> other numbers: it reads full tensors
-    half louder    gradients are a thousand times larger in the second half of each tensor
-                                                     -> another first half: it reads full tensors
+- As they are: one optimizer has three tensors, the largest of 8,192 elements. The other runs compare with this one.
+- Each alone: three optimizers have one of the tensors each. If numbers differ, the optimizer reads all tensors.
+- Others louder: all gradients but the first tensor's are a thousand times larger. If the first tensor differs, the
+  optimizer reads all tensors.
+- As one: one optimizer has one flat tensor of all elements. If numbers differ, the optimizer reads full tensors.
+- Half louder: gradients are a thousand times larger in the second half of each tensor. If the first half differs, the
+  optimizer reads full tensors.
 
 The learning rate of a warm-up moves almost nothing, so a second round uses a learning rate of 0.1. Gradients point in
 nearly one direction, so that methods which estimate their step size begin to move.
@@ -235,6 +235,7 @@ def _cpu_clone(
             clone.__dict__[name] = copy.copy(clone.__dict__[name])
         if name in clone.__dict__ and isinstance(value, torch.Tensor):
             clone.__dict__[name] = _on_cpu(value)
+        # A generator of the optimizer's own must not advance in a trial.
         if isinstance(value, torch.Generator) and value.device.type == "cpu":
             clone.__dict__[name] = torch.Generator().set_state(value.get_state())
     for original in [parameter for parameter in group["params"] if parameter.numel()][:1]:

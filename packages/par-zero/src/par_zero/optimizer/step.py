@@ -31,6 +31,7 @@ def rewire_(
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
     whole_of: dict[nn.Parameter, nn.Parameter | None] = {}
     made = dict(optimizer.state)
+    # The slices replace the parameters as keys. Entries of parameters would never be freed.
     optimizer.state.clear()
     for chunk in chunks:
         chunk.slices = [] if chunk.assembled else list(_slices(chunk, (cuts or {}).get(chunk)))

@@ -63,7 +63,8 @@ class Watch:
     def end(self) -> None:
         """Stop to watch for a step, whose foreach and fused kernels accept only ordinary parameters.
 
-        `found` is False until `begin`. If a step fails on one rank, that rank must not begin an all-gather alone.
+        `found` is False until `begin`. If a step fails on one rank, that rank must not begin an all-gather, because the
+        other ranks would not join it.
         """
         self._versions = []
         for tensor, _ in self._tensors:
@@ -117,7 +118,7 @@ class ModuleWrites:
                     self._versions[chunk] = [version_of(parameter) for parameter in self._parameters[chunk]]
 
     def find(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return those of some chunks whose version counters have changed: every rank finds what all ranks wrote."""
+        """Return the chunks whose version counters have changed: every rank finds what all ranks wrote."""
         with without_torch_functions():
             return [
                 chunk
@@ -127,7 +128,7 @@ class ModuleWrites:
             ]
 
     def find_aliased(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return those of some chunks of which a program may hold `parameter.data`, whose writes are not counted."""
+        """Return the chunks of which a program may hold `parameter.data`, whose writes are not counted."""
         return [
             chunk
             for chunk in chunks
