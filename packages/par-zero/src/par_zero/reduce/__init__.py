@@ -1,6 +1,5 @@
 """Reductions of gradients, chunk by chunk, during backward.
 
-`backward` has autograd call `reducer` for every gradient, and keeps which gradients the pass has brought and still
-expects. `order` says which chunk is next, whose collectives begin and continue in `in_flight`. `usage` keeps which
-parameters had gradients.
+`backward` registers `reducer` for every gradient, and stores which gradients have arrived and which are expected.
+`order` determines the next chunk, and `in_flight` runs its collectives. `usage` stores which parameters had gradients.
 """

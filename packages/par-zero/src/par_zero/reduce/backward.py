@@ -1,4 +1,4 @@
-"""A backward pass: what calls and is called, what the pass has brought, and which gradients it is expected to bring."""
+"""The state of a backward pass: its hooks, the gradients that have arrived, and the gradients that are expected."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -18,11 +18,13 @@ class BackwardHooks:
     """Functions that a reducer calls when a backward pass begins and ends.
 
     Args:
-        at_start: Called when a pass begins that will reduce gradients.
-        before_last: Called when backward has ended, before the last reductions begin.
-        compare: Called then with this rank's flags; returns which of them any rank of the shards has set. It may
-            raise. None: the reducer exchanges the flags itself.
-        at_end: Called after each pass, with `reduced`: whether gradients were reduced.
+        at_start: Functions that are called when a pass begins that will reduce gradients. Default: none.
+        before_last: Function that is called when backward has ended, before the last reductions begin. Default: does
+            nothing.
+        compare: Function that is called after the last reductions have begun, with this rank's flags. It returns the
+            flags that any rank of the shards has set, and may raise. None (default): the reducer exchanges the flags.
+        at_end: Functions that are called after each pass. `reduced=` specifies whether gradients were reduced. Default:
+            none.
     """
 
     at_start: list[Callable[[], None]] = field(default_factory=list)
@@ -33,25 +35,26 @@ class BackwardHooks:
 
 @dataclass
 class BackwardPass:
-    """The backward pass under way, or the next one. Chunks are given by number.
+    """The backward pass in progress, or the next one. Chunks are given by number.
 
-    A pass that ends or fails is replaced by a new one, so nothing of it remains.
+    When a pass ends or fails, a new object replaces this one, so no state of the pass remains.
 
     Args:
-        arrived: For each chunk, the members that have their gradient.
+        arrived: Sets of members whose gradient has arrived, one set per chunk.
         number: Autograd's number of the pass.
         is_running: Whether the pass has begun and not ended.
         has_gradients: Whether a gradient of a parameter has arrived. The pass may be for gradients of inputs only.
-        expects_gradients: Whether the pass brings gradients of parameters; None: not known yet.
+        expects_gradients: Whether the pass brings gradients of parameters. None: autograd was not asked yet.
         is_ending: Whether all gradients of the pass have arrived.
-        taken: The chunks whose gradients are in their buffers.
-        completed: The chunks of which all gradients have arrived.
-        left: The chunks of which no more gradients will arrive, and whose gradients were not taken for that yet.
-        closed: The chunks whose gradients were taken because no more will arrive.
-        given_up: The chunks that were reduced before others because autograd will compute no gradient of them.
+        taken: Chunks whose gradients are in their buffers.
+        completed: Chunks of which all gradients have arrived.
+        left: Chunks that the caller has closed, and that are not in `closed` yet.
+        closed: Chunks whose gradients were taken because no more gradients will arrive.
+        given_up: Chunks that were reduced without a gradient, because autograd will compute none and they blocked
+            complete chunks.
         begun: Number of reductions that have begun.
-        departed_at: Number of reductions that had begun when this rank departed from the agreed order, and began
-            others for the other ranks, with zeros; None: it follows the order.
+        departed_at: Number of reductions that had begun when this rank departed from the program. It then began
+            reductions of zeros for the other ranks. None: this rank follows the program.
     """
 
     arrived: list[set[int]]
@@ -70,18 +73,18 @@ class BackwardPass:
 
 
 class ExpectedGradients:
-    """Which gradients the next backward passes bring, and when, as earlier passes have shown.
+    """The gradients that a backward pass is expected to bring, according to earlier passes.
 
     Args:
-        chunks: The trained chunks.
+        chunks: Trained chunks.
         closing: Whether the caller closes chunks, see `Reducer.close`.
-        exchanging: Whether backward itself exchanges with other ranks. Then a chunk is reduced after it is closed
-            only, so that all ranks begin reductions between the same exchanges.
+        exchanging: Whether backward itself communicates with other ranks. A chunk is then reduced only after it is
+            closed, so that all ranks begin reductions between the same exchanges.
 
     Attributes:
-        counts: For each chunk, the number of members that have a gradient when the chunk is complete.
+        counts: Number of members that have a gradient when the chunk is complete, one number per chunk.
         closed_before_end: Numbers of the chunks that the caller closes before backward ends.
-        only_when_closed: Whether chunks are reduced after they are closed only.
+        only_when_closed: Whether chunks are reduced only after they are closed.
         from_nested_passes: Whether gradients have ever arrived from a pass within the pass under way.
     """
 
@@ -94,14 +97,18 @@ class ExpectedGradients:
         self.from_nested_passes = False
 
     def begin_pass(self) -> None:
-        """Count the members of chunks with frozen ones again, as the program may have thawed some since."""
+        """Count the trained members again in chunks with frozen members, which the caller may have unfrozen."""
         for number in self._frozen:
             self.counts[number] = self._count(number)
 
     def end_pass(self, completed: Set[int]) -> None:
-        """Look for frozen members in the chunks that the pass has not completed.
+        """Find frozen members in the chunks that the pass has not completed.
 
-        Only there: asking each parameter in each pass would cost more than all else that is done for it.
+        Complete chunks have no frozen members. To check all parameters in each pass would take longer than all other
+        work per parameter.
+
+        Args:
+            completed: Numbers of the chunks that the pass has completed.
         """
         if len(completed) < len(self._chunks):
             for number, chunk in enumerate(self._chunks):
@@ -116,16 +123,16 @@ class ExpectedGradients:
 def call_on_gradient(
     parameter: nn.Parameter, owner: _Owner, call: Callable[[_Owner, int, int], None], number: int, index: int
 ) -> None:
-    """Call a method for each gradient of a parameter, also of one that is frozen now and trained later.
+    """Call a method for each gradient of a parameter. The parameter may be frozen now and trained later.
 
     Args:
-        parameter: The parameter.
-        owner: The object of the method, which the hook does not keep alive: the garbage collector does not see through
-            the hooks of a tensor.
-        call: The method, of the class.
-        number: Its first argument.
-        index: Its second argument.
+        parameter: Parameter.
+        owner: Object of the method. The hook does not keep it alive.
+        call: Method, as a function of the class.
+        number: First argument of the method.
+        index: Second argument of the method.
     """
+    # The garbage collector does not see the hooks of a tensor, so a strong reference would be a leak.
     weak = ref(owner)
 
     def hook(_: torch.Tensor) -> None:
@@ -134,7 +141,8 @@ def call_on_gradient(
             call(alive, number, index)
 
     frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)  # torch takes hooks for no others, but keeps them through a change
+    # torch registers hooks only on parameters that require gradients, but keeps them when the parameter is frozen.
+    parameter.requires_grad_(True)
     parameter.register_post_accumulate_grad_hook(hook)
     if frozen:
         parameter.requires_grad_(False)

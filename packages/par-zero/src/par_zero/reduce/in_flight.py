@@ -1,4 +1,4 @@
-"""Reductions in flight: their collectives, how many may be, when each continues, and the memory that they share."""
+"""Reductions in flight: their collectives, their maximum number, the moment when each continues, and shared memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from ..layout.gradients import ChunkGradients
 
 @dataclass
 class ReductionBuffers:
-    """Memory that reductions need one after the other.
+    """Buffers that reductions use one after the other.
 
     Args:
         gradients: Buffers for the gradients of a chunk.
-        received: Buffers for what a reduce-scatter receives.
-        kept: Number of free buffers of each that are kept between two passes.
+        received: Receive buffers of reduce-scatters.
+        kept: Number of free buffers of each kind that stay allocated between two passes.
     """
 
     gradients: Buffers
@@ -23,7 +23,7 @@ class ReductionBuffers:
     kept: int
 
     def end_pass(self) -> bool:
-        """Free the memory of buffers beyond `kept`. Return whether buffers of gradients were among them."""
+        """Free all but `kept` free buffers of each kind. Return whether gradient buffers were freed."""
         self.received.keep(self.kept)
         return self.gradients.keep(self.kept)
 
@@ -39,18 +39,23 @@ class EmptyReductions:
     handles: list[Handle] = field(default_factory=list)
 
     def begin(self, gradients: ChunkGradients) -> None:
-        """Begin to reduce zeros in place of the gradients of a chunk. A reduce-scatter."""
+        """Begin a reduce-scatter of zeros in place of the gradients of a chunk.
+
+        Args:
+            gradients: Gradients of the chunk, which remain unchanged.
+        """
         flat, shard = gradients.zeros()
         groups = gradients.chunk.groups
         handle = reduce_scatter(flat, shard, groups.shards, scale=groups.scale, buffers=Buffers())
-        # Only the completed ones: another rank may need the next reduction before it begins an earlier one.
+        # A wait for a reduction that has not completed could deadlock: another rank may need the next reduction
+        # before it begins an earlier one. The completed ones free their memory.
         for completed in [each for each in self.handles if each.is_completed()]:
             completed.wait()
             self.handles.remove(completed)
         self.handles.append(handle)
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all reductions of zeros."""
         for handle in self.handles:
             handle.wait()
         self.handles.clear()
@@ -61,8 +66,8 @@ class _Reduction:
     """The reduction of a chunk in flight.
 
     Args:
-        steps: Its collectives that are still to come. Each begins when it is taken from the iterator.
-        handle: The collective in flight.
+        steps: Iterator over the remaining collectives. Each collective begins when it is taken from the iterator.
+        handle: Handle of the collective in flight.
         single: Whether no other collective follows.
         at_first: Whether the collective in flight is the first one.
     """
@@ -76,13 +81,12 @@ class _Reduction:
 class Reductions:
     """Reductions in flight, in the order in which they began.
 
-    The collectives that follow the first one of a reduction begin in `finish` only. If one began as soon as the first
-    one has completed, it would be between other collectives on one rank and behind them on another.
+    Without a limit, the collectives that follow the first collective of a reduction begin only in `finish`. If they
+    began as soon as the first collective has completed, their order among other collectives would differ between ranks.
 
     Args:
-        limit: Number of reductions that may be at their first collective, which needs memory for the whole chunk. One
-            more waits for the oldest, which then continues. A device that waits in the order of its work does the
-            same. None: any number, and completed ones are taken in.
+        limit: Maximum number of reductions that are at their first collective, which needs memory for the full chunk.
+            One more reduction waits for the oldest one, which then continues. None: any number.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -91,24 +95,23 @@ class Reductions:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether one more may have to wait for the oldest."""
+        """Whether a new reduction may have to wait for the oldest one."""
         return self._limit is not None
 
     def begin(self, steps: Iterator[Handle], *, single: bool) -> None:
         """Begin a reduction.
 
         Args:
-            steps: Its collectives. Each begins when it is taken from the iterator, after the one before has completed.
-            single: Whether there is only one.
+            steps: Iterator over the collectives. Each collective begins when it is taken from the iterator, after the
+                previous collective has completed.
+            single: Whether the reduction has only one collective.
         """
         self.make_room()
         self._in_flight.append(_Reduction(steps, next(steps), single))
 
     def make_room(self) -> None:
-        """Take in completed reductions; at the limit, continue the oldest one at its first collective, and older ones.
-
-        Without a limit only single collectives are taken in, because others begin their next one then, see above.
-        """
+        """Finish completed reductions. At the limit, continue the oldest reductions until one more may begin."""
+        # Only single collectives: a longer reduction would begin its next collective, in an order of this rank only.
         if self._limit is None:
             self._wait_for([each for each in self._in_flight if each.single and each.handle.is_completed()])
             return
@@ -122,13 +125,13 @@ class Reductions:
             self._wait_for(list(self._in_flight))
 
     def abandon(self) -> None:
-        """Wait for the collectives in flight, as they write into buffers that are used again, and begin no others."""
+        """Wait for the collectives in flight, and begin no others. They write into buffers that are used again."""
         for reduction in self._in_flight:
             reduction.handle.wait()
         self._in_flight.clear()
 
     def _wait_for(self, reductions: Sequence[_Reduction]) -> None:
-        """Wait for the collectives of some reductions, the oldest first, and begin the next one of each at once."""
+        """Wait for the collective in flight of each reduction, the oldest first, and begin its next collective."""
         for reduction in reductions:
             reduction.handle.wait()
             following = next(reduction.steps, None)
@@ -139,13 +142,24 @@ class Reductions:
 
 
 def is_one_all_reduce(gradients: ChunkGradients) -> bool:
-    """Return whether one all-reduce reduces a chunk: its sum has the same bits as one in the order of the ranks."""
+    """Return whether one all-reduce reduces a chunk.
+
+    Between two ranks, the sum of an all-reduce has the same bits as a sum in the order of the ranks.
+
+    Args:
+        gradients: Gradients of the chunk.
+    """
     chunk = gradients.chunk
     return not chunk.stage.shards_state and chunk.groups.is_pair and not gradients.has_earlier
 
 
 def reduction(gradients: ChunkGradients, buffers: ReductionBuffers) -> Iterator[Handle]:
-    """Yield the collectives of one chunk. Each begins when it is asked for, after the one before has completed."""
+    """Yield the handles of a chunk's collectives. The caller waits for a handle before it takes the next one.
+
+    Args:
+        gradients: Gradients of the chunk, which are in its buffer.
+        buffers: Buffers of reductions.
+    """
     chunk, groups, whole = gradients.chunk, gradients.chunk.groups, gradients.buffer
     if whole is None:
         raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
@@ -158,11 +172,13 @@ def reduction(gradients: ChunkGradients, buffers: ReductionBuffers) -> Iterator[
         return
     chunk.meter.note("scatter", chunk.name)
     yield reduce_scatter(whole, shard, groups.shards, scale=groups.scale, buffers=buffers.received)
-    gradients.take_sum(shard, buffers.gradients)  # the next chunk may have its buffer
+    gradients.take_sum(shard, buffers.gradients)  # returns the buffer, so that the next chunk can use it
     chunk.meter.note("sum", chunk.name)
+    # Hybrid sharding: replicas of the same shard sum only this shard, which is smaller than the chunk.
     if groups.replicas is not None:
         yield scaled_sum(shard, groups.replicas, scale=groups.scale_of_replicas)
     gradients.add_earlier_(shard)
     gradients.offload()
+    # At stage 0 the optimizer of every rank updates the complete chunk.
     if not chunk.stage.shards_state:
         yield all_gather(whole, shard, groups.shards)

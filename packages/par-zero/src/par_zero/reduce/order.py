@@ -1,4 +1,4 @@
-"""Orders that all ranks follow: learned from the first rank, and learned again when they have changed."""
+"""Orders that all ranks follow. The ranks learn an order from the lowest rank, and learn it again when it changes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,14 +9,15 @@ from .._collectives import all_reduce
 
 
 class LearnedOrder:
-    """An order of numbers that all ranks follow: the first rank's in an earlier pass.
+    """An order of numbers that all ranks follow: the lowest rank's order in an earlier pass.
 
     Args:
-        numbers: The numbers, such as those of chunks, in the order to follow until one is learned.
+        numbers: Numbers, such as chunk numbers, in the order to follow until the ranks learn an order.
 
     Attributes:
-        numbers: The numbers in the order that all ranks follow.
-        observed: The numbers that this pass has brought so far, in their order. The owner appends to it and clears it.
+        numbers: Numbers, in the order that all ranks follow.
+        observed: Numbers of the current pass so far, in order. The owner of this object appends to the list and clears
+            it.
         is_agreed: Whether `numbers` was learned, or no rank has requested another order in the first pass.
     """
 
@@ -30,7 +31,7 @@ class LearnedOrder:
     def end_pass(self) -> bool:
         """Return whether this rank requests to learn the order: in the first pass, or after two passes in a new order.
 
-        Numbers that the pass has not brought follow the observed ones, in the order of before.
+        Numbers that this pass has not observed follow the observed numbers, in the previous order.
         """
         if not self.observed:
             return False
@@ -39,7 +40,8 @@ class LearnedOrder:
             return False
         known = dict.fromkeys(self.observed)
         before, self._previous = self._previous, [*known, *(number for number in self.numbers if number not in known)]
-        # A program that alternates between orders would otherwise have the ranks learn one in every pass.
+        # Two equal passes are needed, because a loop that alternates between two orders would make the ranks learn an
+        # order in every pass.
         if self._previous in (self.numbers, self._requested) or before not in (None, self._previous):
             return False
         self._requested = self._previous
@@ -47,22 +49,22 @@ class LearnedOrder:
 
     @property
     def latest(self) -> list[int]:
-        """The order of the latest pass."""
+        """Numbers in the order of the latest pass."""
         return self._previous or self.numbers
 
 
 def learn_orders(orders: Sequence[LearnedOrder], groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Take the lowest rank's latest orders as those of all ranks. An all-reduce of one int64 per number.
+    """Set the orders of all ranks to the lowest rank's latest orders. All-reduces one int64 per number.
 
     Args:
-        orders: The orders, the same on all ranks.
-        groups: The groups over which the ranks agree, one after the other.
+        orders: Orders, for the same purposes on all ranks.
+        groups: Process groups over which the ranks agree, one after the other.
         device: Device of the all-reduced numbers.
     """
     lengths = [len(order.numbers) for order in orders]
     latest = torch.tensor([number for order in orders for number in order.latest], dtype=torch.int64)
     # The lowest rank adds the largest multiple, so its numbers are the maxima over any chain of groups that overlap.
-    # Broadcasts would not do: each group has a first rank of its own.
+    # Broadcasts would not work, because each group has another first rank.
     ahead = dist.get_world_size() - 1 - dist.get_rank()
     ranked = (latest + ahead * max(lengths)).to(device)
     for group in groups:

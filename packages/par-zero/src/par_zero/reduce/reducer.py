@@ -1,25 +1,26 @@
-"""Reduces gradients chunk by chunk while backward goes on.
+"""The reduction of gradients, chunk by chunk, while backward continues.
 
-backward   a parameter's gradient arrives -> its chunk is complete -> reduce-scatter it        (group)
-                                                                   -> all-reduce the shard     (replicas, if hybrid)
-                                                                   -> all-gather it            (group, stage 0 alone)
-           backward ends                  -> what is not all-reduced or all-gathered yet, and whether any rank had
-                                             gradients of all parameters                       (both, two int32)
-step       if none had                    -> which parameters had a gradient on any rank       (both)
-           the optimizer updates its flat slices in one fused call each
-           -> all-gather the parameters                                                        (group, stages 1 and 2)
-           at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
+In backward, the gradient of a parameter arrives. When all gradients of its chunk have arrived, the rank begins:
 
-All ranks begin reductions in one order, on one communicator. It is the order in which the first rank's chunks were
-complete in an earlier pass, so a chunk that is frozen or registered elsewhere holds no other back. A chunk that only
-this rank does not use is due before others that are complete. Autograd reports that no gradient of it will arrive, so
-it is reduced without one. Nothing waits for another rank during backward. If backward itself exchanges, over a
-communicator of its own, the other rank may need this one first.
+- a reduce-scatter of the chunk over the group;
+- with hybrid sharding, an all-reduce of the shard over the replicas;
+- at stage 0, an all-gather of the chunk over the group.
 
-At stage 3 a chunk is closed when backward has finished for its unit. A member without a gradient by then is unused. So
-reductions are at one place between the gatherings of all ranks, whatever each rank uses. If not all ranks share all
-chunks, ranks exchange in backward. Then chunks are closed at every stage, and no reduction begins before: so reductions
-are at one place between these exchanges, too.
+When backward ends, the rank finishes the remaining collectives. The ranks also all-reduce two int32 flags, one of which
+is whether any rank had gradients of all parameters. If no rank had all of them, the ranks all-reduce in the step which
+parameters had a gradient on any rank. The optimizer then updates each of its flat slices in one fused call. Stages 1
+and 2 all-gather the updated parameters. Stage 3 gathers a unit's parameters before its forward and backward.
+
+All ranks begin reductions in one order, on one communicator. It is the order in which the lowest rank's chunks were
+complete in an earlier pass. A chunk that is frozen, or registered in another order, therefore blocks no other chunk. A
+chunk that this rank does not use may come before complete chunks in this order. If autograd reports that no gradient of
+it will arrive, it is reduced without a gradient. No rank waits for another rank during backward: if backward itself
+communicates over another communicator, the other rank may need this rank first.
+
+At stage 3 a chunk is closed when backward has finished for its unit. A member without a gradient is then unused. All
+ranks therefore begin reductions at the same position between the gathers, whichever parameters each rank uses. If not
+all ranks shard all chunks, backward itself communicates. Chunks are then closed at every stage, and are reduced only
+afterwards, so that all ranks begin reductions at the same position between these exchanges, too.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -43,23 +44,23 @@ from .usage import GradientUsage
 
 
 class Reducer:
-    """Reduces the gradients of chunks during backward.
+    """The object that reduces the gradients of chunks during backward.
 
     Args:
-        chunks: The trained chunks, in the order in which their gradients are expected before any have arrived.
-        sharers: The ranks that take part.
-        inflight: Number of chunks whose reductions may be in flight in backward; None: two on a device that waits in
-            the order of its work, else any number. It is any number also if not all ranks share all chunks, because
-            then backward itself exchanges with other ranks.
-        meter: Counts the bytes of the buffers that the reducer lends.
-        closing: Whether the caller closes chunks, see `close`. Then, if not all ranks share all chunks, none is reduced
-            before it is closed: where backward itself exchanges, all ranks must begin both in one order.
+        chunks: Trained chunks, in the order in which their gradients are expected in the first pass.
+        sharers: Ranks that shard the chunks.
+        inflight: Maximum number of chunks whose reductions are in flight in backward. None (default): two on a GPU, and
+            any number on a CPU, or if not all ranks shard all chunks, because backward itself then communicates.
+        meter: Meter that counts the bytes of the lent buffers. Default: none.
+        closing: Whether the caller closes chunks, see `close`. If not all ranks shard all chunks, a chunk is then
+            reduced only after it is closed, because all ranks must begin reductions and exchanges in one order.
+            Default: False.
 
     Attributes:
         hooks: Functions that are called when backward begins and ends.
-        gradients: The gradients of the chunks, by number.
-        buffers: Memory that reductions need one after the other.
-        usage: Which parameters have gradients that the optimizer may step by.
+        gradients: Gradients of the chunks, by number.
+        buffers: Buffers that reductions use one after the other.
+        usage: Parameters that have gradients for the optimizer.
         arriving: Numbers of the chunks whose parameters are in flight after a step, and were not read yet.
     """
 
@@ -74,18 +75,18 @@ class Reducer:
     ) -> None:
         self._chunks, self._sharers = chunks, sharers
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
-        self._deferring = 0  # how many `no_sync` are entered
+        self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
         self._expected = ExpectedGradients(chunks, closing=closing, exchanging=len(sharers.each) > 1)
         self._order = LearnedOrder(range(len(chunks)))  # in which reductions begin
-        self._orders = [self._order]  # those that the ranks learn
+        self._orders = [self._order]  # the orders that the ranks learn
         self.arriving: set[int] = set()
         self.hooks = BackwardHooks()
         self.usage = GradientUsage(self.gradients, sharers)
         single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
         on_cpu = all(chunk.own.is_cpu for chunk in chunks)
-        # The CPU that serves a device is so far ahead of it that it never finds a collective complete. So there the
-        # device waits, or else all gradients would be in memory, and what follows a reduce-scatter would begin last.
+        # The host launches work far ahead of a GPU, so it never finds a collective complete. The GPU waits instead.
+        # Otherwise all gradients would be in memory, and the collectives after a reduce-scatter would begin last.
         lends = any(chunk.stage.shards_gradients for chunk in chunks)
         if inflight is None and not on_cpu and (lends or not single) and len(sharers.each) == 1:
             inflight = 2
@@ -98,47 +99,64 @@ class Reducer:
                 call_on_gradient(member.parameter, self, Reducer.note_gradient, number, index)
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yield the memory of gradients and of reductions: its kind, a tensor in it, its tier."""
+        """Yield the memory of gradients and reductions, as tuples of kind, tensor and tier."""
         for gradients in self.gradients:
             yield from gradients.memory()
         for buffer in (*self.buffers.gradients.free, *self.buffers.received.free):
             yield BUFFERS, buffer, "device"
 
     def pop_sum(self, chunk: Chunk) -> torch.Tensor:
-        """Return elements `updated` of a chunk's sum over the ranks, and keep it no longer."""
+        """Return the elements `updated` of a chunk's sum over the ranks, and drop the sum.
+
+        Args:
+            chunk: Chunk.
+        """
         return self.gradients[chunk.number].pop_sum()
 
     def expect_last(self, chunks: Iterable[Chunk]) -> None:
-        """Expect that some chunks are closed only when backward ends, so other chunks that wait for that go first."""
+        """Expect some chunks to be closed only when backward ends.
+
+        Args:
+            chunks: Chunks, such as those of the root.
+        """
         last = {chunk.number for chunk in chunks}
+        # If all chunks wait until they are closed, these chunks would block the chunks behind them.
         self._expected.closed_before_end -= last
         if self._expected.only_when_closed:
             self._order.numbers.sort(key=last.__contains__)
 
     def learn(self, order: LearnedOrder) -> None:
-        """Have the ranks learn another order of the chunks, in addition to that of reductions."""
+        """Let the ranks learn another order, in addition to the order of reductions.
+
+        Args:
+            order: Order that the caller observes and follows.
+        """
         self._orders.append(order)
 
     def learn_first(self, order: LearnedOrder) -> None:
-        """Have the ranks learn another order in place of that of reductions, which follows from it: see `arrange`."""
+        """Let the ranks learn another order instead of the order of reductions, which follows from it: see `arrange`.
+
+        Args:
+            order: Order that the caller observes and follows.
+        """
         self._orders[0] = order
 
     def arrange(self, numbers: list[int]) -> None:
-        """Begin reductions in a certain order from the next pass on.
+        """Set the order of reductions from the next pass on.
 
         Args:
-            numbers: All chunks by number, in the same order on all ranks.
+            numbers: Numbers of all chunks, in the same order on all ranks.
         """
         self._order.numbers = numbers
 
     @property
     def begun(self) -> int:
-        """How many chunks' reductions have begun in this pass."""
+        """Number of reductions that have begun in this pass."""
         return self._pass.begun
 
     @property
     def begun_with_gradients(self) -> int:
-        """How many reductions had begun in this pass when this rank departed; 0 if it begins none for other ranks."""
+        """Number of reductions that had begun in this pass when this rank departed; 0 if it has not departed."""
         return self._pass.departed_at or 0
 
     @property
@@ -148,28 +166,31 @@ class Reducer:
 
     @property
     def failed(self) -> bool:
-        """Whether a pass has begun that did not end, and is not under way."""
+        """Whether a pass has begun and failed: it has not ended, and no backward is in progress."""
         return self._pass.is_running and not is_in_backward()
 
     def begin_all(self, count: int) -> None:
-        """Begin reductions until there are as many, and wait for them, though the pass has failed.
+        """Begin reductions up to a number, and wait for them, although the pass has failed.
 
-        Other ranks have begun as many, which else would never end.
+        Args:
+            count: Number of reductions that another rank has begun, and that would otherwise never complete.
         """
-        self.usage.stand_ins.take(None)  # where this rank has not come to its backward pass
+        # If this rank has not begun its backward, the stand-ins are still in place of gradients.
+        self.usage.stand_ins.take(None)
         for number in self._order.numbers[self._pass.begun : count]:
             self.gradients[number].take(self.buffers.gradients)
             self._begin(self._chunks[number])
         self._abandon()
 
     def begin_empty(self, stops: Container[int] = ()) -> None:
-        """Begin reductions of zeros, as this rank has left the order that other ranks still follow.
+        """Begin reductions of zeros, because this rank has departed from the program that other ranks still follow.
 
-        A rank that bounds its reductions waits in backward for those of other ranks. So a rank that departs, and will
-        meet the other ranks behind all of them, has to begin its own.
+        Another rank that bounds its reductions waits in backward for the reductions of this rank. This rank reaches the
+        comparison with the other ranks only after all reductions, so it must begin its part of them first.
 
         Args:
-            stops: Where it stops: the chunks that no other rank can have begun yet, by number.
+            stops: Numbers of chunks that no other rank can have begun yet. The loop ends at the first of them, in the
+                order of reductions. Default: empty.
         """
         current, order = self._pass, self._order.numbers
         if current.departed_at is None:
@@ -179,36 +200,54 @@ class Reducer:
             current.begun += 1
 
     def rejoin(self) -> None:
-        """Begin again what was begun with zeros, as all ranks have departed at the same place."""
+        """Repeat the reductions of zeros with gradients later, because all ranks have departed at the same position."""
+        # The sums of zeros are dropped. `begun` returns to its value before, so the same chunks are due again.
         self._empty.wait()
         current = self._pass
         if current.departed_at is not None:
             current.begun, current.departed_at = current.departed_at, None
 
     def _abandon(self) -> None:
-        """Wait for all reductions in flight, and forget them."""
+        """Wait for all reductions in flight, and drop their results."""
         self._reductions.abandon()
         self._empty.wait()
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
-        """Return whether the pass has brought all gradients of a chunk; one that is not trained waits for none."""
+        """Return whether all gradients of a chunk have arrived in this pass. An untrained chunk expects no gradients.
+
+        Args:
+            chunk: Chunk.
+        """
         return chunk.number < 0 or len(self._pass.arrived[chunk.number]) >= self._expected.counts[chunk.number]
 
     def awaits(self, chunk: Chunk) -> bool:
-        """Return whether the pass under way brings a gradient of a chunk that has not arrived yet."""
+        """Return whether the current pass will bring a gradient of a chunk that has not arrived yet.
+
+        Args:
+            chunk: Chunk.
+        """
         return not self.has_all_gradients(chunk) and any(map(will_get_gradient, self._missing(chunk)))
 
     def may_bring(self, chunk: Chunk) -> bool:
-        """Return whether the pass may bring a gradient of a chunk; autograd announces none of nested passes."""
+        """Return whether the pass may bring a gradient of a chunk.
+
+        Args:
+            chunk: Chunk.
+        """
+        # Autograd announces no gradients of passes within the pass, so any chunk may receive one then.
         return self._expected.from_nested_passes or self.awaits(chunk)
 
     def close(self, chunks: Iterable[Chunk]) -> None:
-        """Note that the pass brings no more gradients of some chunks: a member without one is unused.
+        """Record that the pass brings no more gradients of some chunks. A member without a gradient is unused.
 
-        So a rank that does not use a parameter begins its reduction at the same place as the ranks that do.
+        A rank that does not use a parameter therefore begins its reduction at the same position as the other ranks.
+
+        Args:
+            chunks: Chunks to close.
         """
         current, observed = self._pass, self._order.observed
-        if not current.is_running:  # under no_sync other ranks still come to units of a pass that is over
+        # Under `no_sync`, other ranks may still reach units of a pass that has ended on this rank.
+        if not current.is_running:
             return
         current.left += [chunk.number for chunk in chunks if chunk.number >= 0]
         if self._deferring or not current.left or not self._brings_gradients():
@@ -222,10 +261,10 @@ class Reducer:
         current.left.clear()
 
     def begin(self, before: Iterable[Chunk] = ()) -> None:
-        """Begin to reduce all chunks whose turn has come.
+        """Begin the reductions of all chunks that are ready and next in the order.
 
         Args:
-            before: Where it stops, though more may be reduced.
+            before: Chunks at which the loop stops, even if they are ready. Default: none.
         """
         order, stops = self._order.numbers, {chunk.number for chunk in before}
         current, waits = self._pass, self._expected.only_when_closed
@@ -238,14 +277,14 @@ class Reducer:
             self._begin(self._chunks[number])
 
     def _gives_up(self, number: int) -> bool:
-        """Return whether a chunk that is due holds back others, though no gradient of it will arrive.
+        """Return whether to reduce the next chunk without gradients, because it blocks complete chunks.
 
-        Another rank that uses it may wait for its reduction before this rank can come to the end of backward. Autograd
-        does not announce the gradients of passes within the pass, so with these the chunk waits to the end. A chunk
-        that is closed before the end has its place between the gatherings of all ranks, and is not given up.
+        Another rank that uses the chunk may wait for its reduction before this rank can reach the end of backward.
         """
         current, expected = self._pass, self._expected
+        # A chunk that is closed before the end has its position between the gathers of all ranks, so it must wait.
         holds_back = len(current.taken) > current.begun and number not in expected.closed_before_end
+        # Autograd does not announce the gradients of passes within the pass, so the chunk waits for the end then.
         if not holds_back or expected.from_nested_passes or expected.only_when_closed:
             return False
         # In the first pass the order is a guess, and gradients may still turn out to arrive from nested passes.
@@ -262,7 +301,7 @@ class Reducer:
         return (member.parameter for index, member in enumerate(chunk.members) if index not in arrived)
 
     def _brings_gradients(self) -> bool:
-        """Return whether the pass under way brings gradients of parameters, and not of inputs only."""
+        """Return whether the current pass brings gradients of parameters, and not only of inputs."""
         current = self._pass
         if current.expects_gradients is None:
             members = (member for chunk in self._chunks for member in chunk.members)
@@ -271,7 +310,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients on each rank, and reduce nothing. It may overlap with itself."""
+        """Accumulate gradients on each rank in backward passes inside, without reductions. Contexts may be nested."""
         self._deferring += 1
         try:
             yield
@@ -285,10 +324,10 @@ class Reducer:
         self._forget_pass()
 
     def start(self, *_: torch.Tensor, arrived: torch.Tensor | None = None) -> None:
-        """Begin a backward pass, unless one is under way: passes within it, of activation checkpointing, belong to it.
+        """Begin a backward pass, unless a pass is in progress. Passes within it, of checkpointing, belong to it.
 
         Args:
-            arrived: The parameter whose gradient has reported it.
+            arrived: Parameter whose gradient has reported the pass. None (default): another event has reported it.
         """
         if not self._pass.is_running:
             self._pass.is_running, self._pass.number = True, current_pass()
@@ -299,7 +338,12 @@ class Reducer:
             self.usage.begin_pass(arrived)
 
     def note_gradient(self, number: int, index: int) -> None:
-        """Note that autograd has set the gradient of a member of a chunk."""
+        """Record that autograd has set the gradient of a member of a chunk.
+
+        Args:
+            number: Number of the chunk.
+            index: Index of the member.
+        """
         current, expected, chunk = self._pass, self._expected, self._chunks[number]
         arrived, member = current.arrived[number], chunk.members[index]
         name, gradient = member.names[0], member.parameter.grad
@@ -318,7 +362,8 @@ class Reducer:
         if index in arrived and not self._deferring and number in self._order.numbers[: current.begun]:
             refuse_another(name)
         arrived.add(index)
-        if len(arrived) >= expected.counts[number]:  # again where activation checkpointing runs a pass within the pass
+        # True again for later gradients: checkpointing may run a pass within the pass, with another gradient.
+        if len(arrived) >= expected.counts[number]:
             current.completed.add(number)
             if not expected.only_when_closed:
                 self._order.observed.append(number)
@@ -329,12 +374,12 @@ class Reducer:
         """Take the gradients of a chunk."""
         current, order, gradients = self._pass, self._order.numbers, self.gradients[chunk.number]
         if not self._deferring and current.begun < len(order) and chunk.number == order[current.begun]:
-            self._reductions.make_room()  # so that its buffer can be lent to this chunk
+            self._reductions.make_room()  # a finished reduction returns its buffer, which this chunk can borrow
         self.usage.add(chunk.number, gradients.take(self.buffers.gradients))
         current.taken.add(chunk.number)
 
     def _begin(self, chunk: Chunk) -> None:
-        """Begin to reduce the next chunk."""
+        """Begin the reduction of the next chunk."""
         self._pass.begun += 1
         gradients = self.gradients[chunk.number]
         one = chunk.stage.shards_state or is_one_all_reduce(gradients)
@@ -360,28 +405,30 @@ class Reducer:
         if self.buffers.end_pass():
             for gradients in self.gradients:
                 gradients.forget_buffer()
-        for number in range(len(self._chunks)) if reduced else ():  # in the memory that buffers have freed
+        # After `end_pass` of the buffers, so that the optimizer's gradients can use the memory that it has freed.
+        for number in range(len(self._chunks)) if reduced else ():
             self.usage.bind(number)
         self._forget_pass()
         for call in self.hooks.at_end:
             call(reduced=reduced)
 
     def _finish(self, *, requests_order: bool) -> None:
-        """Wait for all reductions, and have the ranks exchange flags that later steps need.
+        """Wait for all reductions, and exchange the flags that later steps need.
 
-        The flags are read in the next pass, when they have long arrived; before, in a step, only by ranks that had no
-        gradient of some member.
+        The next pass reads the flags, which have arrived by then. The step reads them earlier only on ranks that lack
+        a gradient of some member.
 
         Args:
-            requests_order: Whether this rank requests that an order be learned.
+            requests_order: Whether this rank requests that the ranks learn an order.
         """
         had_all = self.usage.has_all
         mine, groups = [had_all, requests_order], self._sharers.agreeing
         if self.hooks.compare is not None:
-            mine = self.hooks.compare(mine)  # first: if the ranks differ, they raise, some of them amid reductions
+            mine = self.hooks.compare(mine)  # first, because ranks that differ raise, and may have reductions in flight
             groups = self._sharers.beside_gathering
         flags = Flags(mine, groups, self.usage.device)
-        self.usage.share()  # what the pass before has left to exchange, behind which this pass is kept
+        # The usage of the previous pass must be exchanged before this pass replaces its flags.
+        self.usage.share()
         self._reductions.finish()
         flags.pass_on()
         before = self.usage.end_pass(flags, had_all=had_all)

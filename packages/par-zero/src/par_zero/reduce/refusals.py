@@ -6,7 +6,7 @@ import torch
 
 
 def refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
-    """Raise for a gradient that is sparse, or has a graph."""
+    """Raise for a gradient that is sparse or has a graph, because chunks cannot sum it."""
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of {name!r} is sparse, and chunks are dense; set sparse=False where it is looked up"

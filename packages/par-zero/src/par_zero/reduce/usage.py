@@ -1,4 +1,4 @@
-"""Which parameters have a gradient that the optimizer may step by, on this rank and on any rank."""
+"""The parameters that have a gradient for the optimizer, on this rank and on any rank."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ from ..layout.stand_ins import Dropped, StandIns
 
 
 class GradientUsage:
-    """Which members of chunks had a gradient since gradients were dropped, on this rank and on any rank.
+    """The chunk members that had a gradient since gradients were dropped, on this rank and on any rank.
 
-    The ranks exchange one flag per pass: whether a rank had gradients of all members, which then all ranks step by. The
-    flag is read in the next step, and only by ranks that did not have all. Without such a rank, the ranks exchange a
-    flag per member.
+    The ranks exchange one flag per pass: whether any rank had gradients of all members. If so, all ranks update all
+    members. Only a rank without all gradients reads the flag, in the next step. If no rank had all gradients, the ranks
+    exchange one flag per member.
 
     Args:
-        gradients: The gradients of the trained chunks, by number of the chunk.
-        sharers: The ranks that take part.
+        gradients: Gradients of the trained chunks, by number of the chunk.
+        sharers: Ranks that shard the chunks.
 
     Attributes:
-        stand_ins: The stand-ins in the module's parameters for gradients that the optimizer holds.
+        stand_ins: Stand-ins in the module's parameters for gradients that the optimizer holds.
     """
 
     def __init__(self, gradients: Sequence[ChunkGradients], sharers: Sharers) -> None:
@@ -49,20 +49,20 @@ class GradientUsage:
         return self._sharers.device_of_flags(self._gradients[0].chunk.own.device)
 
     def add(self, number: int, used: Sequence[int]) -> None:
-        """Add the members of a chunk that had a gradient in the pass under way on this rank.
+        """Add the members of a chunk that had a gradient in the current pass on this rank.
 
         Args:
             number: Number of the chunk.
-            used: For each member 1 if it had a gradient, else 0.
+            used: Flags, one per member: 1 if the member had a gradient, else 0.
         """
         self._anywhere[number] |= torch.tensor(used, dtype=torch.int32)
         self._here[number] = [old | new for old, new in zip(self._here[number], used, strict=True)]
 
     def begin_pass(self, arrived: torch.Tensor | None) -> None:
-        """Take the stand-ins away, and drop the gradients whose stand-ins the program has taken away before.
+        """Remove the stand-ins, and drop the gradients that the caller has dropped since the last pass.
 
         Args:
-            arrived: The parameter whose gradient has begun the pass, if one has.
+            arrived: Parameter whose gradient has begun the pass. None: another event has begun it.
         """
         for dropped in self.stand_ins.take(arrived):
             self._drop(dropped)
@@ -74,26 +74,36 @@ class GradientUsage:
         """Keep the flags of a pass that has reduced all chunks.
 
         Args:
-            flags: The flags that the ranks exchange: whether any had all gradients, and whether any requests an order.
+            flags: Exchanged flags: whether any rank had all gradients, and whether any rank requests an order.
             had_all: Whether this rank had gradients of all members.
 
         Returns:
-            The flags of the pass before, which have long arrived; None after the first pass.
+            The flags of the previous pass, which have arrived by now. None after the first pass.
         """
         before, self._flags = self._flags, flags
         self._had_all, self._unshared = had_all, set(range(len(self._gradients)))
         return before
 
     def bind(self, number: int) -> None:
-        """Show the optimizer the gradients of a chunk, and the program that there are such."""
+        """Pass the gradients of a chunk to the optimizer, and put stand-ins into the module's parameters.
+
+        Args:
+            number: Number of the chunk.
+        """
         gradients = self._gradients[number]
         gradients.bind()
         self.stand_ins.show(gradients.chunk, self._here[number])
 
     def unused(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """Return for each chunk the members that had no gradient on any rank since gradients were dropped.
+        """Return, for each chunk, the members that had no gradient on any rank since gradients were dropped.
 
-        An all-reduce of an int32 per member, if no rank had gradients of all.
+        All-reduces one int32 per member if no rank had gradients of all members.
+
+        Args:
+            chunks: Chunks.
+
+        Returns:
+            Lists of member indices, one list per chunk.
         """
         self.share()
         return [(self._anywhere[chunk.number] == 0).nonzero().flatten().tolist() for chunk in chunks]
@@ -102,7 +112,9 @@ class GradientUsage:
         """Find the members that had a gradient on any rank, in the latest pass that reduced or before."""
         if not self._unshared or self._flags is None:
             return
-        if self._had_all or self._flags.read()[0]:  # the same on all ranks
+        # All ranks take the same branch: if this rank had all gradients, the flag is set on every rank. The first
+        # condition avoids the read, which waits for the device.
+        if self._had_all or self._flags.read()[0]:
             for number in self._unshared:
                 self._anywhere[number].fill_(1)
         else:
@@ -113,10 +125,13 @@ class GradientUsage:
         self._unshared.clear()
 
     def look_before_step(self, chunks: Sequence[Chunk]) -> None:
-        """Check that the gradients of chunks are those to step by, and drop what the program has dropped of them.
+        """Check the gradients of chunks before a step, and drop the gradients that the caller has set to None.
+
+        Args:
+            chunks: Chunks that the optimizer updates.
 
         Raises:
-            RuntimeError: The program has set the gradient of a parameter, or gradients are not reduced yet.
+            RuntimeError: The caller has assigned a gradient to a parameter, or gradients are not reduced yet.
         """
         for chunk in chunks:
             dropped = self.stand_ins.dropped_before_step(chunk)
@@ -129,8 +144,12 @@ class GradientUsage:
                 )
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
-        """Drop the gradients of chunks that are not reduced, and which of their members had any."""
-        with without_torch_functions():  # quicker, where parameters are in flight
+        """Drop the unreduced gradients of chunks, and the usage of their members.
+
+        Args:
+            chunks: Chunks.
+        """
+        with without_torch_functions():  # faster if parameters are in flight
             for chunk in chunks:
                 self._gradients[chunk.number].forget()
         for chunk in chunks:
@@ -138,20 +157,20 @@ class GradientUsage:
             self._clear_shared(chunk.number)
 
     def _drop(self, dropped: Dropped) -> None:
-        """Drop gradients that the optimizer holds, as the program has dropped them in the module."""
+        """Drop the optimizer's gradients that the caller has dropped in the module."""
         number = dropped.chunk.number
         if not dropped.others:
             self._gradients[number].drop_reduced()
             self._clear_shared(number)
             return
-        self.share()  # first, since it reports the pass before
+        self.share()  # first, because it adds the usage of the previous pass, which must not set these members again
         self._gradients[number].drop_members(dropped.members)
         self._anywhere[number][dropped.members] = 0
         for index in dropped.members:
             self._here[number][index] = 0
 
     def _clear_dropped(self) -> None:
-        """Clear the usage of chunks whose gradients the program has dropped in the optimizer's tensors."""
+        """Clear the usage of chunks whose gradients the caller has dropped in the optimizer's tensors."""
         gone: dict[int, bool] = {}  # by optimizer
         for each in self._gradients:
             if each.is_stepped_here:
