@@ -15,7 +15,7 @@ from .known.scope import update_scope_of
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ParamGroup:
-    """A param group of one of the optimizers.
+    """Param group of one of the optimizers.
 
     Args:
         optimizer: Optimizer that has the group.

@@ -174,7 +174,7 @@ class ParameterInit:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """The options of `shard` that decide how parameters are packed into chunks.
+    """Options of `shard` that decide how parameters are packed into chunks.
 
     Args:
         units: FSDP units, as for `shard`.

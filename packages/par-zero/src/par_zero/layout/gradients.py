@@ -26,7 +26,7 @@ class GradientStore(Protocol):
 
     @property
     def chunks(self) -> Iterable[Chunk]:
-        """The chunks whose gradients it keeps."""
+        """Chunks whose gradients it keeps."""
 
     def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Add the gradients that the optimizer holds of a chunk to this rank's shard of the sum."""
@@ -39,13 +39,13 @@ class GradientStore(Protocol):
 
 
 class ChunkGradients:
-    """The gradients of a chunk.
+    """Gradients of a chunk.
 
     Args:
-        chunk: The chunk.
+        chunk: Chunk.
 
     Attributes:
-        chunk: The chunk.
+        chunk: Chunk.
             buffer: (size) This rank's gradients, from the first of a pass on. If gradients are sharded, their reduction
             returns it to its pool; otherwise the chunk keeps it.
         store: Store of the reduced gradients; None: memory.
@@ -103,7 +103,7 @@ class ChunkGradients:
 
     @property
     def _stepped(self) -> list[nn.Parameter]:
-        """The optimizer's tensors."""
+        """Tensors of the optimizer that hold the chunk."""
         return [*(part.tensor for part in self.chunk.slices), *self.chunk.wholes]
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:

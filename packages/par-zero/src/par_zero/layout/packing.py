@@ -17,7 +17,7 @@ are the last ones for every number of ranks, so the results have the same bits.
 
 @dataclass(frozen=True, kw_only=True)
 class PackedItem:
-    """A parameter to be packed.
+    """Parameter to be packed.
 
     Args:
         numel: Number of its elements on this rank.

@@ -3,12 +3,15 @@
 An optimizer keeps some state for a tensor as a unit: Adam counts its steps, and NAdam keeps a product as well. On one
 device an optimizer skips a parameter without a gradient, and its count stays. The parameters of a slice can therefore
 have different counts. Parameters with equal counts are then stepped together, as temporary tensors without the
-parameters that have no gradient:
+parameters that have no gradient. In this example a block has 6 elements:
 
-    slice      a a a a a b  b b b b c c  c c c c c c  c c d d d d      in blocks, here of 6 elements
+    slice      a a a a a b  b b b b c c  c c c c c c  c c d d d d
     steps      a 7, b 5, c 7, d none in this step
+
     stepped                              c c c c c c                   in place
+
                a a a a a .  . . . . c c               c c . . . .      copies of blocks, as one tensor
+
                . . . . . b  b b b b . .                                the same for b
 
 Full blocks are stepped, although some elements of a copy are ignored. Vectorized kernels then take the same steps as in

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from .._torch_private import bare_step, hooks_of
 
 _SettingPlace = tuple[str, int | str, str]
-"""Where a step may change a value: ("attribute", 0, name), ("setting", param group, name) or ("state", 0, key)."""
+"""Location of a value that steps change: ("attribute", 0, name), ("setting", param group, name), ("state", 0, key)."""
 
 
 def clone_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
@@ -109,6 +109,7 @@ class TensorStepper:
                 places: Any = vars(self._optimizer) if kind == "attribute" else self._optimizer.state
                 if kind == "setting":
                     places = self._optimizer.param_groups[number]
+                # The optimizer's own step may have stepped other tensors and made the same change already.
                 if not _differ(places.get(key), before):
                     places[key] = after
 
