@@ -30,6 +30,7 @@ _LANES = {"F": "compute", "R": "compute", "B": "compute", "S": "compute"} | {
     "reduce": "reduce",
     "fetch": "tiers",
 }
+# The entries that end a bar. A gather lasts until its unit runs, and not until it completes: no entry reports that.
 _ENDS = {
     **dict.fromkeys(("F", "R", "B"), frozenset(("F", "R", "B", "S", "E"))),
     "S": frozenset("E"),
@@ -76,6 +77,7 @@ def draw_program(program: ZeroProgram) -> str:
     """
     entries = program.entries
     held = [held for _, held in program.walk()]
+    # A program without bytes would divide by 0.
     most = max((sum(each.values()) for each in held), default=0) or 1
     bars = list(bars_of(entries))
     lanes = list(
@@ -102,6 +104,7 @@ def draw_program(program: ZeroProgram) -> str:
         length = max(1, bar.stop - bar.start) * _STEP
         parts.append(_rect(x, y + 2, length - 1, _LANE - 6, _COLORS[bar.entry.op], str(bar.entry)))
         label = f"{bar.entry.op} {bar.entry.of}" if bar.lane == "compute" else bar.entry.of
+        # SVG does not clip text: a label wider than its bar would cover the next bar. A character has about 5.6 pixels.
         if len(label) * 5.6 < length:
             parts.append(f'<text x="{x + 3}" y="{y + 15}">{escape(label)}</text>')
     parts += [f'<text x="4" y="{_TOP + _CHART + 29 + _LANE * place}">{lane}</text>' for place, lane in enumerate(lanes)]

@@ -246,6 +246,7 @@ class _LedgerState:
         _need(entry.of in self._whole, "it is not whole")
         self._whole.remove(entry.of)
 
+    # Zeros take the same buffer as gradients.
     def _zero(self, entry: ProgramEntry) -> None:
         self._c(entry)
 
@@ -305,6 +306,7 @@ class _LedgerState:
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)
 
+    # The result continues on the disk, so its memory no longer counts.
     def _send(self, entry: ProgramEntry) -> None:
         self._gradients.discard(entry.of)
 

@@ -39,6 +39,8 @@ class StepRecord:
     def end_step(self) -> None:
         """Record that an optimizer has stepped."""
         self._meter.note("E")
+        # A further optimizer of the same step extends the program, whose start remains. Otherwise a new program begins
+        # with the memory that the previous step has left.
         if self._meter.end_step():
             self._start = self._next
         self._next = self._held()
