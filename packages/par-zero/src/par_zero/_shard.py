@@ -366,7 +366,7 @@ def program(module: nn.Module) -> ZeroProgram | None:
         module: Module that was passed to `shard`, or an item of it that is called.
 
     Returns:
-        The program; None before the first step.
+        The program; None before the first step, and after a step of more than 50,000 entries.
 
     Raises:
         ValueError: The module is not sharded.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from par_testing import for_each
 from par_zero import ZeroProgram, draw_program, program, shard
+from par_zero.layout.meter import MOST_ACTIONS, Meter
 from par_zero.programs.ledger import BufferSizes, ChunkBytes, HeldMemory, ProgramEntry
 
 from ..helpers import STAGES, adamw, batch, mlp, policies, train
@@ -82,3 +83,18 @@ def test_the_program_of_a_step_is_printed_and_drawn(stage):
     labels = {each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")}
     assert {"compute", "reduce", "units", "gradients", "buffers"} <= labels
     assert ("all-gather" in labels) == (stage > 0)
+
+
+def test_no_more_entries_of_a_step_are_kept_than_50_000():
+    meter = Meter()
+    for number, count in enumerate((MOST_ACTIONS, MOST_ACTIONS + 1, 10**6, 3)):
+        for _ in range(count):
+            meter.note("F", "u")
+        assert len(meter._done) <= MOST_ACTIONS + 1
+        meter.end_pass(reduced=True)
+        meter.end_step()
+        assert len(meter.done) == (MOST_ACTIONS, 0, 0, 3)[number]
+    for _ in range(MOST_ACTIONS):  # steps without a backward pass
+        meter.note("S", "0")
+    meter.end_step()
+    assert meter.done == []

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 UNITS, GRADIENTS, BUFFERS = "units", "gradients", "buffers"
 """Kinds of memory that change within a step: gathered parameters, gradients, and buffers that chunks borrow."""
 
+MOST_ACTIONS = 50_000
+"""Largest number of actions that are kept of a step. A long evaluation belongs to the step after it."""
+
 
 class Meter:
     """Counter of bytes as memory is allocated and freed, and list of actions. Each call costs a few integer operations.
 
     Attributes:
-        done: Actions of the latest step, in their order.
+        done: Actions of the latest step, in their order; empty if there were more than `MOST_ACTIONS`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,9 @@ class Meter:
             op: Kind of the action.
             of: Name of the unit or chunk.
         """
-        self._done.append((op, of))
+        # One more than are kept tells that some are missing.
+        if len(self._done) <= MOST_ACTIONS:
+            self._done.append((op, of))
 
     def forget(self) -> None:
         """Discard the actions and the peak of the step under way, because a pass failed."""
@@ -80,7 +85,8 @@ class Meter:
         if self._passed or self._most > self._latest[0]:
             self._latest = self._most, self._fullest
         # Actions of a further optimizer belong to the same step, so they are appended.
-        self.done = self._done if self._passed else [*self.done, *self._done]
+        done = self._done if self._passed else [*self.done, *self._done]
+        self.done = done if len(done) <= MOST_ACTIONS else []
         self._done = []
         self._passed = False
         self._note()
