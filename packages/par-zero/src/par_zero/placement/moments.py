@@ -43,6 +43,7 @@ class Moment:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the units that must be gathered, each once."""
+        # The unit comes first. `held` may contain it again, for which its bytes must not count twice.
         return tuple(dict.fromkeys((*(() if self.unit is None else (self.unit,)), *self.held)))
 
 

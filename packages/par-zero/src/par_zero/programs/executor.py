@@ -8,7 +8,7 @@
    begins them, with zeros. It then compares with the other ranks which unit it needs. If all ranks need the same unit,
    they continue: they compare before each gather until the pass ends, and learn the new trace. If not, all ranks raise.
 
-No rank waits forever, for four reasons:
+No rank waits forever in a pass with a program, for four reasons:
 
 - All ranks issue the collectives of a pass in the order of the program (rule 1).
 - A rank leaves this order only after the last program entry (rule 2). Its next collective is a comparison.
@@ -17,7 +17,10 @@ No rank waits forever, for four reasons:
 - Before it reaches the comparison, another rank may wait for a reduction, if `Overlap(inflight=...)` bounds reductions.
   The departed rank has begun this reduction too (rule 2).
 
-A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather.
+A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather. There
+is no rest of a program then, so rule 2 begins no reductions. If reductions are bounded and the ranks run different
+units, one rank may wait for a reduction while another rank waits for it to compare. A bound is therefore not supported
+at stage 3 if data decides on each rank which units run.
 
 In backward, a rank begins reductions when an event happens, before the actions of this event. It begins the reductions
 of all units whose backward has finished, also of unused ones. A rank that skips the event begins the same reductions.
