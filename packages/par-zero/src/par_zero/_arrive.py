@@ -98,7 +98,7 @@ class Arrival:
             kind: type("ArrivingParameter", (ArrivingParameter, kind), {"wait_for_gather": wait})
             for kind, wait in ((nn.Parameter, self.read), (WatchedWeight, self.read), (WatchedParameter, self.wait))
         }
-        self._in_flight: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # and the classes that they return to
+        self._in_flight: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # tensors, with their own classes
         self._lock = Lock()
         self._handle: Handle | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -113,7 +113,8 @@ class Arrival:
         tensors = [member.parameter for member in self._chunk.members]
         self._stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
         self._arriving.add(self._number)
-        if self._chunk.master is self._chunk.own:  # else the optimizer holds copies, which no collective touches
+        # Otherwise the optimizer holds copies, which no collective reads or writes.
+        if self._chunk.master is self._chunk.own:
             tensors += [part.tensor for part in self._chunk.slices if not part.in_pieces]
         self._in_flight = [(tensor, type(tensor)) for tensor in tensors]
         for tensor, kind in self._in_flight:
@@ -136,7 +137,8 @@ class Arrival:
             if self._stream is not None and self._stream != torch.cuda.current_stream():
                 torch.cuda.current_stream().wait_stream(self._stream)
             for tensor, kind in self._in_flight:
-                if type(tensor) is not nn.Parameter:  # as a step may have made a slice in the meantime
+                # A step in the meantime may have set the class of a slice to nn.Parameter, which must stay.
+                if type(tensor) is not nn.Parameter:
                     tensor.__class__ = kind
             self._arriving.discard(self._number)
             self._handle = None
@@ -153,9 +155,11 @@ class Arrivals:
 
     def __init__(self, chunks: Sequence[Chunk], reducer: Reducer) -> None:
         self._arriving = reducer.arriving
-        self._order = LearnedOrder(reversed(range(len(chunks))))  # gradients come in the opposite order
+        # The chunks are in the order of gradients, and forward reads them in the opposite order.
+        self._order = LearnedOrder(reversed(range(len(chunks))))
         self._arrivals: dict[int, Arrival] = {}
-        known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)  # whose streams `Arrival` waits for
+        # `Arrival` can wait only for the streams of CUDA. A CPU has none.
+        known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
         if cut and known and not by_gloo:

@@ -113,7 +113,7 @@ class Gatherer:
         for unit in (*freed, *hidden):
             unit.gather()
         self._summoners += 1
-        self._keepers += 1  # a forward inside frees nothing
+        self._keepers += 1  # so that a forward inside frees no unit
         checked = False
         try:
             check()
@@ -206,7 +206,7 @@ class Gatherer:
             if not torch.is_autocast_enabled(device):
                 continue
             wanted = torch.get_autocast_dtype(device)
-            if dtype not in (wanted, torch.float64):  # autocast leaves float64 alone
+            if dtype not in (wanted, torch.float64):  # autocast does not cast float64
                 raise ValueError(
                     f"a forward under autocast to {wanted} with parameters of {dtype} would keep a cast copy of all of "
                     "them until backward, which stage 3 is there to save; "
@@ -281,7 +281,7 @@ class Gatherer:
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return False
         chunks = [chunk for unit in self._units for chunk in unit.chunks]
-        with without_torch_functions():  # quicker, where parameters are freed
+        with without_torch_functions():  # faster if parameters are freed
             return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:

@@ -71,7 +71,7 @@ class Unit:
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
         self.label = name.replace("'", "")
-        self.state = State.FREED  # as the parameters are packed
+        self.state = State.FREED  # the caller has packed the parameters into chunks
         self.kept = False
         self.running = 0
         self.outer = frozenset(outer)

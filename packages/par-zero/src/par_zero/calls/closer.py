@@ -128,7 +128,7 @@ class Closer:
             self._places = sorted(zip(last, self._chunks, strict=True), key=lambda each: (each[0], -each[1].number))
             self._reducer.arrange([chunk.number for _, chunk in self._places])
 
-    def _end_pass(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - as the reducer calls it
+    def _end_pass(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - the reducer passes it
         self._calls.end_pass(graphed=self._graphed)
         self._in_backward, self._graphed, self._passed, self._closed = False, False, 0, 0
         self._left.clear()

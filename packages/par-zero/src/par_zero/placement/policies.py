@@ -70,7 +70,8 @@ def static(trace: Trace, sizes: Sizes, budget: Mapping[str, int]) -> Placement:
     for number, moment in enumerate(trace.moments):
         for unit in moment.needs:
             uses.setdefault(unit, set()).update((number, max(number - 1, 0)))
-    for unit, numbers in uses.items():  # in the order in which they are needed first
+    # In the order in which the units are needed first.
+    for unit, numbers in uses.items():
         # `spare` excludes the unit's own bytes already at the moments that need or prefetch it.
         beside = spare - sizes[unit]
         beside[sorted(numbers)] += sizes[unit]

@@ -162,7 +162,7 @@ class PassBook:
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
         """Do nothing: `Pass.record` has recorded the event already."""
 
-    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - those of the protocol
+    def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - of the protocol
         """Store a trace that has no program, or replace one after two equal passes. One odd pass changes nothing."""
         self._data_decides |= not alike
         followed = None if current.program is None else current.program.trace

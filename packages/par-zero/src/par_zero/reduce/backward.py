@@ -90,7 +90,7 @@ class ExpectedGradients:
 
     def __init__(self, chunks: Sequence[Chunk], *, closing: bool, exchanging: bool) -> None:
         self._chunks = chunks
-        self._frozen: set[int] = set()  # the chunks that are complete with fewer than all members
+        self._frozen: set[int] = set()  # chunks with frozen members, which are complete without these
         self.counts = [len(chunk.members) for chunk in chunks]
         self.closed_before_end = set(range(len(chunks))) if closing else set()
         self.only_when_closed = closing and exchanging

@@ -78,7 +78,7 @@ class Reducer:
         self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
         self._expected = ExpectedGradients(chunks, closing=closing, exchanging=len(sharers.each) > 1)
-        self._order = LearnedOrder(range(len(chunks)))  # in which reductions begin
+        self._order = LearnedOrder(range(len(chunks)))  # order in which reductions begin
         self._orders = [self._order]  # the orders that the ranks learn
         self.arriving: set[int] = set()
         self.hooks = BackwardHooks()
@@ -434,7 +434,8 @@ class Reducer:
         before = self.usage.end_pass(flags, had_all=had_all)
         if before is None:
             return
-        if before.read()[1]:  # the same on all ranks
+        # The flag is equal on all ranks, so all ranks join the all-reduce of `learn_orders`, or no rank does.
+        if before.read()[1]:
             learn_orders(self._orders, self._sharers.agreeing, self.usage.device)
         for order in self._orders:
             order.is_agreed = True

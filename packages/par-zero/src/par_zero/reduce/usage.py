@@ -33,9 +33,10 @@ class GradientUsage:
         self._sizes = [len(each.chunk.members) for each in gradients]
         self._anywhere = [torch.zeros(size, dtype=torch.int32) for size in self._sizes]
         self._here = [[0] * size for size in self._sizes]
-        self._unshared: set[int] = set()  # the chunks of which `anywhere` says what this rank had
+        self._unshared: set[int] = set()  # chunks for which `_anywhere` holds only this rank's usage
         self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
-        self._flags: Flags | None = None  # of that pass: whether any rank had, and whether any requests an order
+        # The flags of that pass: whether any rank had all gradients, and whether any rank requests an order.
+        self._flags: Flags | None = None
         self.stand_ins = StandIns()
 
     @property
@@ -171,7 +172,7 @@ class GradientUsage:
 
     def _clear_dropped(self) -> None:
         """Clear the usage of chunks whose gradients the caller has dropped in the optimizer's tensors."""
-        gone: dict[int, bool] = {}  # by optimizer
+        gone: dict[int, bool] = {}  # by optimizer: whether all of its gradients on this rank were dropped
         for each in self._gradients:
             if each.is_stepped_here:
                 gone[each.chunk.owner] = gone.get(each.chunk.owner, True) and each.is_empty
