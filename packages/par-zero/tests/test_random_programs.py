@@ -132,6 +132,21 @@ FOUND = {
             ),
         )
     ),
+    # In a pass that no rank knows, one waited for a reduction where another waited for it to compare.
+    "compared while reductions are bounded": (
+        Program(
+            Setup(3, inflight=1, optimizers=2), 2,
+            (
+                Step((Forward("a", ("0 1 2 3",)), Backward("a"))),
+                Step(
+                    (
+                        Forward("a", ("0 ? 1- 2 3",)), Backward("a"), Forward("b", ("3", "0- 1 2 h")),
+                        Forward("c", ("0 1 2 3 h",)), Backward("c"), Backward("b"),
+                    )
+                ),
+            ),
+        )
+    ),
     # Units that other ranks came to behind a pass under no_sync were left behind by the pass after it.
     "skipped behind no_sync": (
         Program(

@@ -41,10 +41,12 @@ class Compared(NamedTuple):
 
     Args:
         alike: Whether all ranks passed the same detail.
+        least: The smallest detail of all ranks.
         flags: One boolean per flag: whether any rank has set it.
     """
 
     alike: bool
+    least: int
     flags: list[bool]
 
 
@@ -101,7 +103,7 @@ class Agreement:
         most, least, most_detail, least_detail, *told = numbers.tolist()
         if most != -least:
             self._refuse(what)
-        return Compared(most_detail == -least_detail, [bool(flag) for flag in told])
+        return Compared(most_detail == -least_detail, -least_detail, [bool(flag) for flag in told])
 
     def meet(self, number: int) -> None:
         """Compare whether all ranks need the same unit, which is in no program.
@@ -112,16 +114,20 @@ class Agreement:
         Raises:
             RuntimeError: Some ranks need another unit, or end their pass, or cannot continue. All ranks raise.
         """
+        reducer = self._reducer
         # If the ranks continue, they repeat the reductions of zeros with gradients. Ranks that had begun different
         # numbers of reductions would resume at different chunks.
-        if not self.compare(number, self._reducer.begun_with_gradients).alike:
-            self._reducer.begin_all(0)
+        begun = reducer.begun_with_gradients if reducer.has_departed else reducer.begun
+        compared = self.compare(number, begun)
+        if reducer.has_departed and not compared.alike:
+            reducer.begin_all(0)
             raise RuntimeError(
                 f"backward comes to {self._units[number].name}, which no backward before needed there, when the ranks "
                 "have begun different numbers of reductions; pass Overlap(inflight=...) with the number "
                 "of all chunks, which bounds none, or stage=2"
             )
-        self._reducer.rejoin()
+        reducer.rejoin()
+        reducer.wait_only_for(compared.least)
 
     def _take_largest_(self, numbers: torch.Tensor) -> None:
         """Replace each number with the maximum over all ranks."""

@@ -17,10 +17,11 @@ No rank waits forever in a pass with a program, for four reasons:
 - Before it reaches the comparison, another rank may wait for a reduction, if `Overlap(inflight=...)` bounds reductions.
   The departed rank has begun this reduction too (rule 2).
 
-A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather. There
-is no rest of a program then, so rule 2 begins no reductions. If reductions are bounded and the ranks run different
-units, one rank may wait for a reduction while another rank waits for it to compare. A bound is therefore not supported
-at stage 3 if data decides on each rank which units run.
+A pass without a program runs as if all ranks had departed at its beginning: the ranks compare before each gather, and
+how many reductions each of them has begun. They wait only for reductions that all ranks have begun.
+
+If reductions are bounded, backward may wait for a reduction in the middle of a unit, where no rule orders the ranks. A
+bound is therefore not supported at stage 3 if data decides on each rank which units run.
 
 In backward, a rank begins reductions when an event happens, before the actions of this event. It begins the reductions
 of all units whose backward has finished, also of unused ones. A rank that skips the event begins the same reductions.
@@ -63,11 +64,6 @@ class Executor:
         self._at_backward = 0  # number of compared gathers when the latest backward began
         self.on_skipped: Callable[[int], None] = lambda _: None
         self.on_next: Callable[[Unit], None] | None = None
-
-    @property
-    def is_following(self) -> bool:
-        """Whether a program decides which units are gathered, in this pass or until the next one."""
-        return self._book.stays if self._pass is None else self._pass.program is not None
 
     @property
     def stays(self) -> bool:
@@ -179,7 +175,7 @@ class Executor:
         # Padding: a rank that ends the pass in another way passes another number of flags, and the shapes must match.
         room = [False] * (FLAGS - len(flags))
         digest = 0 if current is None else current.digest >> 2  # fits into an int32
-        alike, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
+        alike, _, told = self._agreement.compare(end, digest, [*flags, *room, *self._book.flags])
         if current is not None:
             self._book.end_pass(current, alike=alike, flags=told[FLAGS:])
         self.forget_pass()
@@ -230,6 +226,8 @@ class Executor:
             self.stop()
         start = frozenset(unit.number for unit in self._units if unit.chunks and not unit.freed)
         self._pass = Pass(kind=kind, start=start, program=self._book.look_up(kind, start), kept=set(start))
+        # Without a program, a rank that waits for a reduction could block ranks that compare and have not begun it.
+        self._reducer.wait_only_for(0 if self._pass.program is None else None)
         return self._pass
 
     def _follow(self, current: Pass, segments: Sequence[PassSegment]) -> None:

@@ -160,6 +160,19 @@ class Reducer:
         return self._pass.departed_at or 0
 
     @property
+    def has_departed(self) -> bool:
+        """Whether this rank has begun reductions of zeros for other ranks in this pass."""
+        return self._pass.departed_at is not None
+
+    def wait_only_for(self, count: int | None) -> None:
+        """Let backward wait only for the first reductions of the pass, which all ranks have begun.
+
+        Args:
+            count: Number of these reductions. None: all reductions, because the ranks begin them at the same places.
+        """
+        self._reductions.shared = count
+
+    @property
     def is_bounded(self) -> bool:
         """Whether backward may have to wait for a reduction before the next one begins."""
         return self._reductions.is_bounded
@@ -255,7 +268,8 @@ class Reducer:
         for number in current.left:
             current.closed.add(number)
             if number not in current.taken:
-                self._take(self._chunks[number])
+                # Without a wait: this rank may still have to gather with ranks that have not begun those reductions.
+                self._take(self._chunks[number], waits=False)
             if number not in observed:
                 observed.append(number)
         current.left.clear()
@@ -370,10 +384,11 @@ class Reducer:
             self._take(chunk)
             self.begin()
 
-    def _take(self, chunk: Chunk) -> None:
-        """Take the gradients of a chunk."""
+    def _take(self, chunk: Chunk, *, waits: bool = True) -> None:
+        """Take the gradients of a chunk, and wait before for a reduction whose buffer it can borrow."""
         current, order, gradients = self._pass, self._order.numbers, self.gradients[chunk.number]
-        if not self._deferring and current.begun < len(order) and chunk.number == order[current.begun]:
+        is_next = current.begun < len(order) and chunk.number == order[current.begun]
+        if waits and is_next and not self._deferring:
             self._reductions.make_room()  # a finished reduction returns its buffer, which this chunk can borrow
         self.usage.add(chunk.number, gradients.take(self.buffers.gradients))
         current.taken.add(chunk.number)
