@@ -101,12 +101,13 @@ def draw_zero_step(path: Path) -> None:
         blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
         model = nn.Sequential(*blocks)
         optimizer = torch.optim.AdamW(model.parameters())
-        shard(model, optimizer, stage=3, group=dist.group.WORLD, overlap=Overlap(bucket=1, inflight=1))
+        shard(model, optimizer, stage=3, group=dist.new_group([0]), overlap=Overlap(bucket=1, inflight=1))
         for _ in range(3):
             model(torch.ones(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        path.write_text(draw_program(program(model)))
+        if (done := program(model)) is not None:
+            path.write_text(draw_program(done))
 
 
 def draw_tiers(path: Path) -> None:

@@ -14,7 +14,7 @@ MOST = {
     "save": (12, 44),
     "load": (11, 45),  # one declares the attributes that packages set on tensors
     # Six of them reduce: the reducer, a pass, its order, its gradients and their use; one records the program.
-    "zero-step": (24, 24),
+    "zero-step": (23, 23),
     "pipeline-step": (17, 17),
     "strategy-step": (49, 49),  # two of them pass the loss factor to routers; one seeds the next step
 }

@@ -1,5 +1,6 @@
 """What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
 
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -29,7 +30,8 @@ def _check_program(record):
 
 def _end_checked(record, end_step=StepRecord.end_step):
     end_step(record)
-    _check_program(record)
+    if sys.getprofile() is None:  # else somebody lists what a step calls
+        _check_program(record)
 
 
 StepRecord.end_step = _end_checked  # every step of every test
