@@ -57,6 +57,11 @@ class Pass:
         self.trace.append(event)
         self.digest = event.extend(self.digest)
 
+    def leave_program(self) -> None:
+        """Continue without the program, if there is one. Its events were equal on all ranks."""
+        if self.program is not None:
+            self.shared, self.program = list(self.program.trace), None
+
 
 class LearnedPass:
     """The trace of an earlier pass, and the programs compiled from it.
@@ -165,21 +170,22 @@ class PassBook:
     def end_pass(self, current: Pass, *, alike: bool, flags: Sequence[bool]) -> None:  # noqa: ARG002 - of the protocol
         """Store a trace that has no program, or replace one after two equal passes. One odd pass changes nothing."""
         self._data_decides |= not alike
-        followed = None if current.program is None else current.program.trace
         found: Sequence[PassEvent] = current.trace
+        digest = current.digest
         # If data decides which units run, this rank's trace is not equal to the other ranks' traces. The shared events
         # are, and a unit that this rank skipped now may run on it next time.
         if self._data_decides:
-            found = current.shared if followed is None else followed
+            found = current.shared if current.program is None else current.program.trace
+            digest = digest_of(found)
         if not found:
             return
-        key, digest = (current.kind, self._before), digest_of(found)
+        key = (current.kind, self._before)
         if key not in self._known:
             # All ranks clear at the same pass, because their keys are equal.
             if len(self._known) == _TRACES:
                 self._known.clear()
                 self._seen.clear()
-            self._known[key] = LearnedPass(followed or found)
+            self._known[key] = LearnedPass(found if current.program is None else current.program.trace)
         if digest != self._known[key].digest:
             if self._seen.get(key) == digest:
                 self._known[key] = LearnedPass(found)

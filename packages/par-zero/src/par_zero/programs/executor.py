@@ -184,8 +184,8 @@ class Executor:
     def end_step(self) -> None:
         """End the step after the optimizer has updated the parameters and all units were freed."""
         # A forward without a backward has not ended its pass. All units were freed, so its program no longer applies.
-        if self._pass is not None and self._pass.program is not None:
-            self._pass.shared, self._pass.program = list(self._pass.program.trace), None
+        if self._pass is not None:
+            self._pass.leave_program()
         self._late.clear()
         self._book.end_step()
 
@@ -230,27 +230,19 @@ class Executor:
         self._reducer.wait_only_for(0 if self._pass.program is None else None)
         return self._pass
 
-    def _follow(self, current: Pass, segments: Sequence[PassSegment]) -> None:
-        """Execute the actions of segments that this rank skips, for the other ranks."""
+    def _follow(self, current: Pass, segments: Sequence[PassSegment], *, empty: bool = False) -> None:
+        """Execute the actions of segments that this rank skips, for the other ranks.
+
+        Args:
+            current: Pass in progress.
+            segments: Segments of its program, up to the last one to execute.
+            empty: Whether this rank begins the reductions with zeros, because it departs. Default: False.
+        """
         for place in range(current.at, len(segments)):
             event, actions = segments[place].event, segments[place].actions
             current.at = place + 1
             # Before the actions, which may wait: another rank may wait for these reductions first.
-            if event.op == BACKWARD:
-                self.on_skipped(event.unit)
-            self._act(current, actions)
-
-    def _depart(self, current: Pass) -> None:
-        """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
-        if current.program is None:
-            return
-        segments = current.program.segments
-        # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
-        bounded = current.kind.begins_with != "evaluation" and self._reducer.is_bounded
-        for place in range(current.at, len(segments)):
-            event, actions = segments[place].event, segments[place].actions
-            current.at = place + 1
-            if event.op == BACKWARD and bounded:
+            if event.op == BACKWARD and empty:
                 # No rank can have begun the reductions that follow a later backward. Begun too early here, they would
                 # be in another order than on the other ranks.
                 later = {each.event.unit for each in segments[place + 1 :] if each.event.op == BACKWARD} - {event.unit}
@@ -258,9 +250,17 @@ class Executor:
             elif event.op == BACKWARD:
                 self.on_skipped(event.unit)
             self._act(current, actions)
+
+    def _depart(self, current: Pass) -> None:
+        """Leave the program by rule 2: execute the rest of it for the other ranks, and begin the reductions."""
+        if current.program is None:
+            return
+        # Without a bound no rank waits for a reduction before its pass ends. An evaluation reduces nothing.
+        bounded = current.kind.begins_with != "evaluation" and self._reducer.is_bounded
+        self._follow(current, current.program.segments, empty=bounded)
         if bounded:
             self._reducer.begin_empty()
-        current.shared, current.program = list(current.program.trace), None
+        current.leave_program()
 
     def _act(self, current: Pass, actions: Sequence[UnitAction]) -> None:
         """Execute actions of the program."""

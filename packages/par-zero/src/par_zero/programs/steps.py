@@ -179,25 +179,13 @@ class StepBook:
         return (self._grown,)
 
     def look_up(self, kind: PassKind, start: frozenset[int]) -> PassProgram | None:
-        """Return the program of a pass that begins. Return None if the pass has no program.
-
-        Args:
-            kind: Kind of the pass.
-            start: Numbers of the units that are gathered now.
-        """
+        """Return the program of a pass that begins: see `Book.look_up`."""
         if self._program is None:
             return self._passes.look_up(kind, start)
         return self._program.passes[len(self._recording.ends)]
 
     def note(self, current: Pass, event: PassEvent, place: int | None, units: Sequence[Unit]) -> None:
-        """Record an event and the units that it needs.
-
-        Args:
-            current: Pass in progress.
-            event: Event that has happened.
-            place: Index of the event in the program of the pass. None: the program does not contain it.
-            units: Units, with their present states.
-        """
+        """Record an event and the units that it needs: see `Book.note`."""
         program = self._program
         # Without a placement the gathered units are those that "behind" needs. A placement also keeps units that the
         # event does not need, so its events take their units from the program.
