@@ -23,9 +23,9 @@ Actions of par-zero:
 - `step c`, `step p`: a chunk or a piece is updated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..layout.meter import BUFFERS, GRADIENTS, UNITS
 
@@ -226,11 +226,9 @@ class _LedgerState:
         Args:
             entry: Next entry of the program.
         """
-        kind = "run" if entry.op in ("F", "R", "B") else "begin" if entry.op in ("scatter", "reduce") else entry.op
-        follow = getattr(self, f"_{kind.lower()}", None)
-        # `S` has no method: it changes no memory, and a `step` entry follows for each updated chunk or piece.
-        if follow is not None:
-            follow(entry)
+        # `S` changes no memory: a `step` entry follows for each updated chunk or piece.
+        if entry.op != "S":
+            self._methods[entry.op](self, entry)
 
     def _run(self, entry: ProgramEntry) -> None:
         _need(entry.of in self._whole, "it is not whole")
@@ -246,11 +244,7 @@ class _LedgerState:
         _need(entry.of in self._whole, "it is not whole")
         self._whole.remove(entry.of)
 
-    # Zeros take the same buffer as gradients.
-    def _zero(self, entry: ProgramEntry) -> None:
-        self._c(entry)
-
-    def _c(self, entry: ProgramEntry) -> None:
+    def _fill(self, entry: ProgramEntry) -> None:
         _need(entry.of not in self._stale, "its parameters are out of date")
         if not self._program.shards_gradients:
             self._gradients.add(entry.of)
@@ -310,12 +304,29 @@ class _LedgerState:
     def _send(self, entry: ProgramEntry) -> None:
         self._gradients.discard(entry.of)
 
-    def _e(self, _: ProgramEntry) -> None:
+    def _end(self, _: ProgramEntry) -> None:
         _need(not self._under_way, "reductions are under way")
 
     def _release(self, _: ProgramEntry) -> None:
         self._lent.keep(self._program.kept_buffers)
         self._received.keep(self._program.kept_buffers)
+
+    _methods: ClassVar[Mapping[str, Callable[["_LedgerState", ProgramEntry], None]]] = {
+        **dict.fromkeys(("F", "R", "B"), _run),
+        **dict.fromkeys(("C", "zero"), _fill),  # zeros take the same buffer as gradients
+        **dict.fromkeys(("scatter", "reduce"), _begin),
+        "gather": _gather,
+        "free": _free,
+        "sum": _sum,
+        "send": _send,
+        "release": _release,
+        "E": _end,
+        "cast": _cast,
+        "drop": _drop,
+        "fetch": _fetch,
+        "evict": _evict,
+        "step": _step,
+    }
 
 
 def _need(holds: bool, problem: str) -> None:
