@@ -95,7 +95,6 @@ class Engine:
         self._closer: Closer | None = None
         if closes and not stage.shards_parameters:
             self._closer = Closer(module, self._trained, self._reducer)
-        self._reducer.hooks.at_end.append(self._meter.end_pass)
         # At stage 3 a freed parameter reports each write by itself.
         self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
         self._arrivals: Arrivals | None = None
@@ -111,7 +110,7 @@ class Engine:
             executor = Executor(units, book, agreement, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, executor, self._meter)
         # The gatherer's hooks come first, because the units that they free belong to the pass.
-        self._reducer.hooks.at_end.append(self._meter.note_end)
+        self._reducer.hooks.at_end.append(self._meter.end_pass)
         whole_units = units if stage.shards_parameters else ()
         is_late = offload is not None and offload.late
         self._program = StepRecord(self._chunks, whole_units, self._reducer, self._meter, is_late=is_late)
@@ -122,14 +121,13 @@ class Engine:
             chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
         )
-        late = offload is not None and offload.late
         self._writes = Writes(
             stepped,
             sharers,
             self._publish_anew,
             self._follow_module_writes,
             ignored=not keeps_copies,
-            late=late,
+            late=is_late,
         )
         for assembly in assemblies.values():
             self._reducer.hooks.at_end.append(partial(assembly.take_gradients, self._reducer.pop_sum))

@@ -23,10 +23,10 @@ class Meter:
         self._latest = (0, dict(self._now))  # peak bytes of the latest step, in total and by kind
         self._done: list[tuple[str, str]] = []
         self.done: list[tuple[str, str]] = []
-        self._note()
+        self._mark_peak()
 
     def note(self, op: str, of: str = "") -> None:
-        """Record an action: see `par_zero.programs.entries`.
+        """Record an action: see `par_zero.programs.ledger`.
 
         Args:
             op: Kind of the action.
@@ -39,14 +39,14 @@ class Meter:
     def forget(self) -> None:
         """Discard the actions and the peak of the step under way, because a pass failed."""
         self._done.clear()
-        self._note()
+        self._mark_peak()
 
     @property
     def now(self) -> Mapping[str, int]:
         """Current bytes by kind."""
         return self._now
 
-    def _note(self) -> None:
+    def _mark_peak(self) -> None:
         self._most, self._fullest = self._total, dict(self._now)
 
     def add(self, kind: str, size: int) -> None:
@@ -59,7 +59,7 @@ class Meter:
         self._now[kind] += size
         self._total += size
         if self._total > self._most:
-            self._note()
+            self._mark_peak()
 
     def touch(self, kind: str, size: int) -> None:
         """Count memory that is allocated and freed at once, which can only raise the peak."""
@@ -67,11 +67,8 @@ class Meter:
         self.add(kind, -size)
 
     def end_pass(self, *, reduced: bool) -> None:
-        """Note that a backward pass has ended, with gradients reduced or not."""
+        """Record that a backward pass has ended, with gradients reduced or not, after all that was done for it."""
         self._passed |= reduced
-
-    def note_end(self, *, reduced: bool = False) -> None:  # noqa: ARG002 - as the reducer calls it
-        """Record the end of a pass, with all that was done for it."""
         self.note("E")
 
     def end_step(self) -> bool:
@@ -89,7 +86,7 @@ class Meter:
         self.done = done if len(done) <= MOST_ACTIONS else []
         self._done = []
         self._passed = False
-        self._note()
+        self._mark_peak()
         return first
 
     @property

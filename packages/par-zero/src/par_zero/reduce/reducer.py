@@ -73,7 +73,7 @@ class Reducer:
         *,
         closing: bool = False,
     ) -> None:
-        self._chunks, self._sharers = chunks, sharers
+        self._chunks, self._sharers, self._meter = chunks, sharers, meter or Meter()
         self.gradients = [ChunkGradients(chunk) for chunk in chunks]
         self._deferring = 0  # number of open `no_sync` contexts
         self._pass = BackwardPass([set() for _ in chunks])
@@ -91,7 +91,7 @@ class Reducer:
         if inflight is None and not on_cpu and (lends or not single) and len(sharers.each) == 1:
             inflight = 2
         self._reductions = Reductions(inflight)
-        self.buffers = ReductionBuffers(Buffers(meter), Buffers(meter), inflight or 2)
+        self.buffers = ReductionBuffers(Buffers(self._meter), Buffers(self._meter), inflight or 2)
         self._empty = EmptyReductions()
         for number, chunk in enumerate(chunks):
             chunk.number = number
@@ -415,8 +415,7 @@ class Reducer:
             for number in self._order.numbers:
                 if current.arrived[number] and number not in current.taken:
                     self._take(self._chunks[number])
-        for chunk in self._chunks[:1]:
-            chunk.meter.note("release")
+        self._meter.note("release")
         if self.buffers.end_pass():
             for gradients in self.gradients:
                 gradients.forget_buffer()
