@@ -32,7 +32,7 @@ from par_zero import (
 )
 
 from ..helpers import assert_same, batch, loss_of, mlp, policies, sharded, whole
-from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
+from .cases import BF16, counted, failing, moments, on_disk, small, two_models, with_copies, with_everything
 from .test_state import MAKERS
 from .test_state import trained as of_uneven
 
@@ -153,25 +153,6 @@ def test_disk_gradients_are_accumulated_clipped_and_dropped(gradients, tmp_path)
         return {name: value for name, value in seen.items() if "." not in name} | whole(module) | moments(optimizer)
 
     assert_same(run(elsewhere(tmp_path, gradients=gradients)), run(None))
-
-
-def counted(patch):
-    """Bytes that the kernel moves from now on, by name of the call."""
-    moved = {"preadv": [], "pwritev": []}  # lists, as threads count
-
-    def count(name):
-        original = getattr(os, name)
-
-        def call(*args):
-            size = original(*args)
-            moved[name].append(size)
-            return size
-
-        return call
-
-    for name in moved:
-        patch.setattr(os, name, count(name))
-    return moved
 
 
 @for_each(dtypes=(FP32, BF16), gradients=("device", {"disk": 0.5}))

@@ -14,7 +14,7 @@ from par_testing import for_each, storm
 from par_zero import MixedPrecision, memory, no_sync, shard, transfers
 
 from ..helpers import OPTIMIZERS, STAGES, assert_same, batch, loss_of, mlp, policies, sharded, uneven, whole
-from .cases import BF16, Counting, failing, moments, on_disk, small, two_models, with_copies, with_everything
+from .cases import BF16, Counting, counted, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 MAKERS = OPTIMIZERS | {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.5),
@@ -298,22 +298,9 @@ def test_step_bytes_equal_the_formulas(case, tmp_path):
     optimizer = small(module.parameters())
     offload = on_disk(tmp_path, {"host": 0.25, "disk": 0.5}, piece=4096)
     shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **policies(**dtypes))
-    moved = {"preadv": [], "pwritev": []}  # lists, as threads count
-
-    def count(name):
-        original = getattr(os, name)
-
-        def counted(*args):
-            size = original(*args)
-            moved[name].append(size)
-            return size
-
-        return counted
-
     tensors = optimizer.param_groups[0]["params"]
     with pytest.MonkeyPatch.context() as patch:
-        for name in moved:
-            patch.setattr(os, name, count(name))
+        moved = counted(patch)
         for step in range(2):
             optimizer.zero_grad()
             loss_of(module, batch(step, width=64).to(dtypes.get("param_dtype"))).backward()
