@@ -101,7 +101,7 @@ class Arrival:
         self._in_flight: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # tensors, with their own classes
         self._lock = Lock()
         self._handle: Handle | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def begin(self, handle: Handle) -> None:
         """Let the tensors of the chunk wait for an all-gather in flight.
@@ -111,7 +111,8 @@ class Arrival:
         """
         self._handle = handle
         tensors = [member.parameter for member in self._chunk.members]
-        self._stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
+        device = self._chunk.flat.device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._arriving.add(self._number)
         # Otherwise the optimizer holds copies, which no collective reads or writes.
         if self._chunk.master is self._chunk.own:
@@ -132,10 +133,12 @@ class Arrival:
         with self._lock:
             if self._handle is None:
                 return
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with nullcontext() if self._stream is None else self._stream:
                 self._handle.wait()
-            if self._stream is not None and self._stream != torch.cuda.current_stream():
-                torch.cuda.current_stream().wait_stream(self._stream)
+            if self._stream is not None:
+                current = torch.accelerator.current_stream(self._stream.device)
+                if current != self._stream:
+                    current.wait_stream(self._stream)
             for tensor, kind in self._in_flight:
                 # A step in the meantime may have set the class of a slice to nn.Parameter, which must stay.
                 if type(tensor) is not nn.Parameter:
@@ -158,11 +161,9 @@ class Arrivals:
         # The chunks are in the order of gradients, and forward reads them in the opposite order.
         self._order = LearnedOrder(reversed(range(len(chunks))))
         self._arrivals: dict[int, Arrival] = {}
-        # `Arrival` can wait only for the streams of CUDA. A CPU has none.
-        known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)
         by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
-        if cut and known and not by_gloo:
+        if cut and not by_gloo:
             reducer.learn(self._order)
             # Another subclass has operations of its own, which it would lose with its class while it is in flight.
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]

@@ -130,19 +130,19 @@ class Flags:
         self._numbers = numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
         self._others = groups[1:]
         self._handle = all_reduce(self._numbers, groups[0], dist.ReduceOp.MAX) if groups else Handle([])
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def pass_on(self) -> None:
         """Exchange with the other groups, and copy the result to the host without waiting for it there."""
         for group in self._others:
             self._handle.wait()
             self._handle = all_reduce(self._numbers, group, dist.ReduceOp.MAX)
-        if self._numbers.is_cuda:
+        if not self._numbers.is_cpu:
             # Only the stream waits, so that the copy reads the result of the last group.
             self._handle.wait()
-            self._numbers = self._numbers.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+            stream = torch.accelerator.current_stream(self._numbers.device)
+            self._numbers, self._copied = host.copy_(self._numbers, non_blocking=True), stream.record_event()
 
     def read(self) -> list[bool]:
         """Return whether any rank has set each flag. The host waits for the result."""
@@ -203,6 +203,8 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         places, rank = flat.chunk(ranks), dist.get_rank(group)
         if share.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(share)
+        if ranks == 1:
+            return Handle([])
         # gloo sends and receives only CPU memory, but its broadcast also takes tensors of a GPU.
         if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or not flat.is_cpu:
             sources = range(ranks)
