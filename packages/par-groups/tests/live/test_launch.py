@@ -244,6 +244,27 @@ def test_a_running_world_is_joined_and_left_running():
     assert dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "backend", "expected"),
+    [
+        (None, "cpu:gloo", "cpu"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cuda", "cuda:nccl", "cuda:1"),
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),
+        ("xpu", "cpu:gloo,xpu:xccl", "xpu:1"),
+        ("privateuseone", "cpu:gloo,privateuseone:own", "privateuseone:1"),
+        ("privateuseone", "cpu:gloo,cuda:nccl", "cpu"),
+    ],
+)
+@pytest.mark.ranks(1)
+def test_running_world_of_a_device_backend_takes_it(accelerator, backend, expected, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backend)
+    monkeypatch.setattr(_launch, "accelerator_type", lambda: accelerator)
+    monkeypatch.setattr(_launch, "_running_device", lambda: torch.device(accelerator, 1))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    assert launch().device == torch.device(expected)
+
+
 @pytest.mark.ranks(1)
 def test_the_device_of_a_running_world_is_the_bound_one_or_the_chosen_one_or_that_of_the_local_rank(monkeypatch):
     monkeypatch.setattr(_launch, "accelerator_type", lambda: "cuda")

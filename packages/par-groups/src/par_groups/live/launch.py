@@ -15,10 +15,14 @@ import torch
 import torch.distributed as dist
 
 from .._torch_private import let_gloo_workers_finish
+from .backends import backend_of
 from .environment import Launch, read_environment
 
 _LONGEST = timedelta(minutes=30)
 """Default timeout of the rendezvous; the same as torch's."""
+
+_CPU_BACKENDS = ("gloo", "mpi", "fake")
+"""Backends whose world computes on CPUs, although they also send tensors of an accelerator."""
 
 _MISSING = "missing: "
 """Prefix of rank 0's answer after its timeout."""
@@ -413,10 +417,11 @@ def _running(device: str | torch.device | None) -> Environment:
     backend = str(dist.get_backend_config())
     if device is not None:
         chosen = _device(device, local_rank)
-    elif {"nccl", "xccl", "hccl"} & set(backend.replace(":", ",").split(",")):
-        chosen = _running_device()
     else:
-        chosen = torch.device("cpu")
+        # Only the accelerator's own backend shows that the job computes there: gloo accepts tensors of every device.
+        kind = accelerator_type()
+        is_on_accelerator = kind is not None and backend_of(None, kind) not in (None, *_CPU_BACKENDS)
+        chosen = _running_device() if is_on_accelerator else torch.device("cpu")
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen)
     return Environment(
