@@ -85,21 +85,23 @@ def test_what_is_lent_comes_back_after_an_error():
     assert pool.take() is lent
 
 
-def test_threads_wait_for_the_stream_of_the_caller_on_each_gpu():
+def test_threads_wait_for_the_callers_stream_of_each_device():
     """Without it they copy what a stream of the trainer's own has not computed yet; see the GPU tests."""
     seen = []
 
     def stream(device):
-        return SimpleNamespace(synchronize=lambda: seen.append(device))
+        return SimpleNamespace(synchronize=lambda: seen.append(str(device)))
 
     def on(device):
         local = SimpleNamespace(device=torch.device(device))
         return LocalBox(box=Box((), (), 0, (), (0,)), local=local, flat=None, steady=None)
 
-    local = LocalState(tensors=(), parts={0: [on("cuda:1"), on("cpu")], 1: [on("cuda:0")], 2: [on("cuda:1")]})
-    with mock.patch.object(torch.cuda, "current_stream", stream):
+    local = LocalState(
+        tensors=(), parts={0: [on("cuda:1"), on("cpu")], 1: [on("cuda:0")], 2: [on("cuda:1"), on("xpu:0"), on("meta")]}
+    )
+    with mock.patch.object(torch.accelerator, "current_stream", stream):
         local.wait_for_streams()
-    assert seen == ["cuda:0", "cuda:1"]
+    assert seen == ["cuda:0", "cuda:1", "xpu:0"]
 
 
 @pytest.mark.parametrize("copied", [False, True])

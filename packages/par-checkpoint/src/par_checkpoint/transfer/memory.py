@@ -102,12 +102,16 @@ class LocalState:
         return cls(tensors=tensors, parts=parts)
 
     def wait_for_streams(self) -> None:
-        """Wait for all work that the calling thread has enqueued on the GPUs of the local tensors."""
-        # The threads that copy use CUDA streams of their own, which are not ordered after the trainer's. Without this
-        # wait, a save would read weights that a kernel of the optimizer is still writing.
-        for device in sorted({str(part.local.device) for parts in self.parts.values() for part in parts}):
-            if device.startswith("cuda"):
-                torch.cuda.current_stream(device).synchronize()
+        """Wait for all work that the calling thread has enqueued on the accelerators of the local tensors."""
+        # The threads that copy use their device's default stream, which is not ordered after the trainer's. Without
+        # this wait, a save would read weights that a kernel of the optimizer is still writing.
+        for device in self.accelerators():
+            torch.accelerator.current_stream(device).synchronize()
+
+    def accelerators(self) -> list[torch.device]:
+        """Return the devices with streams, on which local tensors are."""
+        devices = {part.local.device for parts in self.parts.values() for part in parts}
+        return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
     def view(self, piece: BlockPiece) -> torch.Tensor:
         """Return a piece as a view of the local tensor that holds it."""

@@ -37,12 +37,12 @@ class Snapshot:
         self._plan, self._local, self._rank = plan, local, rank
         self._watched = _versions(local) if late else {}
         self._streams = _streams(local) if self._watched else []
-        on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
-        self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
+        pinned = bool(local.accelerators())
+        self.memory = memory if memory is not None and memory.pinned >= pinned else Chunks(pinned=pinned)
         self.blocks: dict[tuple[int, int], torch.Tensor] = {}
         # If all tensors are copied later, their list and their memory can wait, too. Allocating gigabytes takes
         # seconds, for which `save` would block the trainer.
-        self._waits = late and not on_gpu and len(self._watched) == len(local.parts)
+        self._waits = late and not pinned and len(self._watched) == len(local.parts)
         if not self._waits:
             self._lay_out()
             with Workers(threads, "par-checkpoint-copy") as workers:
@@ -75,7 +75,7 @@ class Snapshot:
             # These streams wait for the work that the trainer had enqueued when `save` was called. A copy on the
             # current stream would also wait for the forward and backward passes that were enqueued since then.
             for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(stream)
             self._copy(lambda piece: piece.tensor in self._watched, None)
         # The check follows the copy: a tensor may change at any moment before its last byte is copied.
         for number, versions in self._watched.items():
@@ -124,17 +124,16 @@ def _versions(local: LocalState) -> dict[int, list[tuple[torch.Tensor, int]]]:
     for number, parts in local.parts.items():
         # An inference tensor has no version counter, so a change to it would stay unnoticed.
         known = (part.steady for part in parts if part.steady is not None and not part.steady.is_inference())
-        steady = [tensor for tensor in known if tensor.device.type in ("cpu", "cuda")]
+        steady = [tensor for tensor in known if tensor.device.type != "meta"]
         if len(steady) == len(parts):
             # A DTensor has a counter separate from its local tensor's, so both are noted.
             found[number] = [(tensor, version_of(tensor)) for tensor in (*steady, *(part.local for part in parts))]
     return found
 
 
-def _streams(local: LocalState) -> list[torch.cuda.Stream]:
-    """Return a stream per GPU that waits for the work that the trainer has enqueued so far."""
-    devices = {part.local.device for parts in local.parts.values() for part in parts if part.local.is_cuda}
-    streams = [torch.cuda.Stream(device) for device in devices]
+def _streams(local: LocalState) -> list[torch.Stream]:
+    """Return a stream per accelerator that waits for the work that the trainer has enqueued so far."""
+    streams = [torch.Stream(device) for device in local.accelerators()]
     for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
     return streams
