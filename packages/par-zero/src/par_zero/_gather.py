@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._torch_private import is_in_torch_func, without_torch_functions
+from ._torch_private import compiles_frames, is_compiled, is_in_torch_func, skip_frame, without_torch_functions
 from ._unit import State, Unit
 from .calls.record import Call, Calls
 from .layout.meter import Meter
@@ -55,6 +56,8 @@ class Gatherer:
         self._marks = WeakTensorKeyDictionary()
         self.on_evaluated: Callable[[], None] = lambda: None  # called after each pass without gradients
         self._skipped: list[int] = []  # units whose backward ran on other ranks only, in this pass
+        self._inner_hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}  # of the modules within units
+        drop = partial(skip_frame(_drop_inner_hooks), self._inner_hooks)
         self._opaque: set[Unit] = set()  # units that returned an object in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
@@ -66,6 +69,7 @@ class Gatherer:
         for unit in units:
             unit.side = SideOutputs(_own_modules(unit, units))
             for module in unit.modules:
+                module.register_forward_pre_hook(drop)
                 hook_(module, partial(self._enter, unit), partial(self._leave, unit))
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}
         for module in root.modules():
@@ -75,7 +79,8 @@ class Gatherer:
             others = [unit for unit in dict.fromkeys(own) if module not in unit.modules]
             # A caller may call this inner module directly, without the module of its unit.
             if others:
-                hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
+                hooks = hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
+                self._inner_hooks[module] = hooks
 
     def read_ahead(self) -> None:
         """Prefetch shards that are stored on a disk before their unit is gathered."""
@@ -398,6 +403,22 @@ class Gatherer:
             for unit in self._units:
                 unit.wait()  # a caller may write to the state dict, which would race with an all-gather
                 unit.hide()
+
+
+def _drop_inner_hooks(hooks: dict[nn.Module, tuple[RemovableHandle, ...]], module: nn.Module, *_: Any) -> None:
+    """Remove the hooks of the modules within a unit, if torch.compile compiles the unit's forward.
+
+    They serve a caller who calls an inner module without its unit. In a compiled forward each of them would break the
+    graph, and torch.compile guards on their ids, so blocks with equal code could not share a graph.
+
+    Args:
+        hooks: Handles of the hooks of all inner modules.
+        module: Module of a unit, whose forward begins.
+    """
+    if hooks and (callable(compiles_frames()) or is_compiled(module)):
+        for inner in module.modules():
+            for handle in hooks.pop(inner, ()):
+                handle.remove()
 
 
 def _own_modules(unit: Unit, units: Sequence[Unit]) -> Iterator[nn.Module]:

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from par_groups import Box
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 foreach_copy_ = torch._foreach_copy_
 """Copy a list of tensors to another in one call. Since torch 2.0; otherwise every gradient needs a call."""
@@ -148,6 +151,32 @@ def has_compiled() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     # The value None stands for a backend that compiles nothing.
     return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))
+
+
+compiles_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Return a function if torch.compile compiles the frames that are called now, although this frame runs as Python.
+
+It exists since torch 2.1; `torch.compiler` only returns whether code is being traced. A wrapper would be compiled.
+"""
+
+
+def skip_frame(function: F) -> F:
+    """Keep torch.compile from compiling a function, but not from compiling the functions that it calls. Return it.
+
+    `torch._dynamo.decorators.skip` exists since torch 2.1. Under the public `torch.compiler.disable`, `compiles_frames`
+    returns None.
+    """
+    # A program that does not call `shard` need not wait for the import of the compiler.
+    skip: Callable[[F], F] = import_module("torch._dynamo.decorators").skip
+    return skip(function)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is under torch.compile, called as a function or as its method.
+
+    `_orig_mod` and `_compiled_call_impl` exist since torch 2.2. No public function returns this.
+    """
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

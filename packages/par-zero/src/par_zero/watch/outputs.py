@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from par_groups import slotted_attributes
 
@@ -19,16 +20,23 @@ _CLOSED = (
 """Types of values that are not searched for tensors. They contain no outputs, or refer to unrelated objects."""
 
 
-def hook_(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+def hook_(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> tuple[RemovableHandle, RemovableHandle]:
     """Register hooks before and after each forward of a module, which torch.compile does not compile.
 
     Args:
         module: Module to hook.
         before: Forward pre-hook.
         after: Forward hook, which also runs if forward raises.
+
+    Returns:
+        The handles that remove the two hooks.
     """
-    module.register_forward_pre_hook(torch.compiler.disable(before))
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+    return (
+        module.register_forward_pre_hook(torch.compiler.disable(before)),
+        module.register_forward_hook(torch.compiler.disable(after), always_call=True),
+    )
 
 
 def computed(output: Any) -> list[torch.Tensor]:
