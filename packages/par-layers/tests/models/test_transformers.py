@@ -46,8 +46,9 @@ def test_logits_are_cut_where_labels_come_in_training():
     with live() as groups, stays_wide():
         whole, cut = pair(groups)
         assert cut(input_ids=tokens()).logits.shape[-1] == VOCABULARY
-        assert cut(input_ids=tokens(), labels=labels(2)).logits.shape[-1] == 51
-        padding = cut(input_ids=tokens(), labels=labels(2)).logits[..., 50:]
+        with parallelization_of(cut).sharded_logits():
+            padding = cut(input_ids=tokens(), labels=labels(2)).logits[..., 50:]
+        assert padding.shape[-1] == 1
         assert padding.isneginf().all() == (dist.get_rank() == 1)
         cut.eval()
         whole.eval()
@@ -61,6 +62,40 @@ def test_logits_are_cut_where_labels_come_in_training():
         assert_steps_equal(whole, cut, groups)
         with pytest.raises(RuntimeError, match=r"generate needs full logits.*logits='auto'"):
             cut.generate(tokens())
+
+
+@pytest.mark.ranks(2)
+def test_logits_read_in_training_with_labels_are_full():
+    """Metrics, distillation and a second loss read the logits of a step whose loss came from shards."""
+    with live() as groups, stays_wide():
+        whole, cut = pair(groups)
+        expected, found = whole(input_ids=tokens(), labels=labels(2)), cut(input_ids=tokens(), labels=labels(2))
+        with count_collectives() as counted:
+            assert found.logits.shape == expected.logits.shape
+            assert found.logits.size(-1) == VOCABULARY
+            assert found.logits.half().detach().dtype == torch.float16
+            assert found.logits.requires_grad
+            assert "shape=[2, 8, 101]" in repr(found.logits)
+        assert counted.calls() == 0
+        with count_collectives() as counted, torch.no_grad():
+            assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+            assert torch.equal(found["logits"][..., -1:].topk(1).values, found[1][:, :, -1:])
+        assert counted.calls() == 1
+        close(found.logits, expected.logits)
+        close(found.logits.detach().softmax(-1), expected.logits.detach().softmax(-1))
+        known = parallelization_of(cut)
+        close(known.cross_entropy(found.logits, labels(2))[0], known.cross_entropy(expected.logits, labels(2))[0])
+        close(known.gather(found.logits), expected.logits)
+        teacher = torch.randn(2, 8, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        for model in (whole, cut):
+            output = model(input_ids=tokens(), labels=labels(2))
+            (output.loss + nn.functional.mse_loss(output.logits, teacher.to(output.logits))).backward()
+        PartialGradientReducer(cut, groups).handle_gradient()
+        close(cut.lm_head.weight.grad[:5], whole.lm_head.weight.grad[51 * dist.get_rank() :][:5])
+        inside = cut.model.layers[0].input_layernorm.weight
+        close(inside.grad, whole.model.layers[0].input_layernorm.weight.grad)
+        pair_of = cut(input_ids=tokens(), labels=labels(2), return_dict=False)
+        assert torch.equal(pair_of[1].argmax(-1), expected.logits.argmax(-1))
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,8 @@ from par_groups import attributes
 from ..modes.grid import Axes, Grid
 from .hooks import Hook
 from .linear import GatheredLogits
+from .logits import defer_logits
+from .loss import VocabularyLoss
 from .sequence import CutSequence
 
 
@@ -99,7 +101,7 @@ class ModelEntry(Hook):
         axes: Axes of the tensor group.
         logits: Switch of the head, which gathers logits or not; None if the head needs no switch.
         labels: Position of `labels` among the model's arguments; None if the model has no such argument.
-        is_switched: Whether logits stay sharded exactly in training with labels.
+        switched: The loss over the vocabulary, if logits stay sharded exactly in training with labels; else None.
         is_loss_own: Whether the model's own code computes its loss, for which logits must be full.
         sequence: Switch for activations split along the sequence; None if they never are.
         heads: Whether attentions are sharded by heads.
@@ -112,14 +114,14 @@ class ModelEntry(Hook):
         *,
         logits: GatheredLogits | None,
         labels: int | None,
-        is_switched: bool,
+        switched: VocabularyLoss | None,
         is_loss_own: bool,
         sequence: CutSequence | None,
         heads: bool,
     ) -> None:
         super().__init__(grid, axes)
         self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
-        self.is_switched, self.is_loss_own = is_switched, is_loss_own
+        self.switched, self.is_loss_own = switched, is_loss_own
         if logits is not None:
             logits.watched = is_loss_own
 
@@ -133,7 +135,7 @@ class ModelEntry(Hook):
         """
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
-            if self.is_switched:
+            if self.switched is not None:
                 self.logits.cut = module.training and given is not None
             elif self.is_loss_own and given is not None and self.logits.is_sharded:
                 self._refuse_own_loss(module)
@@ -152,8 +154,11 @@ class ModelEntry(Hook):
                 "ask the whole model on one device for them"
             )
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reset both switches, so that the head gathers logits when it is called without the model.
+
+        Returns:
+            The output, in which logits that stayed sharded are gathered when they are read.
 
         Raises:
             ValueError: The model's own code has computed a loss from sharded logits.
@@ -162,15 +167,18 @@ class ModelEntry(Hook):
         if self.sequence is not None:
             self.sequence.end(module)
         if self.logits is None:
-            return
+            return output
         sharded, self.logits.latest = self.logits.latest, None
-        if self.is_switched:
+        if self.switched is not None:
+            if self.logits.cut and not self.logits.held:  # inside `sharded_logits` the caller wants the shard
+                output = defer_logits(output, self.switched)
             self.logits.cut = False
         if not self.is_loss_own or sharded is None or sharded.grad_fn is None:
-            return
+            return output
         # Other scalars, such as losses of routers, are right, so the graph says which ones come from the logits.
         if _depend((each for each in _tensors_in(output) if each.dim() == 0 and each.grad_fn is not None), sharded):
             self._refuse_own_loss(module)
+        return output
 
     def _refuse_own_loss(self, module: nn.Module) -> NoReturn:
         raise ValueError(

@@ -29,7 +29,7 @@ class VocabularyLoss:
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return full logits [..., V] for sharded or full logits."""
-        if not self._is_cut(logits):
+        if not self.is_sharded(logits):
             return logits
         gathered = gather_from(logits, self.grid.group(self.axes), -1)
         return gathered[..., : self.vocabulary].contiguous()
@@ -52,7 +52,7 @@ class VocabularyLoss:
             labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         check_targets(labels, options)
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        if self._is_cut(logits):
+        if self.is_sharded(logits):
             losses = losses_of_cut_vocabulary(self._padded(flat), targets, self.grid, self.axes, options)
         else:
             wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -67,7 +67,8 @@ class VocabularyLoss:
             return flat
         return flat.masked_fill(torch.arange(local, device=flat.device) >= real, -torch.inf)
 
-    def _is_cut(self, logits: Tensor) -> bool:
+    def is_sharded(self, logits: Tensor) -> bool:
+        """Return whether a rank has only its own classes of these logits."""
         return logits.shape[-1] != self.vocabulary
 
 

@@ -12,6 +12,7 @@ from par_groups import sharding_of
 
 from .._layer_set import LayerSet
 from .linear import GatheredLogits
+from .logits import shard_of
 from .loss import VocabularyLoss
 from .plans.styles import Style
 
@@ -29,8 +30,8 @@ class Parallelization:
         plan: Style of each module and parameter that has one, by name.
         unmatched: Patterns of the model's own plan without a match.
         layers: Layer set whose tensor group shards the model.
-        logits: Layout of the logits: "sharded" over the vocabulary, "full" for gathered, and "auto" for sharded only
-            in training with labels.
+        logits: Layout of the logits: "sharded" over the vocabulary, "full" for gathered, and "auto" for gathered,
+            except that a forward in training with labels gathers them when they are read.
         vocabulary: Number of classes of the logits; None for a model without logits.
         table: Lines about the parameters: name, style, full shape, local shape, and axes of partial gradients.
         over: Losses of sharded logits; None for a model without logits.
@@ -67,7 +68,7 @@ class Parallelization:
         Raises:
             TypeError: The model has no logits over a vocabulary.
         """
-        return self._losses.whole(logits)
+        return self._losses.whole(shard_of(logits))
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, shift: bool = True) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all tokens and the number of these tokens.
@@ -83,7 +84,7 @@ class Parallelization:
             TypeError: The model has no logits over a vocabulary.
             ValueError: A label is no class. On an accelerator this is a device-side assertion.
         """
-        return self._losses.summed(logits, labels, shift=shift)
+        return self._losses.summed(shard_of(logits), labels, shift=shift)
 
     @contextmanager
     def sharded_logits(self) -> Iterator[None]:

@@ -67,9 +67,10 @@ def parallelize(
         groups: The live groups, whose topology specifies the tensor ranks; or a layer set of mode 1d.
         plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` matches a number. "auto" uses the
             plan that is registered for the family of a Transformers model, or else the model's own plan.
-        logits: "sharded" leaves logits sharded over the vocabulary, and "full" gathers them. "auto" leaves them sharded
-            only in training with labels, and computes the loss over the ranks. A forward of a model whose code computes
-            a loss from sharded logits itself raises an error.
+        logits: "sharded" leaves logits sharded over the vocabulary, and "full" gathers them. "auto" gathers them too,
+            except in training with labels: the loss then is computed over the ranks, and the logits of the output are
+            gathered when you read them, on all tensor ranks. A forward of a model whose code computes a loss from
+            sharded logits itself raises an error.
 
     Returns:
         The model.
@@ -430,7 +431,7 @@ class _Adoption:
                 self.axes,
                 logits=head,
                 labels=labels,
-                is_switched=is_switched,
+                switched=over if is_switched else None,
                 is_loss_own=not is_loss_ours,
                 sequence=sequence,
                 heads=heads,
