@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from par_layers.pretrained import balance_factor
 from par_testing import once
 from par_train import Strategy
-from par_train.strategy.pretrained.causal import balance_factor
 
 from .tiny_llama import TEXT, WORDS
 

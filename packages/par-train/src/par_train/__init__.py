@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
-    from .strategy.pretrained.causal import causal_lm_loss
     from .strategy.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -27,14 +26,12 @@ __all__ = [
     "Run",
     "Strategy",
     "StrategyOptions",
-    "causal_lm_loss",
     "load_model",
     "register_gradient_handler",
 ]
 
 _LATE = {
     "jobs.byte_gpt": ("load_model",),
-    "strategy.pretrained.causal": ("causal_lm_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "run.policies": ("CheckpointPolicy", "LoggingPolicy", "MonitoringPolicy"),
     "run.run": ("Run",),

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from par_train import Strategy, causal_lm_loss
-from par_train.strategy.pretrained.causal import split_keywords
+from par_train import Strategy
+from par_train.strategy.pretrained.keywords import split_keywords
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -96,19 +96,6 @@ def test_without_a_criterion_a_model_of_transformers_is_wanted():
         model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(TypeError, match=r"this is a Linear with a dict.*pass a criterion\(outputs, target\)"):
             strategy.execute_pipeline(iter([{"input_ids": torch.zeros(2, 3)}]), model, None, optimizer)
-
-
-def test_causal_lm_loss_counts_the_tokens_after_the_first():
-    logits, ids = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
-    labels = ids.clone()
-    labels[0, :3] = -100
-    total, count = causal_lm_loss(logits, {"input_ids": ids, "labels": labels})
-    expected = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert int(count) == 6
-    assert torch.allclose(total / count, expected)
-    again, of_all = causal_lm_loss(logits, {"input_ids": ids})
-    assert int(of_all) == 8
-    assert again > total
 
 
 def test_keywords_without_rows_are_not_split_by_rows():

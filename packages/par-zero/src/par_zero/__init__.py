@@ -21,6 +21,7 @@ from .layout.buffers import buffer_elements
 from .layout.sharers import DataParallelGroup
 from .layout.sizes import ChunkSize, chunk_sizes
 from .offload.tier import DiskUsage
+from .optimizer.model_parallel import check_partial_sums, check_update_scope, needs_full_tensors, shard_state_
 from .optimizer.probe import find_scope_violation, state_counter_bytes, state_slots
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
@@ -53,11 +54,14 @@ __all__ = [
     "ZeroProgram",
     "bucket_bytes",
     "buffer_elements",
+    "check_partial_sums",
+    "check_update_scope",
     "chunk_sizes",
     "disk_usage",
     "draw_program",
     "find_scope_violation",
     "memory",
+    "needs_full_tensors",
     "no_sync",
     "place",
     "program",
@@ -66,6 +70,7 @@ __all__ = [
     "reset",
     "residency",
     "shard",
+    "shard_state_",
     "simulate",
     "state_counter_bytes",
     "state_slots",

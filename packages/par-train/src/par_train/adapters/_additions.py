@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from par_data import IGNORE_INDEX
+from par_layers.pretrained import IGNORE_INDEX, pretrained_of
 
 from .._torch_private import version_of
-from ..strategy.pretrained.causal import pretrained_of
 
 _Recorded = tuple[Tensor, int, Tensor]
 """A loss, its version counter, and a copy of it to which nothing is added."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..strategy.pretrained.causal import unlike_causal
+from par_layers.pretrained import unlike_causal
+
 from ..strategy.strategy import Strategy
 from ._options import said
 

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_data import IGNORE_INDEX
 from par_groups import together
 from par_layers import parallelization_of
+from par_layers.pretrained import IGNORE_INDEX, has_adapters, logits_of, next_labels
 
-from ..strategy.pretrained.adapters import has_adapters
-from ..strategy.pretrained.causal import logits_of, next_labels
 from ..strategy.strategy import Strategy
 from ._options import make_strategy, missing
 

@@ -104,9 +104,8 @@ def pretrained_shape(options: Options) -> PlannedModel:
     Raises:
         UserError: There is no config of such a model, transformers is not installed, or an adapter is trained.
     """
-    from par_plan import PretrainedShape  # noqa: PLC0415 - other plans do without what it imports
-
-    from ..strategy.pretrained.make import make_on_meta  # noqa: PLC0415 - as above
+    from par_layers.pretrained import make_on_meta  # noqa: PLC0415 - other plans do without what it imports
+    from par_plan import PretrainedShape  # noqa: PLC0415 - as above
 
     model, key = options.model, "model.path" if options.model.path else "model.config"
     if options.adapter.rank:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_groups import has_stepped
+from par_groups import JointOptimizer, has_stepped
 from par_plan import ModelSizes
 
 from .mixture.factor import LossFactor
@@ -78,6 +78,12 @@ class ModelBundle:
             "optimizer; to be sure, use activation checkpointing with use_reentrant=False",
             stacklevel=3,
         )
+
+
+def joined(given: Any) -> Any:
+    """Return a list of optimizers as one optimizer, and any other object unchanged."""
+    is_list = isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given)
+    return JointOptimizer(*given) if is_list else given
 
 
 def bundles_of(objects: Sequence[Any]) -> list[ModelBundle]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from par_data import read_once
 from par_groups import ProcessGroups
+from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
 from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
@@ -18,7 +19,7 @@ from par_precision import MixedOptimizer
 from .._torch_private import tree_leaves
 from .axes import cuts_sequence, data_axes
 from .mixture.factor import FactorStageRunner, LossFactor
-from .pretrained.causal import CausalModel, pretrained_of, split_keywords, unlike_causal
+from .pretrained.keywords import split_keywords
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """`criterion(outputs, target)`: the mean over a microbatch's rows; or a sum and the number of its items."""
@@ -133,6 +134,17 @@ class Execution:
                 f"{self._kind} with a {type(batch).__name__} for a batch; pass a criterion(outputs, target)"
             )
         return batch
+
+    def evaluate(self, inputs: Tensor, **keywords: Any) -> Any:
+        """Return the outputs for inputs, on the ranks of the last stage; None elsewhere. No backward.
+
+        Each microbatch needs a row, so rows are repeated if there are fewer; the outputs then have more rows.
+        """
+        rows = torch.arange(max(len(inputs), self._schedule.microbatches)) % len(inputs)
+        split: dict[str, Any] = {
+            key: each[rows] if isinstance(each, Tensor) else each for key, each in keywords.items()
+        }
+        return self.pipeline.evaluate(inputs[rows], **split).outputs
 
     @property
     def takes_dicts(self) -> bool:

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
 from par_data import LoaderPosition, ShardedDataLoader, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, together
+from par_layers.pretrained import has_adapters
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
-from .pretrained.adapters import has_adapters
-from .pretrained.causal import PathLike
-from .pretrained.files import load_adapters, save_adapters, save_merged
+from .pretrained.files import PathLike, load_adapters, save_adapters, save_merged
 from .randomness import StepRandomness
 from .setup import Setup
 

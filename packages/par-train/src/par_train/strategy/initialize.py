@@ -9,19 +9,19 @@ from torch.utils.data import DataLoader
 
 from par_data import ShardedDataLoader, WorkerSignals
 from par_groups import agree, check_alike, together
+from par_layers.pretrained import attend_over_, check_pretrained, pretrained_in, pretrained_of, reaches_other_tokens
 from par_pipeline import build_model_stages
 from par_precision import MixedOptimizer
+from par_zero import check_update_scope
 
 from .axes import replica_axes
-from .bundles import MARK, ModelBundle, bundles_of
+from .bundles import MARK, ModelBundle, bundles_of, joined
 from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
 from .mixture.factor import LossFactor, adds_losses
 from .mixture.share import has_experts, no_experts
-from .optimizers import check_sees_enough, joined
 from .plugin import Plugin
 from .plugins import ZeroPlugin
-from .pretrained.causal import pretrained_in, pretrained_of
-from .pretrained.sequence import attend_over_, check_pretrained, no_use, reaches_other_tokens
+from .pretrained.sequence import no_use
 from .setup import Setup
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def check_objects(
         for model in strategy.plans:
             if not any(model is given for given in objects):
                 raise ValueError(f"plans has a {type(model).__name__} that initialize() did not receive; pass it too")
-        alone = not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins)
+        is_sharded = any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins)
         for bundle in bundles:
             if bundle.optimizer is not None:
-                keywords = strategy.options.zero_policy("update")
-                check_sees_enough(bundle.optimizer, bundle.models, groups, keywords, alone=alone)
+                update = strategy.options.zero_policy("update")
+                check_update_scope(bundle.optimizer, bundle.models, groups, update, is_sharded=is_sharded)
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None
                 check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)

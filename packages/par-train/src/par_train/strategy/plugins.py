@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, attributes, kept_tensors, together
 from par_layers import initialize, parallelize
+from par_layers.pretrained import pretrained_of
 from par_pipeline import PipelineStages, build_model_stages, build_stages, remove_foreign_parameters_
 from par_plan import Budget, BudgetPlan, MeasuredStep, pipeline_cost, plan_budget, plan_measured, read_budget
 from par_precision import mixed, precision_of
@@ -21,9 +22,13 @@ from par_zero import (
     DataParallelGroup,
     DiskUsage,
     Offload,
+    check_partial_sums,
+    check_update_scope,
     disk_usage,
+    needs_full_tensors,
     reload_state,
     shard,
+    shard_state_,
     state_counter_bytes,
     state_slots,
     sync_module_states_,
@@ -31,10 +36,8 @@ from par_zero import (
 
 from .handlers import kinds_of
 from .mixture.share import EXPERT_COPIES, share_of_experts
-from .optimizers import check_partial_sums, check_sees_enough, cut_state_, needs_whole
 from .options import StrategyOptions
 from .plugin import Plugin, check_support, find_plugin, in_order
-from .pretrained.causal import pretrained_of
 from .settings import policy_of
 from .setup import Setup
 
@@ -75,11 +78,11 @@ class TensorPlugin(Plugin):
             if not isinstance(each, PipelineStages):  # the code that made them has sharded the model
                 parallelize(each, strategy.groups, "auto" if plan is None else plan)
         if optimizer is not None:
-            cut_state_(optimizer, model)
+            shard_state_(optimizer, model)
         if optimizer is not None and not any(isinstance(plugin, ZeroPlugin) for plugin in strategy.plugins):
-            options = strategy.options.zero_policy("update")
+            update = strategy.options.zero_policy("update")
             # Checked once more, since models have sharding metadata only now.
-            check_sees_enough(optimizer, [model], strategy.groups, options, alone=True)
+            check_update_scope(optimizer, [model], strategy.groups, update, is_sharded=False)
         return model
 
 
@@ -311,7 +314,7 @@ class ZeroPlugin(Plugin):
         keywords["overlap"] = {**overlap, "inflight": strategy.inflight_of(experts)}
         if _is_abstract(model):
             keywords = {"init": {"init_fn": partial(_fill, strategy), "device": strategy.device}, **keywords}
-        if strategy.groups.size("tensor") > 1 and needs_whole(optimizer, options.zero_policy("update")):
+        if strategy.groups.size("tensor") > 1 and needs_full_tensors(optimizer, options.zero_policy("update")):
             check_partial_sums(model, strategy.groups)
             keywords["update"] = {"tensor_group": strategy.groups["tensor"], **options.zero_policy("update")}
         return shard(model, optimizer, group=group, **keywords)[0]

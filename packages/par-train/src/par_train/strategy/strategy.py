@@ -1,6 +1,6 @@
 """`Strategy`: the order in which the packages of par are applied to a model, an optimizer and their data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from par_data import BatchComparison, WorkerSignals
 from par_groups import agree, check_alike, together
 from par_layers import RouterLosses, parallelization_of
+from par_layers.pretrained import Ends, Prompts, joined_rows, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
 from par_plan import PretrainedShape, StepPlan, plan_models, plan_unsharded_model
 from par_precision import MixedOptimizer
@@ -23,9 +24,8 @@ from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
 from .options import StrategyOptions, takes_options_of
 from .plugins import choose_plugins, spend_measured
-from .pretrained.causal import PathLike, Plan
-from .pretrained.make import make_part
-from .pretrained.sample import Ends, Prompts, joined_rows, read_request, write_on
+from .pretrained.files import PathLike
+from .pretrained.make import Plan, make_part
 from .pretrained.sequence import cut_by
 from .randomness import StepRandomness
 
@@ -343,13 +343,16 @@ class Strategy(StrategyFiles):
         """
         with together("sample", None):
             self._bundle_with(model)
-            request = read_request(
-                model, self.groups, ids, tokens=tokens, temperature=temperature, seed=seed, ends=ends
-            )
+            options: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "ends": ends}
+            request = read_request(model, ids, **options, ranks=self.groups.size("tensor"))
         check_alike(agree(None, request.digest(), None), "prompts or options to sample by", show=False)
-        pipeline = None if self.schedule is None else self.pipeline(model)
+        run: Callable[..., Any] = model
+        chooser = 0
+        if self.schedule is not None:
+            run, last = self._execution(model).evaluate, self.schedule.rank_of(self.schedule.stages - 1)
+            chooser = self.groups.topology.group("pipeline", 0)[last]
         with self.comparison.paused():  # the prompts were compared
-            texts = write_on(request, model, pipeline, self.groups, self.context, self.device)
+            texts = write_on(request, model, run, self.context, chooser=chooser, device=self.device)
         given = [text.to(prompt.device) for text, prompt in zip(texts, ids, strict=True)]
         return joined_rows(given) if isinstance(ids, Tensor) else given
 

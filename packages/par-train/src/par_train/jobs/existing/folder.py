@@ -10,7 +10,6 @@ from typing import Any
 
 from par_data import find_tokenizer_files
 
-from ..._disk import config_file
 from ..._errors import UserError, as_user_error
 from ..options import Options
 from .sources import sources_of
@@ -113,7 +112,12 @@ def read_config(path: Path, key: str) -> Mapping[str, Any]:
     Raises:
         UserError: There is none, or it is no table of JSON.
     """
-    file = config_file(path, f"{key} {str(path)!r}")
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"{key} {str(path)!r} holds no config.json; give the folder of a model, such as save_pretrained or "
+            "huggingface_hub.snapshot_download leaves it"
+        )
     try:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

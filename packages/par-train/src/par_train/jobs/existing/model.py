@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from par_groups import together
+from par_layers.pretrained import make_on_meta, write_config
 from par_plan import PretrainedShape, model_flops
 from par_precision import precision_of
 
 from ...run.output import end_of
-from ...strategy.pretrained.adapters import adapter_parts, write_config
-from ...strategy.pretrained.make import make_on_meta
+from ...strategy.pretrained.files import adapter_parts
 from ...strategy.strategy import Strategy
 from ..data import JobData
 from ..options import Options

@@ -1,5 +1,5 @@
-"""Models of transformers from a folder, with adapters of peft: made, filled and written, each rank its own part.
+"""Transformers models under a strategy: `par_layers.pretrained`, wired with stages, files and microbatches.
 
-Read in this order: adapters (LoRA around linears, and what is refused) -> make (a folder becomes this rank's part of a
-model) -> files (adapters alone, or merged into the weights).
+Read in this order: make (a folder becomes this rank's part of a model) -> sequence and keywords (batches in parts) ->
+files (adapters only, or merged into the weights).
 """

@@ -1,5 +1,6 @@
-"""What is written of a model with adapters: these alone, as peft has them, or a model that they are merged into."""
+"""The files of a model with adapters: only the adapters, as peft writes them, or a model that they are merged into."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -7,120 +8,77 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_checkpoint import Format, save
-from par_groups import agree, attributes, set_sharding, sharding_of, together
+from par_checkpoint import Format, load, save
+from par_groups import attributes, together
+from par_layers.pretrained import adapter_tensors, adapters_in, merged_tensors, pretrained_of, write_config
 
-from .adapters import (
-    CONFIG,
-    FILE,
-    PREFIX,
-    adapter_tensors,
-    adapters_in,
-    base_tensors,
-    read_,
-    write_config,
-)
-from .causal import PathLike, pretrained_of
+PathLike = str | os.PathLike[str]
+
+FILE = "adapter_model"
+"""The name of peft's files of matrices, without its suffix."""
+
+
+def adapter_parts(model: nn.Module) -> dict[str, Any]:
+    """Return the keywords with which par-checkpoint saves or loads an adapter, under the names of peft's files.
+
+    Args:
+        model: This rank's part of the model.
+    """
+    in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
+    named = model.state_dict(keep_vars=True).items()
+    own = {name: tensor for name, tensor in named if id(tensor) in in_files}
+    names = {name: in_files[id(tensor)] for name, tensor in own.items()}
+    return {"model": own, "format": Format(names=names, stem=FILE)}
 
 
 def save_adapters(model: nn.Module, path: PathLike) -> None:
-    """Writes the adapters, and their config beside them, as `PeftModel.from_pretrained` opens them. Collective."""
+    """Write the adapters, and their config beside them, as `PeftModel.from_pretrained` opens them. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         with together("adapters", None):
             adapters_in(model)
             write_config(model, folder)
         tensors = adapter_tensors(model)
-        files = Format(stem=FILE, assets=[Path(folder, CONFIG)], max_shard_size=sys.maxsize)
+        files = Format(stem=FILE, assets=[*Path(folder).iterdir()], max_shard_size=sys.maxsize)
         save(path, model=tensors, overwrite=True, format=files)
 
 
 def load_adapters(model: nn.Module, path: PathLike) -> None:
-    """Reads what `save_adapters` or peft wrote. Collective."""
-    read_(adapter_tensors(model), path)
+    """Fill adapters from a folder of `save_adapters` or of peft, in whatever dtype its files are. Collective."""
+    tensors = adapter_tensors(model)
+    dtype = next((tensor.dtype for tensor in tensors.values()), None)
+    load(path, model=tensors, dtype=dtype, format=Format(stem=FILE))
 
 
 def save_merged(model: nn.Module, path: PathLike, size: int, device: torch.device) -> None:
-    """Writes a model without adapters, which is that with adapters: W + scaling B A in the place of W. Collective.
+    """Write a model without adapters that computes the same: W + scaling B A replaces W. Collective.
 
-    The model stays as it is: this rank's parts of the weights that change are there twice while they are written.
+    The model does not change. While the call runs, this rank's shards of the weights that change exist twice.
 
     Args:
         model: The model, or this rank's part of it.
         path: The folder.
         size: Largest size of a file in bytes.
-        device: Where ranks tell each other of their parts.
+        device: Device from which ranks send their shards.
     """
-    save(path, model=_Merged(_merged(model, device), model), overwrite=True, format=Format(max_shard_size=size))
+    save(path, model=_Merged(merged_tensors(model, device), model), overwrite=True, format=Format(max_shard_size=size))
 
 
 class _Merged(nn.Module):
-    """Tensors as a module of transformers', with whose names and config they are written.
+    """Tensors as a module, so that par-checkpoint writes them with the names and the config of a transformers model.
 
     Args:
         tensors: The tensors, by name.
-        model: What they are of.
+        model: The model of which they are the tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         super().__init__()
         self.__dict__["tensors"] = tensors
-        attributes.PRETRAINED.set(self, pretrained_of(model))  # where par-checkpoint looks for the config
+        attributes.PRETRAINED.set(self, pretrained_of(model))  # par-checkpoint writes its config
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
-        """The tensors themselves."""
+        """Return the tensors."""
         del args, keywords
         return dict(self.__dict__["tensors"])
-
-
-@torch.no_grad()
-def _merged(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a model, its adapters merged into those that they are around.
-
-    What a rank has of a weight are rectangles of it, and of each the product of a few rows of B and columns of A is
-    added, however the weight is cut. So every rank needs both matrices whole, one adapter at a time.
-    """
-    layers, tensors, own = adapters_in(model), base_tensors(model), adapter_tensors(model)
-    mine = {key: (tuple(sharding_of(tensor).shape), tensor.dtype) for key, tensor in own.items()}
-    known = {key: of for theirs in agree(None, mine, None).values() for key, of in theirs.items()}
-    for key in sorted(key for key in known if ".lora_A." in key):
-        names = key, key.replace(".lora_A.", ".lora_B.")
-        down, up = (_whole(own.get(name), *known[name], device) for name in names)
-        linear = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        if linear not in layers:  # it is on another stage
-            continue
-        layer, weight = layers[linear], tensors[f"{linear}.weight"]
-        (scaling,) = layer.scaling.values()
-        record, merged = sharding_of(weight), weight.detach().clone()
-        for box in record.boxes:
-            rows, columns = box.slices[::-1] if layer.fan_in_fan_out else box.slices
-            delta = ((up[rows] @ down[:, columns]) * scaling).to(merged.device, known[key][1])
-            box.of(merged).add_(delta.T if layer.fan_in_fan_out else delta)
-        changed = nn.Parameter(merged, requires_grad=False)
-        if attributes.SHARDING.is_on(weight):
-            set_sharding(changed, record)
-        tensors[f"{linear}.weight"] = changed
-    return tensors
-
-
-def _whole(part: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that ranks have parts or copies of, whole on every rank, in fp32 at least. Two all-reduces of its size.
-
-    Args:
-        part: What this rank has of it; None if it has nothing.
-        shape: The shape of the whole tensor.
-        dtype: Its dtype.
-        device: Where ranks send from.
-    """
-    rank = dist.get_rank()
-    values = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    holders = torch.full(shape, dist.get_world_size(), dtype=torch.int32, device=device)
-    for box in () if part is None else sharding_of(part).boxes:
-        values[box.slices] = box.of(part.detach()).to(values)  # type: ignore[union-attr]  # there are no boxes of None
-        holders[box.slices] = rank
-    dist.all_reduce(holders, op=dist.ReduceOp.MIN)  # of several copies, that of the first rank counts
-    values.masked_fill_((holders != rank), 0.0)
-    dist.all_reduce(values)
-    return values

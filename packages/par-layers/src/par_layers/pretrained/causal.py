@@ -4,7 +4,6 @@ transformers is not imported here: a program that has one of its models has impo
 """
 
 import inspect
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_data import IGNORE_INDEX
 from par_groups import attributes
-from par_layers import Parallelization, Style, parallelization_of
-from par_pipeline import Microbatches, PipelineStages
 
-Plan = str | Mapping[str, str | Style]
-"""The sharding plan of an existing model over tensor ranks, as `par_layers.parallelize` takes it."""
+from ..models.parallel import Parallelization, parallelization_of
 
-PathLike = str | os.PathLike[str]
+IGNORE_INDEX = -100
+"""The label of a token that does not count; the default of torch's cross entropy."""
 
 TOKENS = "par_tokens"
 """The keyword of a batch, and then of a transformers model, that describes how its sequence was split."""
@@ -30,12 +26,19 @@ TOKENS = "par_tokens"
 
 def pretrained_of(model: nn.Module) -> Any:
     """Return the transformers model that a module is, contains, or is this rank's part of; None if there is none."""
-    if isinstance(model, PipelineStages):
+    # A pipeline stage has parts of a model. The attribute is None if that model is not one of transformers.
+    if attributes.PRETRAINED.is_on(model):
         return attributes.PRETRAINED.of(model)
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return None
     return next((each for each in model.modules() if isinstance(each, modeling.PreTrainedModel)), None)
+
+
+def parallelization_around(model: nn.Module) -> Parallelization | None:
+    """Return the parallelization of a model, or of the model of which a pipeline stage has parts; None without one."""
+    whole = attributes.PRETRAINED.of(model)
+    return parallelization_of(model if whole is None else whole)
 
 
 def pretrained_in(model: nn.Module) -> list[Any]:
@@ -65,7 +68,7 @@ def unlike_causal(model: nn.Module) -> str | None:
     losses: Any = sys.modules.get("transformers.loss.loss_utils")
     outside = getattr(model, "_orig_mod", model)  # as torch.compile has it
     peft: Any = sys.modules.get("peft")
-    is_itself = outside is pretrained or isinstance(outside, PipelineStages)
+    is_itself = outside is pretrained or attributes.PRETRAINED.is_on(outside)
     if not is_itself and (peft is None or not isinstance(outside, peft.PeftModel)):
         return f"a {type(outside).__name__} contains a {type(pretrained).__name__} and may compute its own loss"
     code = inspect.unwrap(type(pretrained).forward).__code__
@@ -138,9 +141,7 @@ class CausalModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = pretrained_of(model)
-        self._known: Parallelization | None = parallelization_of(
-            self._model if isinstance(model, PipelineStages) else model
-        )
+        self._known: Parallelization | None = parallelization_around(model)
         names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
         self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
 
@@ -185,43 +186,6 @@ class CausalModel:
         if balance is not None:  # a mean over tokens already: it is weighed like its tokens
             total = total + balance_factor(self._model) * balance * count
         return total, count
-
-
-_SHARED = ("cache_position", "logits_to_keep")
-"""Keywords of transformers models that index tokens: every row has the same ones."""
-
-
-def split_keywords(keywords: Mapping[str, Any], rows: int, microbatches: int) -> dict[str, Any]:
-    """Split the keywords of a transformers model that have no rows along dim 0; a pipeline splits all others.
-
-    Without this, a pipeline would split any tensor that happens to be as long as the batch has rows.
-
-    Args:
-        keywords: The keywords of a batch.
-        rows: The number of rows of the batch.
-        microbatches: The number of microbatches.
-
-    Returns:
-        The keywords, some of them as `Microbatches`.
-
-    Raises:
-        ValueError: A keyword has an entry for each image, so the rows to which the entries belong are unknown.
-    """
-    split: dict[str, Any] = dict(keywords)
-    for name, value in keywords.items():
-        if not isinstance(value, Tensor) or microbatches == 1:
-            continue
-        if name in _SHARED:
-            split[name] = Microbatches([value] * microbatches)
-        elif name == "position_ids" and value.dim() == 3:  # [sections, rows, time] of models with images
-            split[name] = Microbatches(value.tensor_split(microbatches, dim=1))
-        elif name.endswith("_grid_thw"):
-            raise ValueError(
-                f"{name} of shape {tuple(value.shape)}: it has an entry for each image, not for each of the {rows} "
-                f"rows, and {microbatches} microbatches need rows; pass pipeline=dict(split=...) with a function that "
-                "splits such a batch, or microbatches=1"
-            )
-    return split
 
 
 def causal_lm_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft around the linears of a model: put there, found again, and what is refused of them.
+"""LoRA adapters of peft around the linears of a model: injection, initial values, names in files, and refusals.
 
 A wrapper of peft holds `base_layer`, and in `lora_A` and `lora_B` the two matrices of each adapter, by its name.
 """
@@ -7,7 +7,6 @@ import copy
 import math
 import os
 import re
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from par_checkpoint import Format, load
-from par_data import derive_seed
 from par_groups import sharding_of
-from par_layers import fill_shard_
 
-from .causal import PathLike, pretrained_of
+from .._initialize import seed_of
+from .._initialize_existing import fill_shard_
+from .causal import pretrained_of
 
 PREFIX = "base_model.model."
-"""What peft puts before the names of a model's modules."""
+"""Prefix that peft puts before the names of a model's modules."""
 
-FILE, CONFIG = "adapter_model", "adapter_config.json"
+CONFIG = "adapter_config.json"
+"""The file of a LoraConfig in a folder of peft's."""
 
 _REFUSED = {
     "use_dora": "DoRA's magnitudes are norms of whole weights, of which ranks have parts",
@@ -38,20 +37,20 @@ _REFUSED = {
     "use_qalora": "it pools the input of quantised weights",
     "arrow_config": "it mixes several adapters",
 }
-"""Options of a LoraConfig that change what an adapter computes, and why they are refused."""
+"""Options of a LoraConfig that change what an adapter computes, and the reason why each is not supported."""
 
 
-def put_around_(model: Any, adapter: Any) -> None:
-    """Puts adapters around linears of a model of transformers; the rest of it is frozen.
+def inject_adapters_(model: Any, adapter: Any) -> None:
+    """Put adapters around linears of a transformers model, and freeze the rest of the model.
 
     Args:
-        model: The model, on the meta device, where the adapters are made too.
+        model: The model, on the meta device, on which the adapters are made, too.
         adapter: A LoraConfig of peft, or the folder of an adapter.
 
     Raises:
         ImportError: peft is not installed.
-        TypeError: It is neither, or of a kind that cannot be trained here.
-        ValueError: The folder holds no adapter, or one of its options is not for models that are cut.
+        TypeError: `adapter` is neither, or an adapter of a kind that cannot be sharded.
+        ValueError: The folder has no adapter, or an option of the adapter is not supported for sharded models.
     """
     try:
         peft = import_module("peft")
@@ -77,62 +76,39 @@ def put_around_(model: Any, adapter: Any) -> None:
         )
     config.inference_mode = False
     with torch.device("meta"):
-        # What transformers' add_adapter does; that one asks for releases of peft that may not be out yet.
+        # As transformers' add_adapter does. That method requires releases of peft that may not be out yet.
         peft.inject_adapter_in_model(config, model)
     model._hf_peft_config_loaded = True  # for transformers: the model has adapters of peft
     adapters_in(model)
 
 
-def fill_adapters_(part: nn.Module, adapter: Any, seed: int, device: torch.device) -> None:
-    """Gives adapters on the meta device their values: those of a folder, or A drawn by seed and name, and B zero.
+def draw_adapters_(part: nn.Module, seed: int, device: torch.device) -> None:
+    """Fill adapters on the meta device as peft does: A is drawn by the seed and its name, B is zero.
 
     Args:
-        part: What this rank has of the model.
-        adapter: What `put_around_` was given.
-        seed: The seed of the run.
-        device: Where they are to lie.
+        part: This rank's part of a model with adapters.
+        seed: Seed of the run.
+        device: Device of the filled parameters.
     """
     tensors = adapter_tensors(part)
     gaussian = bool(tensors) and config_of(part).init_lora_weights == "gaussian"
     for name, parameter in tensors.items():
+        full = torch.zeros(sharding_of(parameter).shape)
         if ".lora_A." in name:
-            _draw_adapter_(parameter, name, seed, device, gaussian=gaussian)
-        else:
-            fill_shard_(parameter, torch.zeros(sharding_of(parameter).shape), device)
-    if isinstance(adapter, str | os.PathLike):
-        read_(tensors, adapter)
-
-
-def _draw_adapter_(part: nn.Parameter, name: str, seed: int, device: torch.device, *, gaussian: bool) -> None:
-    """Draw this rank's shard of the matrix A [rank, features] of an adapter as peft does, by the seed and its name.
-
-    Args:
-        part: This rank's shard of the matrix.
-        name: Its name in peft's files.
-        seed: Seed of the run.
-        device: Device of the matrix.
-        gaussian: Whether it is normal, with a deviation of 1 / rank; else it is uniform, as torch draws a linear.
-    """
-    whole = torch.empty(sharding_of(part).shape)
-    generator = torch.Generator().manual_seed(derive_seed(seed, name))
-    if gaussian:
-        nn.init.normal_(whole, std=1 / len(whole), generator=generator)
-    else:
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-    fill_shard_(part, whole, device)
-
-
-def read_(tensors: Mapping[str, nn.Parameter], path: PathLike) -> None:
-    """Fills matrices of adapters from a folder of peft's, in whatever dtype the files are. Collective."""
-    dtype = next((tensor.dtype for tensor in tensors.values()), None)
-    load(path, model=tensors, dtype=dtype, format=Format(stem=FILE))
+            generator = torch.Generator().manual_seed(seed_of(seed, name))
+            if gaussian:
+                nn.init.normal_(full, std=1 / len(full), generator=generator)
+            else:
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)  # as torch draws a linear
+        fill_shard_(parameter, full, device)
 
 
 def adapters_in(model: nn.Module) -> dict[str, Any]:
-    """The wrappers with LoRA in a model, or in this rank's part of one, by the name of the linear in the model alone.
+    """Return the LoRA wrappers of a model, or of this rank's part, by the linear's name in the model without adapters.
 
     Raises:
-        ValueError, TypeError: It has adapters of another kind, or around something else than a linear; or several.
+        TypeError: An adapter is of another kind, or around another module than a linear.
+        ValueError: A linear has several adapters, or its adapter is merged into its weight.
     """
     pretrained = pretrained_of(model)
     output = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
@@ -162,54 +138,41 @@ def adapters_in(model: nn.Module) -> dict[str, Any]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model, or a part of one, has adapters of any kind of peft's."""
+    """Return whether a model, or this rank's part of one, has adapters of peft, of any kind."""
     return bool(getattr(pretrained_of(model), "peft_config", None))
 
 
 def config_of(model: nn.Module) -> Any:
-    """The LoraConfig of a model with adapters."""
+    """Return the LoraConfig of a model with adapters."""
     (config,) = pretrained_of(model).peft_config.values()
     return config
 
 
-def write_config(model: nn.Module, folder: PathLike) -> None:
-    """Writes adapter_config.json as peft does, so that who opens it does not train it by accident."""
+def write_config(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write adapter_config.json as peft does."""
     config = copy.copy(config_of(model))
-    config.inference_mode = True
+    config.inference_mode = True  # peft then opens the adapter frozen, unless the caller asks to train it
     config.save_pretrained(folder)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices of the adapters that this rank has parts of, by their names in peft's files."""
+    """Return the matrices of adapters of which this rank has shards, by their names in peft's files."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {key: tensor for name, tensor in state.items() if (key := _name_in_files(name)) is not None}
 
 
-def adapter_parts(model: nn.Module) -> dict[str, Any]:
-    """Return the keywords with which par-checkpoint saves or loads an adapter, under the names of peft's files.
-
-    Args:
-        model: This rank's part of the model.
-    """
-    in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
-    named = model.state_dict(keep_vars=True).items()
-    own = {name: tensor for name, tensor in named if id(tensor) in in_files}
-    names = {name: in_files[id(tensor)] for name, tensor in own.items()}
-    return {"model": own, "format": Format(names=names, stem=FILE)}
-
-
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The other tensors, by the names that they have in the model without adapters."""
+    """Return all other tensors, by their names in the model without adapters."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {base_name(name): tensor for name, tensor in state.items() if _name_in_files(name) is None}
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter inside a wrapper has in the model without adapters."""
+    """Return the name that a parameter inside a wrapper has in the model without adapters."""
     return name.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def _name_in_files(name: str) -> str | None:
-    """The name of an adapter's matrix in peft's files, which leave out the adapter's name; None for other tensors."""
+    """Return the name of an adapter's matrix in peft's files, which omit the adapter's name; None for other tensors."""
     found = re.fullmatch(r"(?:base_model\.model\.)?(.+\.lora_[AB])\.[^.]+\.weight", name)
     return None if found is None else f"{PREFIX}{found[1]}.weight"

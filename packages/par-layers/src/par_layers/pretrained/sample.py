@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_data import derive_seed
-from par_groups import ProcessGroups
-from par_layers import Context, parallelization_of
-from par_pipeline import Pipeline, PipelineStages
-
-from .causal import TOKENS, logits_of, pretrained_of
+from .._initialize import seed_of
+from ..context.context import Context
+from .causal import TOKENS, logits_of, parallelization_around, pretrained_of
 from .sequence import cut_dict
 
 Ends = int | Sequence[int] | Literal["auto"] | None
 """Tokens that end a text: one, several, those in the config of a transformers model, or none."""
+
+Run = Callable[..., Any]
+"""A function from ids [rows, time] and keywords to a model's outputs; None on ranks that do not have them."""
 
 Prompts = TypeVar("Prompts", Tensor, list[Tensor])
 """Ids of prompts of one length, [rows, time], or of several lengths, a list of [time]; results have the same form."""
@@ -58,22 +58,24 @@ class Request:
 
 
 def read_request(
-    model: nn.Module,
-    groups: ProcessGroups,
-    ids: Prompts,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    ends: Ends,
+    model: nn.Module, ids: Prompts, *, tokens: int, temperature: float, seed: int, ends: Ends, ranks: int
 ) -> Request:
-    """Check the arguments of `Strategy.sample` before anything runs.
+    """Check what a model is to continue, and how, before anything runs.
+
+    Args:
+        model: The model, or this rank's part of it.
+        ids: Prompts.
+        tokens: Largest number of new tokens of a prompt.
+        temperature: The divisor of the logits before a token is drawn; 0 takes the most likely token.
+        seed: Seed of the draws.
+        ends: Tokens that end a text.
+        ranks: Number of tensor ranks.
 
     Raises:
         TypeError: The ids are no integer tensors, or the model is made of layers that may return sharded logits.
         ValueError: A prompt is empty or too long, an id is outside of the vocabulary, or an option has a wrong value.
     """
-    if parallel_in(model) is None and groups.size("tensor") > 1:
+    if parallelization_around(model) is None and ranks > 1:
         raise TypeError(
             f"this {type(model).__name__} is made of layers that may return sharded logits, and sample() needs full "
             "logits; pass a model that par_layers.parallelize has sharded, such as a transformers model"
@@ -113,12 +115,7 @@ def read_request(
 
 
 def write_on(
-    request: Request,
-    model: nn.Module,
-    pipeline: Pipeline | None,
-    groups: ProcessGroups,
-    context: Context,
-    device: torch.device,
+    request: Request, model: nn.Module, run: Run, context: Context, *, chooser: int, device: torch.device
 ) -> list[Tensor]:
     """Return the prompts with the model's continuations, up to a token that ends them. Collective.
 
@@ -127,20 +124,18 @@ def write_on(
     Args:
         request: The prompts, identical on every rank.
         model: The model, or this rank's part of it.
-        pipeline: The pipeline that runs the stages; None without one.
-        groups: The groups of ranks along each axis.
+        run: Function that runs the model, such as the model itself, or a pipeline.
         context: The context parallelism, which splits texts over the ranks of an axis `sequence`.
+        chooser: Global rank that chooses the tokens; `run` returns outputs on it.
         device: The device of the model.
 
     Returns:
         Each prompt's ids, int64 [time], on the CPU.
     """
-    last = 0 if pipeline is None else pipeline.schedule.rank_of(pipeline.schedule.stages - 1)
-    chooser = groups.topology.group("pipeline", 0)[last] if pipeline is not None else 0
     texts = [prompt.tolist() for prompt in request.prompts]
     numbers = [_uniform(request, row) for row in range(len(texts))]
     writing, first = list(range(len(texts))), list(map(len, texts))
-    logits_after = _logits_after(model, pipeline) if context.ranks == 1 else _over_ranks(model, pipeline, context)
+    logits_after = _logits_after(model, run) if context.ranks == 1 else _over_ranks(model, run, context)
     with _evaluating(model), torch.no_grad():
         for _ in range(request.tokens):
             lengths = [len(texts[row]) for row in writing]
@@ -167,29 +162,19 @@ def joined_rows(texts: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.cat([text, text[-1:].expand(longest - len(text))]) for text in texts])
 
 
-def parallel_in(model: nn.Module) -> Any:
-    """Return the parallelization of a model, or of the model that stages are part of; None if it has none."""
-    whole = pretrained_of(model) if isinstance(model, PipelineStages) else None
-    return parallelization_of(model if whole is None else whole)
-
-
-def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
+def _logits_after(model: nn.Module, run: Run) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
     """Return a function that runs the model on ids [rows, time] and returns the full logits after each row's last id.
 
     On ranks without the last stage it returns None.
     """
-    pretrained, known = pretrained_of(model), parallel_in(model)
+    pretrained, known = pretrained_of(model), parallelization_around(model)
     takes = () if pretrained is None else inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
 
     def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
         rows, time = ids.shape
         chosen: dict[str, Any] = {"use_cache": False, "logits_to_keep": time - min(lengths) + 1}
         keywords = {name: value for name, value in chosen.items() if name in takes}
-        if pipeline is None:
-            outputs = model(ids, **keywords)
-        else:
-            wanted = max(rows, pipeline.schedule.microbatches)  # each microbatch has a row, if need be once more
-            outputs = pipeline.evaluate(ids[torch.arange(wanted) % rows], **keywords).outputs
+        outputs = run(ids, **keywords)
         if outputs is None:
             return None
         last = torch.tensor([length - 1 - time for length in lengths])  # from the end: others may not be kept
@@ -199,20 +184,16 @@ def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tens
     return logits_after
 
 
-def _over_ranks(
-    model: nn.Module, pipeline: Pipeline | None, context: Context
-) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
+def _over_ranks(model: nn.Module, run: Run, context: Context) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
     """Return a function as `_logits_after` does, for sequences that are split over ranks.
 
     A transformers model receives a description of the split. Other models receive their part of rows that are padded
     until they divide over the ranks, which needs no description.
     """
-    known, is_pretrained = parallel_in(model), pretrained_of(model) is not None
+    known, is_pretrained = parallelization_around(model), pretrained_of(model) is not None
 
     def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
         rows = len(ids)
-        if pipeline is not None:  # each microbatch has a row, if need be once more
-            ids = ids[torch.arange(max(rows, pipeline.schedule.microbatches)) % rows]
         tokens = context.tokens(ids.shape[1], pad=True)
         keywords: dict[str, Any] = {}
         if is_pretrained:
@@ -224,7 +205,7 @@ def _over_ranks(
             tokens = context.tokens(tokens.padded)
             places = torch.from_numpy(tokens.index(context.rank)).to(ids.device)
             ids = functional.pad(ids, (0, tokens.padded - ids.shape[1])).index_select(1, places)
-        outputs = model(ids, **keywords) if pipeline is None else pipeline.evaluate(ids, **keywords).outputs
+        outputs = run(ids, **keywords)
         if outputs is None:
             return None
         owners, places_there = divmod(tokens.home()[[length - 1 for length in lengths]], tokens.local)
@@ -238,7 +219,7 @@ def _over_ranks(
 
 def _uniform(request: Request, row: int) -> Tensor:
     """Draw a number in [0, 1), fp64, for each new token of a prompt, from the seed and the number of the prompt."""
-    generator = torch.Generator().manual_seed(derive_seed(request.seed, row))
+    generator = torch.Generator().manual_seed(seed_of(request.seed, str(row)))
     return torch.rand(request.tokens, dtype=torch.float64, generator=generator)
 
 
@@ -254,7 +235,7 @@ def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """A context in which a model is in eval mode; afterwards each module returns to its own mode."""
-    parts = model.__dict__["parts"].values() if isinstance(model, PipelineStages) else ()
+    parts = model.__dict__.get("parts", {}).values()  # of a pipeline stage, which has them not as children
     before = [(module, module.training) for each in (model, *parts) for module in each.modules()]
     model.eval()
     try:

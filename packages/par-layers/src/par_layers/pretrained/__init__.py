@@ -1,0 +1,60 @@
+"""Transformers models as training uses them: their causal loss, split batches, LoRA adapters and samples of text.
+
+`make` describes a model on the meta device, `adapters` and `merge` add and remove LoRA, and `causal` turns batches into
+arguments, labels and a loss, which `sequence` splits over ranks. `sample` continues prompts with any of them.
+"""
+
+from .adapters import (
+    adapter_tensors,
+    adapters_in,
+    base_name,
+    draw_adapters_,
+    has_adapters,
+    inject_adapters_,
+    write_config,
+)
+from .causal import (
+    IGNORE_INDEX,
+    CausalModel,
+    balance_factor,
+    causal_lm_loss,
+    logits_of,
+    next_labels,
+    pretrained_in,
+    pretrained_of,
+    unlike_causal,
+)
+from .make import make_on_meta
+from .merge import merged_tensors
+from .sample import Ends, Prompts, joined_rows, read_request, write_on
+from .sequence import attend_over_, check_pretrained, cut_dict, reaches_other_tokens
+
+__all__ = [
+    "IGNORE_INDEX",
+    "CausalModel",
+    "Ends",
+    "Prompts",
+    "adapter_tensors",
+    "adapters_in",
+    "attend_over_",
+    "balance_factor",
+    "base_name",
+    "causal_lm_loss",
+    "check_pretrained",
+    "cut_dict",
+    "draw_adapters_",
+    "has_adapters",
+    "inject_adapters_",
+    "joined_rows",
+    "logits_of",
+    "make_on_meta",
+    "merged_tensors",
+    "next_labels",
+    "pretrained_in",
+    "pretrained_of",
+    "reaches_other_tokens",
+    "read_request",
+    "unlike_causal",
+    "write_config",
+    "write_on",
+]

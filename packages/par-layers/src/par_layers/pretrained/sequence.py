@@ -1,0 +1,119 @@
+"""Context parallelism of transformers models: checks of models, and batches split along the sequence."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from par_groups import attributes
+
+from .._layer_set import LayerSet
+from ..context.context import Context
+from .causal import IGNORE_INDEX, TOKENS, next_labels, pretrained_in, unlike_causal
+
+_TARGETS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def check_pretrained(model: nn.Module, context: Context, *, tensor_ranks: int, trained: bool) -> None:
+    """Check that the transformers models in a module can run with a split sequence. Changes nothing.
+
+    Args:
+        model: A transformers model, or a module that contains some.
+        context: The context parallelism.
+        tensor_ranks: The number of ranks over which the heads of each layer are sharded.
+        trained: Whether the model has an optimizer.
+
+    Raises:
+        ValueError: The attention cannot be replaced, the heads do not divide, the model has dropout, or its loss is
+            not the causal one.
+    """
+    for pretrained in pretrained_in(model) if context.ranks > 1 else ():
+        context.check_transformers(pretrained)
+        heads = getattr(pretrained.config.get_text_config(), "num_attention_heads", None)
+        if isinstance(heads, int) and heads % tensor_ranks == 0:  # otherwise parallelize() raises
+            context.check_heads(heads // tensor_ranks)
+        takes_labels = "labels" in inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
+        other = unlike_causal(pretrained) if takes_labels else None
+        if other is not None:  # labels are shifted when rows are split
+            raise ValueError(
+                f"sequence={context.ranks}: split batches have labels of the next token, and {other}; set the axis to "
+                "1, or use a causal model, or a model without a head and a loss of your own"
+            )
+        dropped = _first_dropout(pretrained) if trained else ""
+        if dropped:
+            raise ValueError(
+                f"this {type(pretrained).__name__} has {dropped}, and the {context.ranks} ranks of a sequence cannot "
+                "draw identical dropout masks; set it to 0 in the config from which you make the model"
+            )
+
+
+def _first_dropout(model: nn.Module) -> str:
+    """Return the first dropout of a model and its rate, in words; empty if the model has none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0.0:
+            return f"the dropout {name!r} of {module.p}"
+        for key, rate in vars(module).items():  # such as attention_dropout, which the module's code hands on
+            if "dropout" in key and isinstance(rate, float) and rate > 0.0:
+                return f"{key}={rate} in {name!r}"
+    return ""
+
+
+def attend_over_(model: nn.Module, context: Context) -> None:
+    """Replace the attention of the transformers models in a module by that of a context, in place.
+
+    For a pipeline stage this has happened before the model was split.
+    """
+    for pretrained in pretrained_in(model) if context.ranks > 1 and not attributes.PRETRAINED.is_on(model) else ():
+        context.transformers_(pretrained)
+
+
+def reaches_other_tokens(model: nn.Module) -> bool:
+    """Return whether a module of the model has a layer set or a context that reaches the tokens of other ranks.
+
+    A transformers model always does, since `attend_over_` replaces its attention.
+    """
+    return bool(pretrained_in(model)) or any(
+        _is_over_ranks(value) for module in model.modules() for value in vars(module).values()
+    )
+
+
+def _is_over_ranks(value: Any) -> bool:
+    if isinstance(value, LayerSet):
+        return bool(value.rules.residual.context)
+    return isinstance(value, Context) and value.ranks > 1
+
+
+def cut_dict(batch: Mapping[str, Any], context: Context, *, compare: bool) -> dict[str, Any]:
+    """Split a batch for a transformers model along the sequence, and add `par_tokens`, which describe the split.
+
+    Rows whose length does not divide are padded with tokens that belong to no document.
+
+    Args:
+        batch: `input_ids`, [rows, time], and the other entries of a collator's dict; a split batch is returned as is.
+        context: The context parallelism, which assigns tokens to ranks.
+        compare: Whether the ranks compare their batches, which is collective over the sequence group.
+
+    Returns:
+        This rank's part of the tensors, [rows, s]; `position_ids`, `attention_mask`, `shift_labels` with -100 for no
+        label, and `num_items_in_batch`, the number of labels of the full rows: the models' losses then sum up to the
+        mean over all ranks. If the batch has labels, also `labels`, equal to `shift_labels`.
+
+    Raises:
+        ValueError: Positions or masks do not describe documents, or the padding has labels; or as `Context.cut`.
+    """
+    if TOKENS in batch:
+        return dict(batch)
+    labels, mask = next_labels(batch), batch.get("attention_mask")
+    whole = {key: value for key, value in batch.items() if key not in _TARGETS and value is not None}
+    cut, tokens = context.cut({**whole, "shift_labels": labels}, pad=True, compare=compare)
+    padded = 0 if mask is None else int((labels.masked_fill(mask != 0, IGNORE_INDEX) != IGNORE_INDEX).sum())
+    if padded:  # on one device they attend to the row, here only to padding
+        raise ValueError(
+            f"{padded} tokens have labels, but attention_mask 0, and over sequence={context.ranks} padding belongs to "
+            "no document; set the labels of padding to -100"
+        )
+    cut[TOKENS] = tokens
+    if any(batch.get(key) is not None for key in ("labels", "shift_labels")):
+        cut["labels"] = cut["shift_labels"]
+    return cut
