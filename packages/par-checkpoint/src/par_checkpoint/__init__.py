@@ -6,6 +6,7 @@ from ._handle import Save
 from ._load import LoadReport, load
 from ._policies import Format, Tiers, Transfer
 from ._save import save
+from ._torch_file import load_torch_file, save_torch_file
 from .state.conversion import Conversion, TensorSlice
 from .state.expert_conversion import expert_conversion
 from .storage.steps import prune
@@ -38,9 +39,11 @@ __all__ = [
     "inspect",
     "latest",
     "load",
+    "load_torch_file",
     "prune",
     "read_tensor",
     "release_memory",
     "save",
+    "save_torch_file",
     "verify",
 ]

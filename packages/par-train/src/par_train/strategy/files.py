@@ -1,16 +1,12 @@
 """The files of a strategy: single objects, and checkpoints of everything that a run needs to resume."""
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch.distributed as dist
-
-from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, save
+from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, load_torch_file, save, save_torch_file
 from par_data import LoaderPosition, ShardedDataLoader, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, together
 from par_layers.pretrained import has_adapters
@@ -230,7 +226,7 @@ class StrategyFiles(Setup):
         elif plan == "merged":
             save_merged(obj, path, size, self.device)
         else:
-            _save_torch_file(os.fspath(path), kind, keywords)
+            save_torch_file(path, **keywords)
         return None
 
     def load(self, obj: Any, path: PathLike, plan: str = "huggingface", *, tiers: Tiers | None = None) -> None:
@@ -248,8 +244,7 @@ class StrategyFiles(Setup):
         if plan == "peft":
             load_adapters(obj, path)
         elif plan == "torch":
-            with _as_folder(path, kind) as folder:
-                load(folder, **keywords)
+            load_torch_file(path, **keywords)
         else:
             own = _folder(path, kind)
             is_own = tiers is not None or Path(own, "par_checkpoint.json").exists()
@@ -322,27 +317,6 @@ class StrategyFiles(Setup):
         return kinds[0], {kinds[0]: obj}
 
 
-def _save_torch_file(path: str, kind: str, keywords: dict[str, Any]) -> None:
-    """Write an object as one file that `torch.load` opens, with its checksums in a second file. Collective."""
-    with together("save", None):
-        if "://" in path:
-            raise ValueError(
-                f"path={path!r}: a single file of torch.save is written to local disks only; pass a local path, or "
-                "plan='huggingface'"
-            )
-    staging = f"{path}.saving"
-    save(staging, **keywords, overwrite=True, format=Format(style="torch"))
-    with together(kind, None):  # on each rank, this returns when the file exists
-        if dist.get_rank() == 0:
-            try:
-                sums = Path(f"{path}.json")
-                sums.unlink(missing_ok=True)  # the old sums would not fit the new file; a file without sums can be read
-                Path(staging, f"{kind}.pt").replace(path)
-                Path(staging, "par_checkpoint.json").replace(sums)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-
-
 def _parts(bundle: ModelBundle) -> dict[str, Any]:
     """Return the arguments of `par_checkpoint.save` for a bundle."""
     scaling = [bundle.optimizer.scaling] if isinstance(bundle.optimizer, MixedOptimizer) else []
@@ -351,35 +325,3 @@ def _parts(bundle: ModelBundle) -> dict[str, Any]:
 
 def _folder(path: PathLike, kind: str) -> str:
     return os.fspath(path) if kind == "model" else f"{os.fspath(path)}/{kind}"
-
-
-@contextmanager
-def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
-    """A context with a folder that par-checkpoint reads, made of a torch file and its checksums, if any. Collective."""
-    folder = f"{os.fspath(path)}.loading"
-    with together(kind, None):
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            Path(folder).mkdir()
-            _stand_in(Path(path), Path(folder, f"{kind}.pt"))
-            sums = Path(f"{os.fspath(path)}.json")
-            if sums.exists():
-                _stand_in(sums, Path(folder, "par_checkpoint.json"))
-    try:
-        yield folder
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
-
-
-def _stand_in(path: Path, name: Path) -> None:
-    """Link a file under another name; copy it if the file system has no links."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"path={str(path)!r}: there is no such file; pass one that torch.save or Strategy.save wrote"
-        )
-    try:
-        name.symlink_to(path.absolute())
-    except OSError:
-        shutil.copyfile(path, name)
