@@ -11,12 +11,13 @@ import os
 import sys
 from typing import NoReturn
 
+from par_diagnosis import FailureReported
 from par_groups import read_environment
 
 from .._errors import TrainingError, UserError
 from ..config.settings import build
 from ..run.output import say
-from ..run.stop import Reported, Stop, StoppedEarly, catch_signals, exit_code, follow_launcher, one_traceback
+from ..run.stop import Stop, StoppedEarly, catch_signals, exit_code, follow_launcher, one_traceback
 from .options import Options
 
 
@@ -78,7 +79,7 @@ def _live(options: Options, stop: Stop) -> int:
         if is_master():
             say(f"par-train: {stopped}", sys.stderr)
         return 128 + stopped.number
-    except Reported:
+    except FailureReported:
         return 1
 
 

@@ -4,18 +4,16 @@ A request to leave only sets a field. The ranks agree on it once a step, so that
 """
 
 import os
-import re
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
 
+from par_diagnosis import report_first_failure
 from par_groups import STOP_SIGNALS, read_environment
 
 from .._errors import TrainingError, UserError
@@ -28,8 +26,6 @@ FAILED = 129
 """The request of a rank that cannot continue, and has an error that all ranks should raise."""
 
 _PATIENCE = 30.0
-
-_LOST = re.compile(r"(closed|reset) by (remote )?peer|broken pipe|was likely closed|ncclRemoteError", re.IGNORECASE)
 
 
 class StoppedEarly(Exception):  # noqa: N818 - nothing has failed
@@ -181,68 +177,24 @@ def exit_code(number: int) -> int:
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
-class Reported(Exception):  # noqa: N818 - not an error to handle, but the end of one
-    """The end of a rank whose failure is printed already."""
-
-
 @contextmanager
 def one_traceback() -> Iterator[None]:
-    """Print the failure of the first rank that fails, and end the other ranks silently.
+    """Print the failure of the first rank that fails, and end the other ranks by `FailureReported`.
 
-    A failed disk and a lost connection are printed as one sentence, other errors with their traceback. A rank that lost
-    a connection has not failed itself: the launcher names the rank that is gone.
-
-    Use it inside the world, so that a rank prints before it leaves its groups and the other ranks fail, too.
-
-    Raises:
-        Reported: In place of every exception except those that all ranks raise identically.
+    A failed disk and a lost connection are printed as one sentence, other errors with their traceback.
     """
-    try:
+    common = (UserError, TrainingError, StoppedEarly)
+    with report_first_failure(_report, common=common, summarize=_sentence_of):
         yield
-    except (UserError, TrainingError, StoppedEarly, Reported):
-        raise
-    except Exception as error:
-        if _is_first():
-            rank = read_environment(os.environ).rank
-            what = "lost its connection to another rank" if _lost_connection(error) else f"failed{_describe(error)}"
-            say(f"par-train: rank {rank} {what}", sys.stderr)
-        raise Reported from error
 
 
-def _describe(error: Exception) -> str:
-    """Return the text after the rank: a sentence if the error names the file and the problem, else the traceback."""
+def _report(text: str) -> None:
+    say(f"par-train: {text}", sys.stderr)
+
+
+def _sentence_of(error: Exception) -> str | None:
+    """Return the text of an error that names the file and the problem; None for other errors."""
     from par_checkpoint import CheckpointError  # noqa: PLC0415 - this module is loaded before torch
 
     nameless = isinstance(error, OSError) and error.strerror is not None and error.filename is None
-    if isinstance(error, CheckpointError | OSError) and not nameless:
-        return f": {error}"
-    return f"\n{traceback.format_exc()}"
-
-
-def _lost_connection(error: BaseException) -> bool:
-    """Return whether the error or its cause is a lost connection. Only the text of torch's errors says so."""
-    import torch.distributed as dist  # noqa: PLC0415 - this module is loaded before torch
-
-    text = str(error)
-    of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
-    if of_torch and _LOST.search(text):
-        return True
-    return error.__cause__ is not None and _lost_connection(error.__cause__)
-
-
-def _is_first() -> bool:
-    """Count failures in the store of the rendezvous. If it is unreachable, every rank counts as first and prints."""
-    import torch.distributed as dist  # noqa: PLC0415 - this module is loaded before torch
-
-    place = read_environment(os.environ)
-    if place.world_size == 1:
-        return True
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late
-            place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
-        )
-        first: int = store.add(f"par_train/failures/{attempt}", 1)
-    except dist.DistError:
-        return True
-    return first == 1
+    return str(error) if isinstance(error, CheckpointError | OSError) and not nameless else None
