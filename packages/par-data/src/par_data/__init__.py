@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         restore_random_states,
     )
     from .loading.sources import split_evenly
+    from .loading.steps import StepRandomness
     from .loading.synchronized import hash_order, synchronize_draws
     from .loading.workers import WorkerSignals
     from .text.corpus import Corpus, open_corpus, read_corpus
@@ -43,6 +44,7 @@ __all__ = [
     "Packing",
     "RandomStream",
     "ShardedDataLoader",
+    "StepRandomness",
     "WorkerSignals",
     "check_last_batch",
     "derive_seed",
@@ -77,6 +79,7 @@ _LATE = {
         "restore_random_states",
     ),
     "loading.sources": ("split_evenly",),
+    "loading.steps": ("StepRandomness",),
     "loading.synchronized": ("hash_order", "synchronize_draws"),
     "loading.workers": ("WorkerSignals",),
     "text.corpus": ("Corpus", "open_corpus", "read_corpus"),

@@ -24,6 +24,7 @@ from .experts.balance import LoadBalancing, TokenAxes
 from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
 from .experts.dispatch import DispatchHandle, TokenDispatcher
 from .experts.experts import Experts
+from .experts.factor import LossFactor, adds_losses
 from .experts.moe import MoE
 from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
@@ -78,6 +79,7 @@ __all__ = [
     "LayerSet",
     "LinearShape",
     "LoadBalancing",
+    "LossFactor",
     "Mask",
     "MoE",
     "MoECost",
@@ -103,6 +105,7 @@ __all__ = [
     "Tokens",
     "TransformerShape",
     "WeightSharding",
+    "adds_losses",
     "all_gather_to",
     "all_to_all",
     "attention_memory",

@@ -1,7 +1,8 @@
 """Transformers models as training uses them: their causal loss, split batches, LoRA adapters and samples of text.
 
 `make` describes a model on the meta device, `adapters` and `merge` add and remove LoRA, and `causal` turns batches into
-arguments, labels and a loss, which `sequence` splits over ranks. `sample` continues prompts with any of them.
+arguments, labels and a loss, which `sequence` splits over ranks. `auxiliary` weighs the losses of routers in a step of
+several batches. `sample` continues prompts.
 """
 
 from .adapters import (
@@ -13,6 +14,7 @@ from .adapters import (
     inject_adapters_,
     write_config,
 )
+from .auxiliary import weigh_auxiliary_losses_
 from .causal import (
     IGNORE_INDEX,
     CausalModel,
@@ -55,6 +57,7 @@ __all__ = [
     "reaches_other_tokens",
     "read_request",
     "unlike_causal",
+    "weigh_auxiliary_losses_",
     "write_config",
     "write_on",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from par_groups import together
 from par_layers import parallelization_of
-from par_layers.pretrained import IGNORE_INDEX, has_adapters, logits_of, next_labels
+from par_layers.pretrained import IGNORE_INDEX, has_adapters, logits_of, next_labels, weigh_auxiliary_losses_
 
 from ..strategy.strategy import Strategy
 from ._options import make_strategy, missing
@@ -28,7 +28,6 @@ try:
 except ImportError as error:
     raise missing("transformers", "transformers", "trainer") from error
 
-from ._additions import weigh_auxiliary_losses_
 from ._arguments import check_arguments, check_trainer
 from .accelerate import ParAccelerator
 

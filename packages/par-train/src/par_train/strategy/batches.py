@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from par_data import BatchComparison, ShardedDataLoader, move_to_device
+from par_data import BatchComparison, ShardedDataLoader, StepRandomness, move_to_device
 from par_layers.pretrained import cut_dict
 
 from .plugins import DevicePlugin
-from .randomness import StepRandomness
 from .setup import Setup
 
 

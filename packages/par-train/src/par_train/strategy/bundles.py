@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from par_groups import JointOptimizer, has_stepped
+from par_layers import LossFactor
 from par_plan import ModelSizes
-
-from .mixture.factor import LossFactor
 
 MARK = "par_train"
 """The name of the attribute that `initialize` sets on each object that it has initialized."""

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from par_data import read_once
 from par_groups import ProcessGroups
+from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
-from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule
+from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
 from .axes import cuts_sequence, data_axes
-from .mixture.factor import FactorStageRunner, LossFactor
 from .pretrained.keywords import split_keywords
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -212,6 +212,27 @@ class Execution:
             last = self._schedule.rank_of(self._schedule.stages - 1)
             dist.broadcast(mean, group=self._groups["pipeline"], group_src=last)
         return mean
+
+
+class FactorStageRunner(StageRunner):
+    """A stage that hands the scalar of a `LossFactor` on with its activations.
+
+    Args:
+        stages: The stages of the rank.
+        number: The number of the stage.
+        last: The number of the pipeline's last stage.
+        factor: The factor of the rank's model.
+    """
+
+    def __init__(self, stages: PipelineStages, number: int, *, last: int, factor: LossFactor) -> None:
+        super().__init__(stages, number)
+        self._last, self._factor = last, factor
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run the stage on its inputs, without the scalar."""
+        inputs, scalar = self._factor.into(inputs, is_first=self.number == 0)
+        output = super().forward(*inputs, **keywords)
+        return self._factor.out_of(output, scalar, is_last=self.number == self._last)
 
 
 class _CalledBatches(Iterator[Any]):

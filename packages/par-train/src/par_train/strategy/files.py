@@ -7,14 +7,13 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from par_checkpoint import Checkpoints, Format, Save, Tiers, Transfer, load, load_torch_file, save, save_torch_file
-from par_data import LoaderPosition, ShardedDataLoader, gather_random_states, restore_random_states
+from par_data import LoaderPosition, ShardedDataLoader, StepRandomness, gather_random_states, restore_random_states
 from par_groups import agree, check_alike, together
 from par_layers.pretrained import has_adapters
 from par_precision import MixedOptimizer
 
 from .bundles import ModelBundle
 from .pretrained.files import PathLike, load_adapters, save_adapters, save_merged
-from .randomness import StepRandomness
 from .setup import Setup
 
 PLANS = ("huggingface", "torch", "peft", "merged")

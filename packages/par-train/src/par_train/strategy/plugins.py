@@ -34,8 +34,8 @@ from par_zero import (
     sync_module_states_,
 )
 
+from .experts import EXPERT_COPIES, share_of_experts
 from .handlers import kinds_of
-from .mixture.share import EXPERT_COPIES, share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .settings import policy_of

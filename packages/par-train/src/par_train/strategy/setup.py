@@ -19,7 +19,7 @@ from par_plan import NUMBER_WIDTHS, ModelSizes, TrainingJob, model_sizes
 from par_zero import DataParallelGroup, ShardOptions
 
 from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes, replica_axes
-from .mixture.share import share_of_experts
+from .experts import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
 from .settings import make_schedule, microbatches_of

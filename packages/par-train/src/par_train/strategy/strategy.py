@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_data import BatchComparison, WorkerSignals
+from par_data import BatchComparison, StepRandomness, WorkerSignals
 from par_groups import agree, check_alike, together
 from par_layers import RouterLosses, parallelization_of
 from par_layers.pretrained import Ends, Prompts, joined_rows, read_request, write_on
@@ -27,7 +27,6 @@ from .plugins import choose_plugins, spend_measured
 from .pretrained.files import PathLike
 from .pretrained.make import Plan, make_part
 from .pretrained.sequence import cut_by
-from .randomness import StepRandomness
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -71,7 +70,7 @@ class Strategy(StrategyFiles):
     @takes_options_of(StrategyOptions)
     def __init__(self, **options: Any) -> None:
         super().__init__(options, choose_plugins)
-        self.randomness = StepRandomness(self.options.seed, self.groups, self.device)
+        self.randomness = StepRandomness(self.options.seed, self.groups, self.data_axes, self.device)
         self._bundles = []
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
         self._checkpoints = {}

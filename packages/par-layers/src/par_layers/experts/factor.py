@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from par_layers import Router, RouterLosses
-from par_pipeline import PipelineStages, StageRunner
+from .router import Router
+from .step import RouterLosses
 
 
 class LossFactor:
@@ -54,27 +54,6 @@ class LossFactor:
             return number
         read: Tensor = _Join.apply(number, None, self.losses)  # type: ignore[no-untyped-call]
         return read
-
-
-class FactorStageRunner(StageRunner):
-    """A stage that hands the scalar of a `LossFactor` on with its activations.
-
-    Args:
-        stages: The stages of the rank.
-        number: The number of the stage.
-        last: The number of the pipeline's last stage.
-        factor: The factor of the rank's model.
-    """
-
-    def __init__(self, stages: PipelineStages, number: int, *, last: int, factor: LossFactor) -> None:
-        super().__init__(stages, number)
-        self._last, self._factor = last, factor
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Run the stage on its inputs, without the scalar."""
-        inputs, scalar = self._factor.into(inputs, is_first=self.number == 0)
-        output = super().forward(*inputs, **keywords)
-        return self._factor.out_of(output, scalar, is_last=self.number == self._last)
 
 
 class _Join(torch.autograd.Function):

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from par_layers.pretrained import IGNORE_INDEX, pretrained_of
-
 from .._torch_private import version_of
+from .causal import IGNORE_INDEX, pretrained_of
 
 _Recorded = tuple[Tensor, int, Tensor]
 """A loss, its version counter, and a copy of it to which nothing is added."""

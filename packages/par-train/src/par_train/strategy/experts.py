@@ -8,7 +8,7 @@ from par_groups import ProcessGroups, attributes, sharding_of
 from par_layers import TokenDispatcher, expert_modules
 from par_zero import DataParallelGroup
 
-from ..axes import EXPERTS, averaged_over
+from .axes import EXPERTS, averaged_over
 
 EXPERT_COPIES = ("data", "expert_data")
 """The axes over which ranks hold replicas of the same experts, if these are not all data ranks."""

@@ -6,27 +6,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from par_data import RandomStream, get_random_states, hash_order
-from par_groups import ProcessGroups, agree
+from par_groups import Axes, ProcessGroups, agree
 
-from .axes import data_axes
+from .randomness import RandomStream, get_random_states
+from .synchronized import hash_order
 
 
 class StepRandomness:
     """The seeds of torch's generators: one for each step, replica and pipeline stage.
 
     Args:
-        seed: The seed of the strategy.
+        seed: The seed of the run.
         groups: The groups of ranks along each axis.
+        data_axes: The axes whose ranks read different samples.
         device: The device of this rank, whose generator is seeded as well as the CPU's.
     """
 
-    def __init__(self, seed: int, groups: ProcessGroups, device: torch.device) -> None:
-        axes = data_axes(groups.topology)
+    def __init__(self, seed: int, groups: ProcessGroups, data_axes: Axes, device: torch.device) -> None:
         self._seed, self._device = seed, device
         # Tensor ranks of a stage have one seed: what they drop must be identical. Replicas and stages have their own.
-        self._rank_seed = groups.rank_seed((*groups.topology.leaves(axes), "pipeline"), seed)
-        self._replica = groups.rank(axes)
+        self._rank_seed = groups.rank_seed((*groups.topology.leaves(data_axes), "pipeline"), seed)
+        self._replica = groups.rank(data_axes)
         self._step = 0
         self._last_seed: int | None = None  # the seed that this object has given torch's generator
         self._program_state = get_random_states()[0]  # torch's generator as the program left it
