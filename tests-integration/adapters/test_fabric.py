@@ -130,8 +130,8 @@ def test_precisions_and_what_is_refused(tmp_path):
         fabric.setup_optimizers(torch.optim.SGD(make_model().parameters(), lr=0.1))
     fabric.strategy.strategy.close()
     for options, precision, words in (
-        ({}, "64-true", "with a ParStrategy it can be one of 32-true"),
-        ({"precision": "fp8"}, "bf16-true", "give one"),
+        ({}, "64-true", "with a strategy it can be one of 32-true"),
+        ({"precision": "fp8"}, "bf16-true", "both say how to compute; give one"),
         ({"zero": 3}, "bf16-mixed", "use precision='bf16'"),
     ):
         refused = fabric_of.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=ParStrategy(**options))

@@ -1,4 +1,4 @@
-"""The parts of a `ParAccelerator`: its optimizer and lr scheduler, what ranks tell each other, and what it refuses."""
+"""The parts of a `ParAccelerator`: its optimizer and lr scheduler, its collectives, and its unsupported methods."""
 
 import math
 import os
@@ -29,7 +29,7 @@ REFUSED = {
     "dynamo_plugin": "a plugin of the strategy that compiles modules",
     "kwargs_handlers": "strategy=dict(precision=dict(precision=..., scale=...)); find_unused_parameters needs nothing",
 }
-"""Arguments of `Accelerator` that say what the strategy says, and what says it."""
+"""Arguments of `Accelerator` that a strategy replaces, and the option to use instead."""
 
 _LAUNCHED = {
     "ACCELERATE_USE_DEEPSPEED": REFUSED["deepspeed_plugin"],
@@ -37,14 +37,14 @@ _LAUNCHED = {
     "ACCELERATE_USE_MEGATRON_LM": REFUSED["megatron_lm_plugin"],
     "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
 }
-"""What `accelerate launch` leaves in the environment for the same."""
+"""Variables by which `accelerate launch` sets the same arguments."""
 
 
 def check_keywords(accelerator: Any) -> None:
-    """Checks that nothing that an `Accelerator` is told, by keywords or by its launcher, is the strategy's to say.
+    """Remove the arguments that a strategy replaces, and check that neither they nor variables set anything.
 
     Raises:
-        ValueError: Something is; the message names it and what to give instead.
+        ValueError: One of them sets something; the message names the option to use instead.
     """
     for name, instead in REFUSED.items():
         if accelerator.pop(name, None) is not None:
@@ -59,12 +59,12 @@ def check_keywords(accelerator: Any) -> None:
 
 
 class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
-    """The optimizer of a strategy as Accelerate's, which steps where gradients are not being accumulated.
+    """The optimizer of a strategy as an optimizer of Accelerate, which does not step while gradients accumulate.
 
     Args:
-        optimizer: What `Strategy.initialize` gave.
-        trained: The ids of the parameters that it was given and that are on this rank.
-        clip_norm: The strategy's own.
+        optimizer: The optimizer that `Strategy.initialize` returned.
+        trained: The ids of the parameters that the optimizer trains and that are on this rank.
+        clip_norm: The `clip_norm` of the strategy.
     """
 
     def __init__(self, optimizer: Optimizer, trained: set[int], clip_norm: float | None) -> None:
@@ -74,24 +74,24 @@ class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate ha
 
     @property
     def scaling(self) -> Any:
-        """What can be saved of a loss scale; None: there is none."""
+        """The state of the loss scale, which can be saved; None without a loss scale."""
         optimizer = self.optimizer
         return optimizer.scaling if isinstance(optimizer, MixedOptimizer) and optimizer.scaling.scale else None
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether gradients overflowed in the last step; without a loss scale nobody waits for the answer."""
+        """Whether gradients overflowed in the last step. Without a loss scale it does not wait for the device."""
         return self.scaling is not None and self.optimizer.last is not None and bool(self.optimizer.last.skipped)
 
 
 class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types
-    """An lr scheduler as Accelerate's, which counts the steps of all data ranks.
+    """An lr scheduler as a scheduler of Accelerate, which counts the steps of all data ranks.
 
     Args:
-        scheduler: The user's.
-        optimizers: The prepared optimizers, in whose steps it steps.
-        step_with_optimizer: Whether it does.
-        times: How often it steps for each step of theirs.
+        scheduler: The scheduler of the user.
+        optimizers: The prepared optimizers.
+        step_with_optimizer: Whether the scheduler steps only if the optimizers step.
+        times: Number of steps of the scheduler for each step of the optimizers.
     """
 
     def __init__(self, scheduler: Any, optimizers: Any, *, step_with_optimizer: bool, times: int) -> None:
@@ -99,7 +99,7 @@ class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate ha
         self._times = times
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Steps, as often as there are data ranks that have each had a batch."""
+        """Step once for each data rank, since each has had a batch."""
         steps = self._times if self.step_with_optimizer and self.gradient_state.sync_gradients else 1
         total = getattr(self.scheduler, "total_steps", math.inf)
         for _ in range(steps):
@@ -108,11 +108,11 @@ class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate ha
 
 
 class OverDataRanks:
-    """What the data ranks of a `ParAccelerator` tell each other: ranks of a replica have the same, and count once."""
+    """The collectives of a `ParAccelerator`. They run over data ranks, so that the ranks of a replica count once."""
 
     strategy: Strategy
     gradient_state: Any
-    flag_tensor: Tensor | None  # Accelerate's own: what `set_trigger` sets
+    flag_tensor: Tensor | None  # Accelerate's own, which `set_trigger` sets
 
     @property
     def num_processes(self) -> int:
@@ -121,11 +121,11 @@ class OverDataRanks:
 
     @property
     def process_index(self) -> int:
-        """This rank's place among the data ranks."""
+        """The index of this rank among the data ranks."""
         return self.strategy.groups.rank(self.strategy.data_axes)
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all data ranks, one after another along the first dimension, as `Accelerator.gather`."""
+        """Concatenate the tensors of all data ranks along dim 0, as `Accelerator.gather`."""
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class OverDataRanks:
         return torch.cat(parts)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `Accelerator.gather_for_metrics`, over the data ranks."""
+        """Gather as `Accelerator.gather_for_metrics`, over the data ranks."""
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
@@ -150,7 +150,7 @@ class OverDataRanks:
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sums or means over the data ranks, as `Accelerator.reduce`."""
+        """Return sums or means over the data ranks, as `Accelerator.reduce`."""
 
         def reduced(one: Tensor) -> Tensor:
             total = one.detach().clone()
@@ -160,7 +160,7 @@ class OverDataRanks:
         return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger`; the same on all ranks, also on those of a replica. Collective."""
+        """Return whether any rank has called `set_trigger`, identically on all ranks. Collective over the world."""
         flag = torch.zeros((), dtype=torch.int64, device=self.strategy.device)
         if self.flag_tensor is not None:
             flag += self.flag_tensor
@@ -184,7 +184,7 @@ _TO_CHECKPOINTING = "register_for_checkpointing() what is yours: no rank has who
 
 
 class Refusing:
-    """The methods of an `Accelerator` that have no meaning on a strategy. Each raises ValueError with what has."""
+    """The methods of an `Accelerator` that a strategy does not support. Each raises ValueError with the alternative."""
 
     unscale_gradients = _refused("unscale_gradients", "clip_grad_norm_ the largest norm: step() unscales, then clips")
     join_uneven_inputs = _refused(

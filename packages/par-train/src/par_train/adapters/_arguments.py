@@ -1,4 +1,4 @@
-"""What `TrainingArguments` and a Trainer cannot say beside a strategy, each with what says it."""
+"""Checks of the `TrainingArguments` and of the Trainer that a strategy cannot be combined with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,18 +24,18 @@ REFUSED = {
     "bf16_full_eval": "strategy=dict(precision=...), which evaluates in it too",
     "save_on_each_node": "an output_dir that all nodes share",
 }
-"""Arguments that must not be set, and what to give instead."""
+"""Arguments that must not be set, and the option to use instead."""
 
 
 def check_arguments(args: Any, given: Mapping[str, Any] | Strategy | None) -> None:
-    """Checks that arguments say nothing that a strategy says.
+    """Check that no argument sets what a strategy sets.
 
     Args:
         args: The `TrainingArguments`.
         given: The strategy's keywords, or the strategy.
 
     Raises:
-        ValueError: One does; the message names it and what to give instead.
+        ValueError: An argument does; the message names the option to use instead.
     """
     for name, instead in REFUSED.items():
         value = getattr(args, name, None)
@@ -64,7 +64,7 @@ def check_arguments(args: Any, given: Mapping[str, Any] | Strategy | None) -> No
 
 
 def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
-    """Checks that a trainer's loss and batches are such as the strategy can compute.
+    """Check that the strategy can compute a trainer's loss from its batches.
 
     Args:
         trainer: The trainer.
@@ -72,7 +72,7 @@ def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
         strategy: The strategy.
 
     Raises:
-        ValueError: They are not; the message names what to change.
+        ValueError: It cannot; the message names the argument to change.
     """
     args, groups = trainer.args, strategy.groups
     together = [axis for axis in ("tensor", "pipeline", "sequence") if groups.size(axis) > 1]

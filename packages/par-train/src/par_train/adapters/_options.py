@@ -1,6 +1,6 @@
 """The argument of all adapters: the keywords of a `Strategy`, or an existing one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..strategy.strategy import Strategy
@@ -17,8 +17,9 @@ def said(given: Mapping[str, Any] | Strategy | None, name: str) -> Any:
 def make_strategy(
     given: Mapping[str, Any] | Strategy | None,
     *,
-    mixed_precision: str,
+    precision: str,
     said_by: str,
+    names: Mapping[str, str] = AUTOCAST,
     device: str = "auto",
     seed: int = 0,
 ) -> Strategy:
@@ -26,27 +27,48 @@ def make_strategy(
 
     Args:
         given: The keywords of a Strategy, an existing one, or None for data parallelism.
-        mixed_precision: The trainer's mixed precision: "no", "bf16" or "fp16".
+        precision: The trainer's precision, one of `names`.
         said_by: The trainer's argument, for the error, such as "TrainingArguments(bf16=True)".
+        names: The precisions of par-precision by the trainer's names; the first one is the trainer's default.
         device: A device, or "auto".
         seed: The trainer's seed, which a seed in the keywords overrides.
 
     Raises:
         ValueError: A precision without a counterpart, or two precisions; or as `Strategy`.
     """
-    if mixed_precision not in AUTOCAST:
+    if precision not in names:
         raise ValueError(
-            f"{said_by} asks for {mixed_precision!r}, which is none of {', '.join(AUTOCAST)}; leave it out and give "
-            "the strategy a precision, such as strategy=dict(precision='fp8')"
+            f"{said_by} asks for {precision!r}, and with a strategy it can be one of {', '.join(names)}; leave it out "
+            "and give the strategy a precision of par-precision, such as precision='fp8'"
         )
     says_its_own = isinstance(given, Strategy) or "precision" in (given or {})
-    if says_its_own and mixed_precision != "no":
-        precision = said(given, "precision")
-        raise ValueError(f"{said_by} and the strategy's precision {precision!r} both say how to compute; give one")
+    if says_its_own and precision != next(iter(names)):
+        own = said(given, "precision")
+        raise ValueError(f"{said_by} and the strategy's precision {own!r} both say how to compute; give one")
     if isinstance(given, Strategy):
         return given
-    keywords = {"precision": AUTOCAST[mixed_precision], "seed": seed, **(given or {})}
+    keywords = {"precision": names[precision], "seed": seed, **(given or {})}
     return Strategy(**keywords, device=device)
+
+
+def initialize(strategy: Strategy, objects: Sequence[Any], instead: str | None) -> list[Any]:
+    """Initialize models and optimizers, and return a list of them. Collective.
+
+    Args:
+        strategy: The strategy.
+        objects: Models and optimizers.
+        instead: For a loop that calls models: what to use for a pipeline, whose stages cannot be called; else None.
+
+    Raises:
+        ValueError: The strategy has a pipeline, and the loop calls models; or as `Strategy.initialize`.
+    """
+    if strategy.schedule is not None and instead is not None:
+        raise ValueError(
+            f"the strategy has a pipeline, whose stages no loop calls as a model; {instead}, or use "
+            "Strategy.execute_pipeline in a loop of your own"
+        )
+    given = strategy.initialize(*objects)
+    return [given] if len(objects) == 1 else list(given)
 
 
 def missing(adapter: str, package: str, extra: str) -> ImportError:

@@ -1,7 +1,7 @@
-"""Accelerate on a `Strategy`: a script that has an `Accelerator` gets a `ParAccelerator`, and stays as it is.
+"""Accelerate on a `Strategy`: in a script with an `Accelerator`, a `ParAccelerator` replaces it.
 
-Models and optimizers are the strategy's; data loaders, lr schedulers, trackers and the state of random generators stay
-Accelerate's own. A "process" of Accelerate is a data rank here: the ranks that share a replica are given its batches.
+The strategy initializes models and optimizers. Accelerate keeps data loaders, lr schedulers, trackers and the states of
+random generators. A "process" of Accelerate is a data rank here: the ranks that share a replica receive its batches.
 """
 
 import json
@@ -19,7 +19,7 @@ from par_data import RandomStream, synchronize_draws
 from par_groups import parse_size
 
 from ..strategy.strategy import Strategy
-from ._options import make_strategy, missing
+from ._options import initialize, make_strategy, missing
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -30,34 +30,34 @@ except ImportError as error:
 from ._accelerated import OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
 
 EPOCHS = "par_epochs.json"
-"""The file of a saved state that has the epoch of each data loader, in the order in which they were prepared."""
+"""The file of a saved state with the epoch of each data loader, in the order in which the loaders were prepared."""
 
 
 class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """An `Accelerator` whose models and optimizers are those of a `Strategy`.
+    """An `Accelerator` that trains with a `Strategy`.
 
-    `num_processes` is the number of data ranks and `process_index` is this rank's place among them, so batches,
-    schedules and what is gathered count each sample once. `is_main_process` is true on rank 0 alone.
+    `num_processes` is the number of data ranks, and `process_index` is the index of this rank among them. Batches, lr
+    schedulers and `gather` therefore count each sample once. `is_main_process` is true only on rank 0.
 
     Args:
-        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3); None: data parallel.
-        mixed_precision: "no", "bf16" or "fp16", which is autocast: "bf16-amp" and "fp16-amp" of the strategy.
-        cpu: Whether to compute on the CPU where there is an accelerator.
-        **accelerator: Keywords of `Accelerator` that mean what they mean there.
+        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3). Default: data parallel.
+        mixed_precision: "no", "bf16" or "fp16". The last two are autocast, "bf16-amp" and "fp16-amp" of the strategy.
+        cpu: Whether to compute on the CPU even if the host has an accelerator.
+        **accelerator: Other keywords of `Accelerator`, with their meaning there.
 
     Attributes:
-        strategy: The strategy, for what Accelerate has no name for, such as `execute_pipeline` and `sample`.
+        strategy: The strategy, for methods that Accelerate lacks, such as `execute_pipeline` and `sample`.
 
     Raises:
-        ValueError: An argument, or a variable of `accelerate launch`, that says what the strategy says.
+        ValueError: An argument, or a variable of `accelerate launch`, sets what the strategy sets.
 
     Example:
         accelerator = ParAccelerator(strategy=dict(parallel=dict(tensor=dict(size=2, mode="1d")), zero=1))
         model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
     """
 
-    calls_models = True  # a trainer that runs microbatches through stages says otherwise
-    scaler: Any  # Accelerate's own: what was prepared, and what can be saved of a loss scale
+    calls_models = True  # a trainer that runs microbatches through stages sets False
+    scaler: Any  # Accelerate's own, as the two below
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -70,46 +70,48 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         **accelerator: Any,
     ) -> None:
         check_keywords(accelerator)
-        shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None  # of one before this
+        # The state of an earlier accelerator in this process is shared.
+        shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None
         mixed_precision = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         config = accelerator.pop("dataloader_config", DataLoaderConfiguration())
         said = f"mixed_precision={mixed_precision!r}"
         device = "cpu" if cpu else "auto"
-        self.strategy = make_strategy(strategy, mixed_precision=mixed_precision, said_by=said, device=device)
+        self.strategy = make_strategy(strategy, precision=mixed_precision, said_by=said, device=device)
         place = self.strategy.environment
-        if place.world_size > 1:  # Accelerate asks these who it is, which SLURM and Open MPI name otherwise
+        if place.world_size > 1:  # Accelerate reads these variables, which SLURM and Open MPI name differently
             for name, number in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)):
                 os.environ.setdefault(name, str(number))
             os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
             os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world_size))
         super().__init__(
             mixed_precision=mixed_precision,
-            cpu=place.device.type == "cpu",  # else it would take ranks on CPUs for processes of their own
+            cpu=place.device.type == "cpu",  # else Accelerate would count each rank on a CPU as a job of its own
             dataloader_config=replace(config, dispatch_batches=False),
             **accelerator,
         )
-        self.scaler = None  # the strategy's optimizer scales
+        self.scaler = None  # the strategy's optimizer scales the loss
 
-    # What is done once
+    # Before training
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`; a model and the optimizer of its parameters come in one call. Collective.
+        """Prepare objects as `Accelerator.prepare`. Pass a model and its optimizer in one call. Collective.
 
         Raises:
-            ValueError, TypeError: What `Strategy.initialize` refuses, on every rank.
+            ValueError, TypeError: As `Strategy.initialize`; on every rank.
         """
         if device_placement is not None:
             raise ValueError("device_placement was given to prepare(); everything comes to the strategy's device")
         became = {id(each): each for each in args}
         others = [each for each in args if not _is_the_strategys(each)]
-        for other in others:  # data loaders, whose samplers take torch's seed before the strategy sets it
+        # Samplers of data loaders read torch's seed, so they are prepared before the strategy sets it.
+        for other in others:
             became[id(other)] = self._prepare_one(other, first_pass=True)
         became |= self._initialized([each for each in args if _is_the_strategys(each) and not _is_prepared(each)])
         for each in became.values():
             kept = self._models if isinstance(each, nn.Module) else self._optimizers
             if _is_the_strategys(each) and not any(each is one for one in kept):
                 kept.append(each)
-        for other in others:  # lr schedulers, which ask optimizers
+        for other in others:  # lr schedulers, which need the prepared optimizers
             became[id(other)] = self._prepare_one(became[id(other)])
         for each in became.values():
             if any(each is one for one in (*self._models, *self._optimizers, *self._schedulers, *self._dataloaders)):
@@ -118,21 +120,15 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         return result if len(result) > 1 else result[0]
 
     def _initialized(self, objects: list[Any]) -> dict[int, Any]:
-        """What models and optimizers have become, by the id of each."""
+        """Initialize models and optimizers; return the results by the id of each object."""
         if not objects:
             return {}
-        if self.strategy.schedule is not None and self.calls_models:
-            raise ValueError(
-                "the strategy has a pipeline, whose stages no loop calls as a model; use ParTrainer, or "
-                "Strategy.execute_pipeline in a loop of your own"
-            )
         for each in objects:
             if isinstance(each, nn.Module) and self.verify_device_map(each):
                 raise ValueError(f"this {type(each).__name__} was loaded with a device_map; load it without one")
         groups = [each.param_groups if isinstance(each, Optimizer) else [] for each in objects]
         held = [{id(parameter) for group in own for parameter in group["params"]} for own in groups]
-        given = self.strategy.initialize(*objects)
-        given = [given] if len(objects) == 1 else list(given)
+        given = initialize(self.strategy, objects, "use ParTrainer" if self.calls_models else None)
         here = {id(each) for model in given if isinstance(model, nn.Module) for each in model.parameters()}
         for place, optimizer in enumerate(given):
             if isinstance(optimizer, Optimizer):
@@ -143,25 +139,25 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares a model that is only run; one that is trained comes to `prepare` with its optimizer."""
+        """Prepare a model that is only evaluated. Pass a model that is trained to `prepare`, with its optimizer."""
         del device_placement, evaluation_mode
         prepared: nn.Module = self.prepare(model)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """Gives back an optimizer that is prepared; one that is not comes to `prepare` with its model."""
+        """Return a prepared optimizer. Pass any other optimizer to `prepare`, with its model."""
         del device_placement
         prepared: Optimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **keywords: Any) -> Any:
-        """As Accelerate's; all ranks draw one order, and those of a replica the same rows. Collective."""
+        """Prepare a loader as Accelerate does. All ranks draw one order, and a replica the same rows. Collective."""
         if _is_prepared(data_loader):
             return super().prepare_data_loader(data_loader, *args, **keywords)
         sampler = data_loader.sampler if data_loader.batch_sampler is None else data_loader.batch_sampler
         synchronized = ("generator",) if self.num_processes > 1 else ()  # by Accelerate, in each epoch
         draws = RandomStream(states=self.strategy.randomness.loader_states(sampler, leave_out=synchronized))
-        with draws.entered():  # samplers of Accelerate's own take a seed
+        with draws.entered():  # some samplers of Accelerate read a seed when they are made
             prepared = super().prepare_data_loader(data_loader, *args, **keywords)
         prepared.base_dataloader = synchronize_draws(
             prepared.base_dataloader, draws.states, rank=self.process_index, num_replicas=self.num_processes
@@ -169,7 +165,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A scheduler that steps with the optimizers, as often as there are data ranks, as Accelerate's do."""
+        """Prepare a scheduler that steps with the optimizers, once per data rank, as schedulers of Accelerate do."""
         if not _is_prepared(scheduler):
             scheduler = ParScheduler(
                 scheduler,
@@ -181,22 +177,22 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             self._schedulers.append(scheduler)
         return scheduler
 
-    # What is done in each step
+    # In each step
 
     def backward(
         self, loss: Tensor, *, weight: Tensor | float | None = None, optimizer: Optimizer | None = None, **others: Any
     ) -> None:
-        """Runs the backward pass of a loss.
+        """Run the backward pass of a loss.
 
         Args:
             loss: A scalar. Without a weight it is divided by `gradient_accumulation_steps`, as Accelerate does.
-            weight: The number of things, such as tokens, that the loss is a mean of: gradients become the mean over all
-                of them, on all ranks and in all passes of the step.
-            optimizer: The prepared optimizer that trains what the loss depends on; needed where there are several.
-            **others: What `Tensor.backward` takes is refused.
+            weight: The number of items, such as tokens, that the loss is a mean of. Gradients then are the mean over
+                all items of all ranks and all passes of the step.
+            optimizer: The prepared optimizer of the loss's model; required if there are several optimizers.
+            **others: Arguments of `Tensor.backward`, which are not supported.
 
         Raises:
-            ValueError: It is not known which optimizer is meant.
+            ValueError: There are several optimizers or none, and `optimizer` names none of them.
         """
         if others:
             raise ValueError(f"backward() was given {sorted(others)}; it takes a loss, weight= and optimizer=")
@@ -211,25 +207,23 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside add up gradients on each rank; see `Strategy.no_sync`."""
+        """A context in which backward passes accumulate gradients on each rank; see `Strategy.no_sync`."""
         with self.strategy.no_sync(model):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Lets the step to come scale all gradients of an optimizer down to a norm.
-
-        Gradients that are cut are complete in the step alone, so that is where it happens.
+        """Clip all gradients of an optimizer in its next step, since sharded gradients are complete only there.
 
         Args:
             parameters: All parameters that an optimizer trains.
-            max_norm: The largest norm that they keep; inf never clips.
-            norm_type: 2.
+            max_norm: The largest norm of all gradients together; inf for no clipping.
+            norm_type: The order of the norm, which must be 2.
 
         Returns:
-            The norm of all gradients before that: an fp64 scalar, NaN until the optimizer has stepped.
+            The norm before clipping: an fp64 scalar, NaN until the optimizer has stepped.
 
         Raises:
-            ValueError: Another norm, or parameters that are not all that an optimizer trains.
+            ValueError: `norm_type` is not 2, or an optimizer trains further parameters.
         """
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for optimizer in self._optimizers:
@@ -250,17 +244,17 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model as a folder that transformers opens; see `Strategy.save`. Collective."""
+        """Write a model as a folder that transformers opens; see `Strategy.save`. Collective."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False; models are written as safetensors alone")
         size = parse_size(max_shard_size, name="max_shard_size", least=1)
         self.strategy.save(model, save_directory, max_file_size_gb=size / 1e9)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **others: Any) -> str:
-        """Writes everything that training needs to go on. Collective.
+        """Write everything that training needs to resume. Collective.
 
-        Models and optimizers are a checkpoint of the strategy in the folder, which knows nothing of ranks; the rest is
-        what `Accelerator.save_state` writes, and the epochs of the data loaders.
+        The folder has a checkpoint of the strategy for models and optimizers, which does not depend on the topology. It
+        also has the files of `Accelerator.save_state`, and the epochs of the data loaders.
         """
         with self._without_models():
             folder: str = super().save_state(output_dir, safe_serialization, **others)
@@ -272,7 +266,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **others: Any
     ) -> None:
-        """Goes on from what `save_state` wrote, under this or another topology. Collective."""
+        """Resume from a folder of `save_state`, under this or another topology. Collective."""
         folders: list[str] = []
         hook = Accelerator.register_load_state_pre_hook(self, lambda _, folder: folders.append(folder))
         try:
@@ -289,14 +283,14 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             loader.set_epoch(epoch)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerate's; the loader itself goes on with the epoch after the one that is continued."""
+        """Skip batches as Accelerate does. Afterwards the loader itself continues with the next epoch."""
         skipped = super().skip_first_batches(dataloader, num_batches)
         if hasattr(dataloader, "iteration"):
             dataloader.iteration += 1
         return skipped
 
     def _epoch_of(self, loader: Any) -> int:
-        """The epoch that a loader, or one that has skipped its first batches, is in, or else the next one."""
+        """Return the epoch of a loader that runs, also if it skipped its first batches; else its next epoch."""
         order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         for each in self.gradient_state.dataloader_references:
             if each is not None:
@@ -308,7 +302,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
 
     @contextmanager
     def _without_models(self) -> Iterator[None]:
-        """A context in which Accelerate sees what it has prepared itself."""
+        """A context in which Accelerate sees only the objects that it has prepared itself."""
         models, optimizers, scaler = self._models, self._optimizers, self.scaler
         self._models, self._optimizers, self.scaler = [], [], None
         try:
@@ -317,7 +311,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             self._models, self._optimizers, self.scaler = models, optimizers, scaler
 
     def end_training(self) -> None:
-        """Ends trackers, and what the strategy has started."""
+        """End the trackers and the strategy."""
         for tracker in self.trackers:
             tracker.finish()
         self.strategy.close()

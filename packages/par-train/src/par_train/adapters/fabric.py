@@ -1,12 +1,12 @@
-"""Lightning Fabric on a `Strategy`: a script that has a `Fabric` names a `ParStrategy`, and stays as it is.
+"""Lightning Fabric on a `Strategy`: a script with a `Fabric` passes it a `ParStrategy`.
 
     fabric = Fabric(strategy=ParStrategy(parallel=dict(tensor=dict(size=2, mode="1d")), zero=1), precision="bf16-true")
 
-Processes are launched and data is shared out by Fabric, over the data ranks: those of a replica are given its batches.
+Fabric launches the processes and distributes samples over the data ranks. The ranks of a replica receive its batches.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from par_precision import MixedOptimizer
 from ..strategy.options import StrategyOptions, takes_options_of
 from ..strategy.strategy import Strategy
 from ._clip import Clipping
-from ._options import missing
+from ._options import initialize, make_strategy, missing
 
 try:
     from lightning.fabric.plugins import Precision
@@ -40,23 +40,25 @@ PRECISIONS = {
     "bf16-true": "bf16",
     "16-true": "fp16",
 }
-"""Fabric's precisions by the names of par-precision, whose half-precision weights have fp32 masters."""
+"""The precisions of par-precision by Fabric's names. Half-precision weights have fp32 masters."""
+
+_NO_PIPELINE = "give these ranks to tensor or data"
 
 REST = "fabric.ckpt"
-"""The file of a checkpoint that has what is neither a model nor an optimizer."""
+"""The file of a checkpoint with all values that are neither a model nor an optimizer."""
 
 
 class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent where types are checked
     """A strategy of Fabric that is a `par_train.Strategy`.
 
     Args:
-        **keywords: Those of `par_train.Strategy`; precision is Fabric's own argument, unless Fabric does not know it.
+        **keywords: Keywords of `par_train.Strategy`. Pass the precision to Fabric, unless Fabric lacks it.
 
     Attributes:
-        strategy: Once Fabric has launched: the strategy, for what Fabric has no name for.
+        strategy: The strategy, once Fabric has launched, for methods that Fabric lacks.
 
     Raises:
-        ValueError, TypeError: What `Strategy` refuses, on every rank, when Fabric launches.
+        ValueError, TypeError: As `Strategy`; on every rank, when Fabric launches.
     """
 
     strategy: Strategy
@@ -71,7 +73,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
 
     @property
     def precision(self) -> Precision:
-        """Fabric's own does nothing: the strategy computes in what Fabric was told."""
+        """A precision of Fabric that does nothing, since the strategy applies the requested one."""
         return Precision()
 
     @precision.setter
@@ -79,86 +81,65 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         self._asked = "32-true" if precision is None else precision.precision
 
     def setup_environment(self) -> None:
-        """Makes the strategy in the world that Fabric has started. Collective."""
+        """Make the strategy in the process group that Fabric has started. Collective."""
         super().setup_environment()
-        known = ", ".join(PRECISIONS)
-        if self._asked not in PRECISIONS:
-            raise ValueError(
-                f"Fabric was given precision={self._asked!r}; with a ParStrategy it can be one of {known}, or leave it "
-                "out and give ParStrategy one of par-precision's, such as precision='fp8'"
-            )
-        if "precision" in self._keywords and self._asked != "32-true":
-            raise ValueError(
-                f"Fabric was given precision={self._asked!r} and ParStrategy {self._keywords['precision']!r}; give one"
-            )
-        keywords = {"precision": PRECISIONS[self._asked], **self._keywords}
-        self.strategy = Strategy(**keywords, device=self.root_device.type)
+        said, device = f"Fabric(precision={self._asked!r})", self.root_device.type
+        self.strategy = make_strategy(
+            self._keywords, precision=self._asked, said_by=said, names=PRECISIONS, device=device
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are shared out over the data ranks."""
+        """The arguments of a DistributedSampler over the data ranks."""
         groups, apart = self.strategy.groups, self.strategy.data_axes
         return {"num_replicas": groups.size(apart), "rank": groups.rank(apart)}
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """Lets samplers draw one order on all ranks, and datasets the same rows on those of a replica. Collective."""
+        """Let samplers draw one order on all ranks, and datasets the same rows on ranks of a replica. Collective."""
         place = self.distributed_sampler_kwargs
         sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
         if isinstance(sampler, DistributedSamplerWrapper):
             sampler = sampler.dataset._sampler
-        elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or shared by the user's own rules
+        elif not isinstance(sampler, DistributedSampler):  # one order for all ranks, or the user's own rule
             sampler = None
         states = self.strategy.randomness.loader_states(sampler)
         return synchronize_draws(dataloader, states, rank=place["rank"], num_replicas=place["num_replicas"])
 
-    # What is done once
+    # Before training
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leaves that to the strategy, which first cuts the model."""
+        """Do nothing: the strategy moves the model once it has sharded it."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Prepares a model that is only run; one that is trained comes to `Fabric.setup` with its optimizer."""
-        ready: nn.Module = self._initialized(module)[0]
+        """Prepare a model that is only evaluated. Pass a model that is trained to `setup`, with its optimizer."""
+        ready: nn.Module = initialize(self.strategy, [module], _NO_PIPELINE)[0]
         return ready
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """A model and its optimizers become the strategy's. Collective."""
+        """Initialize a model and its optimizer with the strategy. Collective."""
         if len(optimizers) > 1:
             raise ValueError(
                 f"Fabric.setup was given {len(optimizers)} optimizers of one model; par_groups.JointOptimizer(...) "
                 "makes one of several, with one norm and one scale"
             )
-        module, optimizer = self._initialized(module, *optimizers)
+        module, optimizer = initialize(self.strategy, [module, *optimizers], _NO_PIPELINE)
         clipping = Clipping(optimizer, self.strategy.options.clip_norm, self.strategy.device)
         self._trained.append((module, optimizer, clipping))
         return module, [optimizer], scheduler
 
-    def _initialized(self, *objects: Any) -> Sequence[Any]:
-        if self.strategy.schedule is not None:
-            raise ValueError(
-                "the strategy has a pipeline, whose stages no loop calls as a model; give these ranks to tensor or "
-                "data, or use Strategy.execute_pipeline in a loop of your own"
-            )
-        given = self.strategy.initialize(*objects)
-        return [given] if len(objects) == 1 else given
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuses.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ValueError: an optimizer needs its model."""
         raise ValueError(f"a {type(optimizer).__name__} was set up alone; fabric.setup(model, optimizer) takes both")
 
-    # What is done in each step
+    # In each step
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Runs the backward pass of a loss; `weight=` is that of `Strategy.backward`.
+        """Run the backward pass of a loss; `weight=` is the argument of `Strategy.backward`.
 
         Raises:
-            ValueError: Several models are trained, and none is named.
+            ValueError: Several models are trained, and `model=` is missing.
         """
         weight = kwargs.pop("weight", None)
         if args or kwargs:
@@ -175,7 +156,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         return found[0]
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Steps the strategy's optimizer."""
+        """Step the strategy's optimizer."""
         return optimizer.step(**kwargs)
 
     def clip_gradients_norm(
@@ -186,25 +167,21 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Lets the step to come clip all gradients; see `Clipping`. A step whose norm is not finite is skipped."""
+        """Clip all gradients in the next step; see `Clipping`. A step whose norm is not finite is skipped."""
         del optimizer, error_if_nonfinite
         return self._of(module)[2].clip(float(max_norm), norm_type)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Refuses.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ValueError: the strategy has an option for it."""
         del module, optimizer
         raise ValueError(
             f"clip_val={clip_val} was given; give ParStrategy precision=dict(clip_value={clip_val}) instead"
         )
 
-    # What ranks tell each other
+    # Collectives
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As Fabric's, over the data ranks unless a group is given; no gradients go through it."""
+        """Gather as Fabric does, over the data ranks unless a group is given, without gradients."""
         if sync_grads:
             raise ValueError("fabric.all_gather was given sync_grads=True; gather what needs no gradient")
         group = self._meant(group)
@@ -213,17 +190,17 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         return torch.stack(parts)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Fabric's, over the data ranks unless a group is given."""
+        """Reduce as Fabric does, over the data ranks unless a group is given."""
         return super().all_reduce(tensor, self._meant(group), reduce_op)
 
     def _meant(self, group: Any) -> dist.ProcessGroup:
-        """The data ranks for all ranks, which Fabric passes where its user names no group: those of a replica agree."""
+        """Return the group to use: the data ranks for the world, which Fabric passes if the user names no group."""
         if group is None or group is dist.group.WORLD:
             return self.strategy.groups[self.strategy.data_axes]
         return group  # type: ignore[no-any-return]  # a group of the user's own
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - as Fabric has it
-        """As Fabric's, over all ranks."""
+        """Reduce a decision as Fabric does, over all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if all else bool(votes)
@@ -237,7 +214,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - as Fabric has it
     ) -> None:
-        """Writes a folder: each model and optimizer in one of its own, whole, and the rest in a file. Collective."""
+        """Write a folder: a folder of full tensors per model and optimizer, and one file for the rest. Collective."""
         if filter:
             raise ValueError(
                 f"fabric.save was given a filter for {sorted(filter)}; models and optimizers are saved whole"
@@ -260,7 +237,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Reads what `save_checkpoint` wrote, under this or another topology. Collective."""
+        """Load a folder of `save_checkpoint`, under this or another topology. Collective."""
         if isinstance(state, nn.Module | Optimizer):  # Fabric.load_raw
             self.strategy.load(state, path, plan="torch")
             return {}
@@ -283,7 +260,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         return rest
 
     def teardown(self) -> None:
-        """Ends what the strategy has started."""
+        """End the strategy."""
         self.strategy.close()
         super().teardown()
 

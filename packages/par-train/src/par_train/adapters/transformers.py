@@ -1,9 +1,9 @@
-"""transformers' `Trainer` on a `Strategy`: its loop, its callbacks and its files, over any parallelism.
+"""transformers' `Trainer` on a `Strategy`: its loop, its callbacks and its files, under any parallelism.
 
     trainer = ParTrainer(model, args, train_dataset=rows, strategy=dict(parallel=..., zero=3))
 
-The Trainer's accelerator is a `ParAccelerator`. Over a pipeline, and over a sequence that is cut, a batch goes through
-`Strategy.execute_pipeline`, for there no rank calls the model; elsewhere the loop is the Trainer's own throughout.
+The Trainer's accelerator is a `ParAccelerator`. With a pipeline or a split sequence no rank can call the model, so each
+batch runs through `Strategy.execute_pipeline`. Otherwise the loop is the Trainer's own.
 """
 
 from collections.abc import Mapping
@@ -33,24 +33,24 @@ from .accelerate import ParAccelerator
 
 
 class _Accelerator(ParAccelerator):
-    """The accelerator of a Trainer, which runs stages by `Strategy.execute_pipeline`."""
+    """The accelerator of a Trainer, which runs pipeline stages by `Strategy.execute_pipeline`."""
 
     calls_models = False
 
 
 class ParTrainerMixin:
-    """Puts a trainer that is built on transformers' `Trainer`, such as TRL's, on a strategy.
+    """A mixin that runs a subclass of transformers' `Trainer`, such as a trainer of TRL, on a strategy.
 
     Args:
-        *args: The trainer's own.
-        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3); None: data parallel.
-        **trainer: The trainer's own.
+        *args: Arguments of the trainer.
+        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3). Default: data parallel.
+        **trainer: Keywords of the trainer.
 
     Attributes:
         strategy: The strategy.
 
     Raises:
-        ValueError: An argument that says what the strategy says, with the name of what says it; on every rank.
+        ValueError: An argument sets what the strategy sets; on every rank.
 
     Example:
         class ParSFTTrainer(ParTrainerMixin, SFTTrainer): ...
@@ -75,22 +75,22 @@ class ParTrainerMixin:
                 self.strategy.close()
             raise
 
-    # What is done once
+    # Before training
 
     def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
-        """What an accelerator is told; the rest is said to the strategy."""
+        """Return the arguments of the accelerator; the strategy gets the others."""
         kept = {name: keywords[name] for name in ("dataloader_config", "gradient_accumulation_plugin")}
         self._told: dict[str, Any] = {"cpu": self.args.use_cpu, "mixed_precision": "no", **kept}
         return self._told
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes a `ParAccelerator` in the place of the Trainer's own, told the same."""
+        """Make a `ParAccelerator` with the arguments of the Trainer's own accelerator, and replace it."""
         args = self.args
         check_arguments(args, self._given)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.strategy = make_strategy(
             self._given,
-            mixed_precision=args.mixed_precision,
+            precision=args.mixed_precision,
             said_by=f"TrainingArguments({args.mixed_precision}=True)",
             device="cpu" if args.use_cpu else "auto",
             seed=args.seed,
@@ -101,24 +101,25 @@ class ParTrainerMixin:
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves that to the strategy, which first cuts the model."""
+        """Do nothing: the strategy moves the model once it has sharded it."""
 
     def _prepare_for_training(self, max_steps: int, *others: Any, **keywords: Any) -> Any:
         self._count_parameters()
         self.strategy.comparison.restart()
         ready = super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
-        if not self.accelerator._models:  # train() has dropped it, and stages are not prepared again
+        if not self.accelerator._models:  # train() has dropped the model, and stages are not prepared twice
             self.accelerator._models.append(self.model_wrapped)
         return ready
 
     def _count_parameters(self) -> None:
-        """Counts what takes arithmetic, once, while the model is whole."""
+        """Count the parameters that take arithmetic, once, while the model is not sharded."""
         if not hasattr(self, "_arithmetic") and hasattr(self.model, "num_parameters"):
             self._arithmetic = 6 * self.model.num_parameters(exclude_embeddings=True)
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
-        """As the Trainer's; a model that may be trained later is prepared for that, for this is done once."""
+        """Evaluate as the Trainer does."""
         self.strategy.comparison.restart()
+        # A strategy initializes a model once. A model that may be trained later therefore needs its optimizer now.
         if not self.accelerator._models and self.train_dataset is not None:  # type: ignore[attr-defined]
             self._count_parameters()
             self.create_optimizer()  # type: ignore[attr-defined]
@@ -126,24 +127,20 @@ class ParTrainerMixin:
         return super().evaluation_loop(*args, **keywords)  # type: ignore[misc]
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ValueError: a strategy trains one set of models."""
         raise ValueError(
             "hyperparameter_search() trains many models in a process; start each trial as a run of its own"
         )
 
-    # What is done in each step
+    # In each step
 
     @property
     def _runs_batches(self) -> bool:
-        """Whether batches go through `Strategy.execute_pipeline`, for no rank can call the model."""
+        """Whether batches run through `Strategy.execute_pipeline`, because no rank can call the model."""
         return self.strategy.schedule is not None or self.strategy.cuts_sequence
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Forward and backward of a batch. Returns what it adds to the mean loss of the step."""
+        """Run forward and backward of a batch; return its part of the mean loss of the step."""
         if not self._runs_batches:
             self._weigh_auxiliary_losses(model)
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -157,15 +154,16 @@ class ParTrainerMixin:
         return (torch.where(count > 0, mean * count, 0.0) / items * replicas).float()
 
     def _weigh_auxiliary_losses(self, model: nn.Module) -> None:
-        """Lets what a model adds to the loss of its tokens count once a step, from its first forward on."""
+        """Let the auxiliary losses of a model count once per step, from its first forward on."""
         if getattr(self, "_weighed", None) is not model:
             self._weighed = model
             weigh_auxiliary_losses_(model, shifts=getattr(self, "_loss_shifts_labels", True))
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], optimizer: Any = None, outputs: bool = False) -> Any:
-        """The mean loss of a batch and, if asked for, its logits on the last stage; each microbatch has a row."""
+        """Return the mean loss of a batch and, if requested, its logits on the last stage."""
         rows, least = len(inputs["input_ids"]), self.strategy.make_schedule().microbatches
-        if rows < least:  # the last batch of an epoch: more rows, of which nothing counts
+        # Each microbatch needs a row. A small last batch gets more rows, whose labels do not count.
+        if rows < least:
             again = torch.arange(least) % rows
             labels = next_labels(inputs)[again]
             labels[rows:] = IGNORE_INDEX
@@ -182,7 +180,7 @@ class ParTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, logits and labels of a batch, on every rank."""
+        """Return the loss, the logits and the labels of a batch, on every rank."""
         if not self._runs_batches:
             self._weigh_auxiliary_losses(model)
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
@@ -202,7 +200,7 @@ class ParTrainerMixin:
         return loss, self._from_last_stage(logits), inputs.get("labels")
 
     def _from_last_stage(self, logits: Tensor | None) -> Tensor:
-        """Logits of the last stage on all stages, whole."""
+        """Return the full logits of the last stage on all stages."""
         known = parallelization_of(self.model)
         if logits is not None and known is not None:
             logits = known.gather(logits)
@@ -218,13 +216,13 @@ class ParTrainerMixin:
         return whole
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """What the whole model computes for a batch, shared out over a replica's ranks, which the Trainer adds up."""
+        """Return this rank's part of the operations of a batch, which the Trainer sums over all ranks."""
         sharing = self.strategy.environment.world_size // self.accelerator.num_processes
         tokens = inputs[self.model.main_input_name].numel() if hasattr(self, "_arithmetic") else 0
         return tokens * getattr(self, "_arithmetic", 0) / sharing
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Rows of a step over all data ranks."""
+        """Return the rows of a step over all data ranks."""
         rows: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
         return rows * self.accelerator.num_processes
 
@@ -235,7 +233,7 @@ class ParTrainerMixin:
         return "peft" if has_adapters(self.model) else "huggingface"
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the model, whatever ranks have of it, as the Trainer's own files in its own layout. Collective."""
+        """Write the full model as the Trainer's own files, in its own layout. Collective."""
         del state_dict
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         staging = folder / "par_saving"  # a folder that has other files is never replaced
@@ -258,7 +256,7 @@ class ParTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Leaves that until the model is prepared, and each rank can read its own."""
+        """Do nothing: each rank loads its shards once the model is prepared."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
