@@ -15,7 +15,9 @@ from ._slotted import slotted_attributes
 from .live.environment import Launch, read_environment
 from .live.signals import STOP_SIGNALS, block_stop_signals
 from .sharding.sharding import Box, Sharding, cut, part_of, set_sharding, whole
+from .topology.axes import averaged_axes, data_axes, replica_axes, splits_sequence
 from .topology.channels import Channels
+from .topology.experts import EXPERTS
 from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EXPERTS",
     "METADATA_OPERATIONS",
     "SCALARS",
     "STOP_SIGNALS",
@@ -96,6 +99,7 @@ __all__ = [
     "WeightGradient",
     "add_product",
     "agree",
+    "averaged_axes",
     "backend_of",
     "block_stop_signals",
     "call_sites",
@@ -103,6 +107,7 @@ __all__ = [
     "check_collectives",
     "check_owned",
     "cut",
+    "data_axes",
     "error_text",
     "follow_written_",
     "format_bytes",
@@ -123,6 +128,7 @@ __all__ = [
     "read_flight_trace",
     "refuse_get_state_dict",
     "register_mode",
+    "replica_axes",
     "segments_of",
     "sendable",
     "set_gradient_elsewhere",
@@ -134,6 +140,7 @@ __all__ = [
     "shorten_path",
     "slots_of",
     "slotted_attributes",
+    "splits_sequence",
     "stand_in_gradient",
     "sync_to_disk",
     "to_dtensor",

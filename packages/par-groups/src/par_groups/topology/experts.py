@@ -9,8 +9,8 @@ the sequence axis. Only what these lack is an axis "expert" of its own: a stage 
 import math
 from collections.abc import Mapping
 
-VIEW = "experts"
-"""The name of the view."""
+EXPERTS = "experts"
+"""The name of the topology's view that defines which ranks hold which experts."""
 
 
 def own_axis(given: Mapping[str, int | None], cut_over: object) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._registry import suggest
 from .channels import Channels
 from .config import check_size, parse
-from .experts import VIEW
+from .experts import EXPERTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,7 @@ class Topology:
             topology = topology.split(axis, split.axes) if split.axes else topology
             topology = topology.declare(*split.declare)
         if layout.experts:
-            topology = topology.view(VIEW, layout.experts)
+            topology = topology.view(EXPERTS, layout.experts)
             topology = topology.declare(("data", "expert_data"), ("data", "sequence", "expert"))
             if layout.experts["expert_parallel"] > 1:
                 topology = topology.declare(Channels("expert_parallel", 1))

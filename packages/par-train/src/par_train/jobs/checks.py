@@ -1,4 +1,4 @@
-"""What can be said about a run before any rank starts: the parallel config, the batch, the model. Imports no torch."""
+"""Checks of the options of a run before any rank starts: parallel config, batch, model, files. Imports no torch."""
 
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -6,13 +6,12 @@ from dataclasses import fields
 from typing import Any
 
 from par_data import FolderText
-from par_groups import Topology, format_bytes
+from par_groups import EXPERTS, Topology, data_axes, format_bytes
 from par_pipeline import partition
 
 from .._errors import UserError, as_user_error
 from ..run.trackers import check_trackers
-from ..strategy.axes import EXPERTS, data_axes
-from ..strategy.settings import make_schedule, microbatches_of, read_recompute, read_steps
+from ..strategy.settings import check_autocast, make_schedule, microbatches_of, read_recompute, read_steps
 from .existing.folder import ModelFolder, read_folder
 from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
 from .text import check_size, read_text
@@ -31,16 +30,14 @@ _OF_EXISTING = (
 
 
 def check_config(options: Options, world_size: int) -> Topology:
-    """Makes sure that the options make sense for a world of that size.
-
-    Pure, and so the same on every rank.
+    """Check the options for a world size. Pure, so every rank raises the same error.
 
     Args:
         options: The options.
         world_size: Number of ranks.
 
     Raises:
-        UserError: They do not.
+        UserError: An option has a wrong value, or options contradict each other.
     """
     if options.resume != "no" and options.overwrite:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
@@ -50,12 +47,8 @@ def check_config(options: Options, world_size: int) -> Topology:
         read_steps(options.profile)
     _check_memory(options.memory)
     _check_tiers(options)
-    if options.zero == 3 and options.precision.endswith("-amp"):
-        raise UserError(
-            f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
-            f"backward; use precision {options.precision.removesuffix('-amp')!r}, or zero 2"
-        )
     with as_user_error():
+        check_autocast(options.zero, options.precision)
         if options.recompute:
             read_recompute(options.recompute)
         topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
@@ -76,12 +69,12 @@ def check_config(options: Options, world_size: int) -> Topology:
 
 
 def check_kind(options: Options) -> None:
-    """Makes sure that the options are those of one job: of the byte-level GPT, or of a model of transformers.
+    """Check that the options are for one kind of model: the byte-level GPT, or a transformers model.
 
-    An option that has its default value counts as left out.
+    An option with its default value counts as absent.
 
     Raises:
-        UserError: They are of both, or something that the job needs is not there.
+        UserError: Options are for both kinds, or a required option is missing.
     """
     model = options.model
     if model.path and model.config:
@@ -127,7 +120,7 @@ def check_kind(options: Options) -> None:
 
 
 def _first_given(options: Options, defaults: Options, names: Iterable[str]) -> str | None:
-    """The first of some options that has another value than its default; None if there is none."""
+    """Return the first of some options whose value is not its default; None if all have their defaults."""
     for name in names:
         table, _, key = name.partition(".")
         if getattr(getattr(options, table), key) != getattr(getattr(defaults, table), key):
@@ -136,7 +129,7 @@ def _first_given(options: Options, defaults: Options, names: Iterable[str]) -> s
 
 
 def _check_mode(options: Options, topology: Topology) -> None:
-    """Checks that an existing model can be cut in this way, as far as it can be said without the model."""
+    """Check that an existing model can be sharded in this way, as far as possible without the model."""
     tensor = options.parallel.get("tensor")
     mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
     if topology.size("tensor") > 1 and mode != "1d":
@@ -144,27 +137,21 @@ def _check_mode(options: Options, topology: Topology) -> None:
             f"parallel.tensor.mode is {mode!r}, which cuts activations that the code of {options.model.folder!r} takes "
             "whole; use mode '1d'"
         )
-    if topology.size("sequence") > 1:
-        _check_sequence(options, f"parallel.sequence has size {topology.size('sequence')}")
-
-
-def _check_sequence(options: Options, why: str) -> None:
-    """Checks what an existing model cannot do while its sequence is cut over ranks, each of which has a part of it."""
-    refused = {
-        "model.attention": (options.model.attention, "", "attention is computed over these ranks; leave it out"),
-        "adapter.dropout": (
-            options.adapter.dropout,
-            0.0,
-            "what is dropped cannot be equal over these ranks; set it to 0",
-        ),
-    }
-    for name, (value, allowed, remedy) in refused.items():
-        if value != allowed:
-            raise UserError(f"{name} is {value!r}, but {why}, and {remedy}")
+    over = f"but parallel.sequence has size {topology.size('sequence')}"
+    if topology.size("sequence") > 1 and options.model.attention:
+        raise UserError(
+            f"model.attention is {options.model.attention!r}, {over}, and attention is computed over these ranks; "
+            "leave it out"
+        )
+    if topology.size("sequence") > 1 and options.adapter.dropout:
+        raise UserError(
+            f"adapter.dropout is {options.adapter.dropout!r}, {over}, and what is dropped cannot be equal over these "
+            "ranks; set it to 0"
+        )
 
 
 def _check_heads(options: Options, topology: Topology) -> None:
-    """Checks that the GPT's heads can be shared out, where a mode gives each rank some."""
+    """Check that the GPT's heads divide over the tensor ranks, if the mode distributes heads."""
     if options.model.width % options.model.heads:
         raise UserError(
             f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"
@@ -180,7 +167,7 @@ def _check_heads(options: Options, topology: Topology) -> None:
 
 
 def _check_schedule(options: Options, topology: Topology) -> None:
-    """Checks that there is a schedule of that name, for these stages, layers and batches."""
+    """Check that the schedule exists, and fits the stages, the layers and the batch."""
     ranks = topology.size("pipeline")
     if ranks == 1:
         return
@@ -199,10 +186,10 @@ def _check_schedule(options: Options, topology: Topology) -> None:
 
 
 def check_files(options: Options) -> FolderText | ModelFolder:
-    """Reads the text, or what describes the model, and makes sure that it, and the output folder, can be used.
+    """Read the text, or the config of the model, and check the output folder.
 
     Raises:
-        UserError: They cannot.
+        UserError: A file or a folder is not usable.
     """
     found: FolderText | ModelFolder
     if options.model.folder:
@@ -215,10 +202,10 @@ def check_files(options: Options) -> FolderText | ModelFolder:
 
 
 def check_output(options: Options) -> None:
-    """Makes sure that the output folder is there, can be written to, and is not another run's.
+    """Create the output folder, and check that it is writable and has no run that would be lost.
 
     Raises:
-        UserError: It is not so.
+        UserError: The folder is not writable, or has a run that is neither resumed nor replaced.
     """
     if "://" in options.output_folder:
         raise UserError(
@@ -242,7 +229,7 @@ def check_output(options: Options) -> None:
 
 
 def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
-    """A tensor mode without a size takes the ranks that the other axes leave."""
+    """Return the config in which a tensor mode without a size takes the ranks that the other axes leave."""
     tensor = parallel.get("tensor")
     if not isinstance(tensor, Mapping) or "size" in tensor or "mode" not in tensor:
         return dict(parallel)
@@ -250,7 +237,7 @@ def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_memory(memory: MemoryOptions) -> None:
-    """Checks that where something may lie elsewhere, a device is limited, and a disk has a folder."""
+    """Check that offloading has a limit for the device, and that a disk has a folder."""
     if not memory.device and (memory.host or memory.disk or memory.path):
         raise UserError(
             "memory.device is 0, so all of the device may be taken and nothing lies elsewhere; give its bytes, such as "
@@ -263,7 +250,7 @@ def _check_memory(memory: MemoryOptions) -> None:
 
 
 def _check_tiers(options: Options) -> None:
-    """Checks what can be said of tiers without a look at them; `par_checkpoint.Checkpoints.check` looks."""
+    """Check tiers without access to them; `par_checkpoint.Checkpoints.check` tries them out."""
     given = options.checkpoint
     if not given.tiers:
         if given.copies:
@@ -285,7 +272,7 @@ def _check_tiers(options: Options) -> None:
 
 
 def _check_experts(options: Options, topology: Topology) -> None:
-    """Checks that the GPT's experts can be dealt out over the ranks, each of which takes its part of all tokens."""
+    """Check that the GPT's experts divide over the ranks."""
     model, is_dealt = options.model, EXPERTS in topology.views
     if is_dealt and not model.experts:
         raise UserError(

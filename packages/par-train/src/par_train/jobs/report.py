@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from par_groups import Topology
+from par_groups import Topology, data_axes
 
 from ..run.output import say
 from ..run.progress import interval, short
-from ..strategy.axes import data_axes
 from ..strategy.setup import Setup
 from .options import Options
 

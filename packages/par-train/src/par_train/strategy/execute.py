@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_data import read_once
-from par_groups import ProcessGroups
+from par_groups import ProcessGroups, data_axes, splits_sequence
 from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
 from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner
@@ -18,7 +18,6 @@ from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from .axes import cuts_sequence, data_axes
 from .pretrained.keywords import split_keywords
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -203,7 +202,7 @@ class Execution:
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if self.pipeline.is_last:
             mean = torch.as_tensor(self._sum / self._count, dtype=torch.float64, device=device)
-        if self.pipeline.is_last and cuts_sequence(self._groups.topology):
+        if self.pipeline.is_last and splits_sequence(self._groups.topology):
             count = torch.as_tensor(self._count, dtype=torch.float64, device=device)
             both = torch.stack([torch.as_tensor(self._sum, dtype=torch.float64, device=device), count])
             dist.all_reduce(both, group=self._groups["sequence"])

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from par_groups import ProcessGroups, attributes, sharding_of
+from par_groups import EXPERTS, ProcessGroups, attributes, averaged_axes, sharding_of
 from par_layers import TokenDispatcher, expert_modules
 from par_zero import DataParallelGroup
-
-from .axes import EXPERTS, averaged_over
 
 EXPERT_COPIES = ("data", "expert_data")
 """The axes over which ranks hold replicas of the same experts, if these are not all data ranks."""
@@ -25,7 +23,7 @@ def share_of_experts(model: nn.Module, groups: ProcessGroups) -> list[DataParall
         A list of one share. Its gradients are divided by the number of all data ranks, as other gradients are, since
         each of them has routed tokens to the experts. An empty list if all data ranks hold the same experts.
     """
-    topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_over(groups.topology)
+    topology, axes, averaged = groups.topology, EXPERT_COPIES, averaged_axes(groups.topology)
     if EXPERTS not in topology.views or topology.blocks(axes) == topology.blocks(averaged):
         return []
     near = set(groups.ranks(axes))

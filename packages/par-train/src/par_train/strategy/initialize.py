@@ -8,14 +8,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from par_data import ShardedDataLoader, WorkerSignals
-from par_groups import agree, check_alike, together
+from par_groups import agree, check_alike, replica_axes, together
 from par_layers import LossFactor, adds_losses
 from par_layers.pretrained import attend_over_, check_pretrained, pretrained_in, pretrained_of, reaches_other_tokens
 from par_pipeline import build_model_stages
 from par_precision import MixedOptimizer
 from par_zero import check_update_scope
 
-from .axes import replica_axes
 from .bundles import MARK, ModelBundle, bundles_of, joined
 from .experts import has_experts, no_experts
 from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers

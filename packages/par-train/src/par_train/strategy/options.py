@@ -12,7 +12,7 @@ from par_recompute import Keep, Layers
 
 from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from .plugin import Plugin
-from .settings import policy_of
+from .settings import check_autocast, policy_of
 
 _ZERO = ("stage", "units", "precision", "overlap", "offload", "update", "init", "expert_groups")
 """Keywords of `par_zero.shard` that a strategy passes on."""
@@ -107,13 +107,9 @@ class StrategyOptions:
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline_keywords))
         if own:
             raise ValueError(f"pipeline={self.pipeline_keywords}: the strategy sets {own[0]!r} itself; remove it")
-        name = self.precision_name
-        is_autocast = precision_of(name).autocast is not None
-        if self.stage == 3 and is_autocast and "param_dtype" not in self.zero_policy("precision"):
-            raise ValueError(
-                f"zero=3 with precision={name!r}: autocast would keep a cast copy of every weight until backward; use "
-                f"precision={name.removesuffix('-amp')!r}, which gathers weights in 16 bits, or zero=2"
-            )
+        precision_of(self.precision_name)  # it raises for an unknown name
+        if "param_dtype" not in self.zero_policy("precision"):
+            check_autocast(self.stage, self.precision_name)
         if self.stage and not self.shards:
             raise ValueError(
                 f"zero={self.stage}: it reduces gradients itself, but gradient_handlers lacks {DATA_PARALLEL!r}; add "

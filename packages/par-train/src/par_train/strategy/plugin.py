@@ -1,4 +1,4 @@
-"""A plugin: one thing that is done to a model, its optimizer or its data loader on the way to parallel training."""
+"""Plugins: the steps by which a strategy makes a model, its optimizer and its data loader parallel."""
 
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
@@ -11,20 +11,19 @@ from par_groups import Registry
 
 
 class Plugin:
-    """One step of wiring; a subclass overrides what it has something to do for.
+    """One step of `Strategy.initialize`. A subclass overrides the methods for the objects that it changes.
 
     A plugin with the name of a built-in one ("tensor", "pipeline", "device", "recompute", "tied", "zero", "precision")
-    takes its place. Others come after "device", where modules may still be replaced, unless they require one of the
-    later ones.
+    replaces it. Other plugins run after "device", when modules may still be replaced, unless they require a later one.
 
     Attributes:
-        name: Unique in a strategy.
-        requires: Names of plugins that must be there, and are applied before this one.
-        conflicts: Names of plugins that must not be there.
-        supported_devices: Device types, such as "cuda"; None: all.
-        supported_precisions: Names of precisions; None: all.
-        controls_precision: It takes care of precision, so the built-in "precision" is left out.
-        controls_device: It takes care of where tensors lie, so the built-in "device" is left out.
+        name: Name of the plugin, unique in a strategy.
+        requires: Names of plugins that must exist, and are applied before this one.
+        conflicts: Names of plugins that must not exist.
+        supported_devices: Device types, such as "cuda"; None for all.
+        supported_precisions: Names of precisions; None for all.
+        controls_precision: Whether this plugin applies the precision, so that the built-in "precision" is omitted.
+        controls_device: Whether this plugin moves tensors, so that the built-in "device" is omitted.
         supports_no_sync: Whether gradients may be accumulated under `Strategy.no_sync`.
     """
 
@@ -38,42 +37,42 @@ class Plugin:
     supports_no_sync: bool = True
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Any) -> nn.Module:
-        """Called with each model.
+        """Change a model.
 
         Args:
-            model: A model, or an nn.ModuleList of several that share an optimizer.
-            optimizer: The optimizer of its parameters, if it has one.
-            strategy: The `par_train.Strategy`, of which groups, layers and options can be asked.
+            model: A model, or an nn.ModuleList of several models that share an optimizer.
+            optimizer: The optimizer of the model's parameters; None without one.
+            strategy: The `par_train.Strategy`, with its groups, layers and options.
 
         Returns:
-            The model that goes on, which may be the same.
+            The model for the next plugin, which may be the same object.
         """
         del optimizer, strategy
         return model
 
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Any) -> Optimizer:
-        """Called with each optimizer, after its model.
+        """Change an optimizer, after its model.
 
         Args:
-            optimizer: The optimizer, as the plugins before this one have left it.
-            model: The model that `setup_model` has given.
+            optimizer: The optimizer that the plugin before this one has returned.
+            model: The model that `setup_model` has returned.
             strategy: The `par_train.Strategy`.
 
         Returns:
-            The optimizer that goes on, which may be the same.
+            The optimizer for the next plugin, which may be the same object.
         """
         del model, strategy
         return optimizer
 
     def setup_dataloader(self, dataloader: Any, strategy: Any) -> Any:
-        """Called with each data loader.
+        """Change a data loader.
 
         Args:
-            dataloader: The data loader, which gives this rank's batches already.
+            dataloader: The data loader, which returns only this rank's batches.
             strategy: The `par_train.Strategy`.
 
         Returns:
-            The data loader that goes on, which may be the same.
+            The data loader for the next plugin, which may be the same object.
         """
         del strategy
         return dataloader
@@ -83,14 +82,14 @@ PLUGINS: Registry[type[Plugin]] = Registry("plugin", "par_train.plugins")
 
 
 def find_plugin(given: Plugin | str) -> Plugin:
-    """A plugin from what a config can say.
+    """Return the plugin that an entry of a config names.
 
     Args:
-        given: A plugin, the name under which a wheel declares one, or "module:Class".
+        given: A plugin, the name under which an installed package declares one, or "module:Class".
 
     Raises:
-        ValueError: Nobody provides it.
-        TypeError: It is no plugin.
+        ValueError: No package declares this name, or the module cannot be imported.
+        TypeError: The object is no plugin.
     """
     if isinstance(given, str) and ":" in given:
         try:
@@ -109,15 +108,15 @@ def find_plugin(given: Plugin | str) -> Plugin:
 
 
 def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plugin]:
-    """All plugins in the order in which they are applied.
+    """Return all plugins in the order in which they are applied.
 
     Args:
-        built_in: "tensor", "pipeline", "device", "recompute", "tied", "zero", "precision", or those of them that are
-            wanted.
-        plugins: The user's.
+        built_in: The built-in plugins that the options need, in their order.
+        plugins: The plugins of the user.
 
     Raises:
-        ValueError: Two of one name, a conflict, a requirement that is not there or that goes round in circles.
+        ValueError: Two plugins have one name or conflict, or a required plugin is missing, or plugins require each
+            other.
     """
     names = [plugin.name for plugin in plugins]
     for name in names:
@@ -147,7 +146,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
 
 
 def check_support(plugins: Sequence[Plugin], device: str, precision: str) -> None:
-    """Raises ValueError if a plugin supports something else."""
+    """Raise ValueError if a plugin does not support the device type or the precision."""
     for each in plugins:
         for what, value, known in (
             ("device", device, each.supported_devices),

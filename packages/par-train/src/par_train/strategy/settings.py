@@ -95,6 +95,20 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Sch
     return found
 
 
+def check_autocast(stage: int, precision: str) -> None:
+    """Raise ValueError if autocast would keep what a ZeRO stage frees.
+
+    Args:
+        stage: The ZeRO stage.
+        precision: The name of the precision, such as "bf16-amp".
+    """
+    if stage == 3 and precision.endswith("-amp"):
+        raise ValueError(
+            f"zero=3 with precision={precision!r}: autocast would keep a cast copy of every weight until backward; use "
+            f"precision={precision.removesuffix('-amp')!r}, which gathers weights in 16 bits, or zero=2"
+        )
+
+
 def microbatches_of(given: int, ranks: int) -> int:
     """Return the number of microbatches: `given` if not 0, else two per pipeline rank, one without a pipeline."""
     return given or (2 * ranks if ranks > 1 else 1)

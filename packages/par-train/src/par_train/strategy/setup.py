@@ -12,13 +12,25 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from par_data import check_last_batch
-from par_groups import Axes, Channels, ProcessGroups, Topology, agree, check_alike, launch
+from par_groups import (
+    EXPERTS,
+    Axes,
+    Channels,
+    ProcessGroups,
+    Topology,
+    agree,
+    averaged_axes,
+    check_alike,
+    data_axes,
+    launch,
+    replica_axes,
+    splits_sequence,
+)
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 from par_plan import NUMBER_WIDTHS, ModelSizes, TrainingJob, model_sizes
 from par_zero import DataParallelGroup, ShardOptions
 
-from .axes import EXPERTS, averaged_over, cuts_sequence, data_axes, replica_axes
 from .experts import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
@@ -100,12 +112,12 @@ class Setup:
     @property
     def averaged_over(self) -> Axes:
         """The axes over which gradients are averaged: the data axes, and "sequence" if the sequence is split."""
-        return averaged_over(self.groups.topology)
+        return averaged_axes(self.groups.topology)
 
     @property
     def cuts_sequence(self) -> bool:
         """Whether each sequence is split over several ranks."""
-        return cuts_sequence(self.groups.topology)
+        return splits_sequence(self.groups.topology)
 
     @property
     def deals_experts(self) -> bool:
@@ -221,6 +233,6 @@ def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
             "which experts; make it with Topology.from_config"
         )
     if groups is not None:
-        groups[averaged_over(topology)]
+        groups[averaged_axes(topology)]
         if EXPERTS in topology.views:
             groups["data", "expert_data"]

@@ -1,25 +1,22 @@
-"""The axes of a strategy: those over which samples differ, gradients are averaged, and batches are identical."""
+"""The axes of a training step: those over which samples differ, gradients are averaged, and batches are identical."""
 
-from par_groups import Axes, Topology
-
-EXPERTS = "experts"
-"""The name of the topology's view that defines which ranks hold which experts, if they are distributed."""
+from .topology import Axes, Topology
 
 
 def data_axes(topology: Topology) -> Axes:
     """Return the axes whose ranks read different samples: "data", and "expert" if experts have ranks of their own.
 
     Args:
-        topology: The axes of a strategy, "data" among them.
+        topology: A topology of `Topology.from_config`, or another one with an axis "data".
     """
     return ("data", "expert") if _has_ranks(topology, "expert") else "data"
 
 
-def averaged_over(topology: Topology) -> Axes:
+def averaged_axes(topology: Topology) -> Axes:
     """Return the axes over which gradients are averaged: their ranks see other samples, or other tokens of them.
 
     Args:
-        topology: The axes of a strategy, "data" among them.
+        topology: A topology of `Topology.from_config`, or another one with an axis "data".
     """
     further = [axis for axis in ("sequence", "expert") if _has_ranks(topology, axis)]
     return ("data", *further) if further else "data"
@@ -29,13 +26,13 @@ def replica_axes(topology: Topology) -> tuple[str, ...]:
     """Return the axes over which ranks form one replica of the model, with identical batches: all but the data axes.
 
     Args:
-        topology: The axes of a strategy, "data" among them.
+        topology: A topology of `Topology.from_config`, or another one with an axis "data".
     """
     apart = topology.leaves(data_axes(topology))
     return tuple(axis for axis in topology.axes if axis not in apart)
 
 
-def cuts_sequence(topology: Topology) -> bool:
+def splits_sequence(topology: Topology) -> bool:
     """Return whether each sequence is split over several ranks."""
     return _has_ranks(topology, "sequence")
 
