@@ -419,6 +419,8 @@ class Pipeline:
         self._failed = True
         if isinstance(error, (PeerFailed, ConnectionError)):
             clear_frames(error.__traceback__)  # which would keep the connections
+        if isinstance(error, ConnectionError):
+            error = self._equipment.wire.cause_of(error)
         # The failure is described before `run.forget()`, because the description names what the run was doing.
         failure = Failure.of(error, self.rank, run.doing)
         run.forget()

@@ -1,12 +1,16 @@
 """Rendezvous of a pipeline's hosts after a failure. It uses the world's store, because only the store surely works."""
 
+import json
 import uuid
 from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from .._errors import Failure
 from .._torch_private import default_store
+
+_TO_ARRIVE = timedelta(seconds=1)  # for a word that a rank wrote before it ended its connections
 
 
 class Meeting:
@@ -45,6 +49,29 @@ class Meeting:
                 "call it on all ranks"
             ) from error
         self._held, self._said = self._held + 1, 0
+
+    def leave_word(self, failure: Failure) -> None:
+        """Write why this rank ends its connections, for a rank that finds only that they have ended.
+
+        A message on the connection itself may be lost: it is dropped with the connection if the peer posts its receive
+        too late, and a peer that writes to the ended connection first never reads the message.
+        """
+        with suppress(RuntimeError, ValueError):  # the store or the world is gone: nobody is left to read it
+            default_store().set(self._last_word, json.dumps(failure))
+
+    def read_word(self) -> Failure | None:
+        """Return a failure that a rank has written since the ranks last met; None if there is none, or no store."""
+        try:
+            store = default_store()
+            # `get` and `check` would wait for a store that hangs as long as its own timeout, which may be hours.
+            store.wait([self._last_word], _TO_ARRIVE)
+            return Failure(*json.loads(store.get(self._last_word)))
+        except (RuntimeError, ValueError):
+            return None
+
+    @property
+    def _last_word(self) -> str:
+        return f"par_pipeline/{self._name}/{self._held}/last word"
 
     def who_says_so(self, word: bool, timeout: timedelta | None) -> list[int]:
         """Send a yes or no to the other ranks, which must call this method the same number of times.

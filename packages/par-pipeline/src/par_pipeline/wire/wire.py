@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from .._errors import Failure
+from .._errors import Failure, PeerFailed
 from .._program import STATUS, Message, Program
 from .inbox import Inbox
 from .lanes import APART, Lanes, MakeLanes
@@ -50,6 +50,7 @@ class Wire:
         self._peers: tuple[int, ...] = ()  # that tensors go to or come from
         self._last_step: torch.cuda.Event | None = None  # a GPU comes to it when it has done all steps that are over
         self._meeting = Meeting(group)
+        self._has_failed = False  # since the ranks last met
 
     def reset(self, timeout: timedelta) -> None:
         """Make new connections, and drop all messages in flight. Collective over the group.
@@ -64,6 +65,7 @@ class Wire:
         """
         self.close("reset() was called on it", is_idle=False)
         self._meeting.meet(timeout)
+        self._has_failed = False
         self._lanes = self._make_lanes(self._group, self._device, self.timeout)
         self.connect(self._peers)
 
@@ -106,6 +108,9 @@ class Wire:
             torch.cuda.synchronize(self._device)
         self._abort()  # before the buffers go into which receives are posted
         failure = Failure(self._rank, f"rank {self._rank}, between two steps", "PipelineError", why)
+        # After a failed step the ranks have its cause, which this reason would hide.
+        if not self._has_failed:
+            self._meeting.leave_word(failure)
         # All peers are told before the first wait, so that the wait below is the longest of them instead of their sum.
         for outbox in self._outboxes.values():
             outbox.give_failure(failure)
@@ -223,6 +228,8 @@ class Wire:
         A rank without memory for the remaining messages only waits until the failure is sent. The remaining tensors are
         never sent, and a GPU would wait for the receives that are posted for them. The transfers are therefore aborted.
         """
+        self._has_failed = True
+        self._meeting.leave_word(failure)
         for peer in program.departures:
             self._outboxes[peer].give_failure(failure)
         for peer in program.arrivals:
@@ -232,6 +239,11 @@ class Wire:
                 self._outboxes[peer].let_failure_leave(time.monotonic() + _TO_LEAVE)
         if program.arrivals:
             self._abort()
+
+    def cause_of(self, error: ConnectionError) -> Exception:
+        """Return the failure for which a rank ended its connections; the error itself if no rank has left one."""
+        failure = self._meeting.read_word()
+        return error if failure is None else PeerFailed(failure)
 
     def _abort(self) -> None:
         """Stop the transfers of separate tensors. The lanes of headers end with their last reference.
