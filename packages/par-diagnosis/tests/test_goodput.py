@@ -1,30 +1,12 @@
 """The phases of a job, and the waits for other ranks that a thread samples."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from par_diagnosis import CollectiveWaits, Goodput, PhaseClock
 from par_groups import ProcessGroups, Topology
-
-
-def looking(monkeypatch, then):
-    """Has `then` called with what the watcher of waiting sees in each of its looks."""
-    waits_in = CollectiveWaits._waits_in
-
-    def noted(waits, frame):
-        label = waits_in(waits, frame)
-        then(label)
-        return label
-
-    monkeypatch.setattr(CollectiveWaits, "_waits_in", noted)
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
+from par_testing import observe_results, wait_until
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -38,16 +20,15 @@ def test_collective_waits_name_the_axis_of_a_group(tmp_path, monkeypatch):
             (tmp_path / "seen").touch()
 
     if dist.get_rank() == 0:
-        looking(monkeypatch, note)
+        observe_results(monkeypatch, CollectiveWaits, "_waits_in", note)
     else:
-        looking(monkeypatch, elsewhere.append)
+        observe_results(monkeypatch, CollectiveWaits, "_waits_in", elsewhere.append)
     with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
         waits = CollectiveWaits(groups)
         with waits.sampled():
             if dist.get_rank() == 1:
-                wait_for(tmp_path / "seen")
-                while len(elsewhere) < looks:
-                    time.sleep(0.01)
+                wait_until((tmp_path / "seen").exists)
+                wait_until(lambda: len(elsewhere) >= looks)
                 assert not any(elsewhere)
             dist.all_reduce(torch.ones(1), group=groups["tensor"])
         waited = waits.take()

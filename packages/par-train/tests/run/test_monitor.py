@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from par_diagnosis import CollectiveWaits, PhaseClock
 from par_plan import PretrainedShape, Shape, model_flops
+from par_testing import observe_results, wait_until
 from par_train import LoggingPolicy, MonitoringPolicy, Run, Strategy
 from par_train.jobs.byte_gpt import fill_, make_gpt
 from par_train.jobs.options import ModelOptions
@@ -62,23 +63,6 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def looking(monkeypatch, then):
-    """Has `then` called with what the watcher of waiting sees in each of its looks."""
-    waits_in = CollectiveWaits._waits_in
-
-    def noted(waits, frame):
-        label = waits_in(waits, frame)
-        then(label)
-        return label
-
-    monkeypatch.setattr(CollectiveWaits, "_waits_in", noted)
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
-
-
 @pytest.mark.ranks(2, backend="gloo")
 def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
     """Each part of a step is slept through: it lasts as long or, on a busy machine, longer.
@@ -104,7 +88,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
         return phases[-1]
 
     if dist.get_rank() == 0:
-        looking(monkeypatch, note)
+        observe_results(monkeypatch, CollectiveWaits, "_waits_in", note)
         monkeypatch.setattr(PhaseClock, "take", noted)
 
     def batches():
@@ -129,7 +113,7 @@ def test_run_lines_have_mfu_and_the_times_of_the_clock(tmp_path, monkeypatch):
             in_this_step.clear()
             steps_now.append(run.step)
             if dist.get_rank() == 1:
-                wait_for(tmp_path / str(run.step))
+                wait_until((tmp_path / str(run.step)).exists)
             strategy.backward(model(batch).sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()

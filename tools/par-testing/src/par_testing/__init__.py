@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each, storm
     from ._limited import limited_backend
+    from ._observe import observe_results, wait_until
     from ._once import once
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
@@ -47,6 +48,7 @@ __all__ = [
     "live_storages",
     "modules_called",
     "no_first_use",
+    "observe_results",
     "on_strict_ranks",
     "once",
     "peak_bytes",
@@ -56,6 +58,7 @@ __all__ = [
     "storm",
     "strict_time",
     "virtual_streams",
+    "wait_until",
 ]
 
 _LATE = {
@@ -63,6 +66,7 @@ _LATE = {
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each", "storm"),
     "_limited": ("limited_backend",),
+    "_observe": ("observe_results", "wait_until"),
     "_once": ("once",),
     "counting.memory": ("live_bytes", "live_storages", "peak_bytes", "saved_bytes"),
     "counting.modules": ("modules_called",),
