@@ -38,6 +38,9 @@ STRICT_COVER = (
 )
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
+ACCELERATOR = ("tests-integration/gpu/test_zero_gpu.py",)
+"""The tests of a GPU that run on the strict accelerator."""
+
 PORTABLE = (
     "packages/par-groups/tests/topology",
     "packages/par-groups/tests/test_sizes.py",
@@ -86,6 +89,12 @@ def strict(session: nox.Session) -> None:
     run_suite(session, *workers(), "--backend", "strict", *session.posargs)
     seed = str(random.randrange(1, 10**6))
     run_suite(session, *workers(), "--backend", "strict", "--strict-draw", seed, *session.posargs)
+
+
+@nox.session
+def accelerator(session: nox.Session) -> None:
+    """Tests of a GPU on a device that the CPU plays and that enforces a GPU's rules. Needs a C++ compiler."""
+    run_suite(session, *workers(), "--accelerator", *(session.posargs or ACCELERATOR))
 
 
 @nox.session(python=PYTHONS)

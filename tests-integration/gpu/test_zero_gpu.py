@@ -8,23 +8,22 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import launch
-from par_testing import for_each
+from par_testing import accelerator_type, for_each
 from par_zero import shard, summon
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
 
 
 def model():
     """Its largest weight alone is more than what gloo's ranks send each other point to point."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 12_000), nn.GELU(), nn.Linear(12_000, 15)).to("cuda")
+    return nn.Sequential(nn.Linear(256, 12_000), nn.GELU(), nn.Linear(12_000, 15)).to(DEVICE)
 
 
 def batch(step):
-    return torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to("cuda")
+    return torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
 def trained(module, optimizer, rows):
@@ -79,9 +78,9 @@ def test_a_model_that_is_filled_on_the_cpu_comes_to_the_gpu_unit_by_unit(stage):
                 optimizer,
                 stage=stage,
                 group=dist.group.WORLD,
-                init={"init_fn": fill, "device": torch.device("cuda", 0)},
+                init={"init_fn": fill, "device": torch.device(DEVICE, 0)},
             )
-            assert {each.device.type for group in optimizer.param_groups for each in group["params"]} == {"cuda"}
+            assert {each.device.type for group in optimizer.param_groups for each in group["params"]} == {DEVICE}
             trained(module, optimizer, slice(None))
             with summon(module):
                 torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)

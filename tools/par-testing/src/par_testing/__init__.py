@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ._limited import limited_backend
     from ._observe import observe_results, wait_until
     from ._once import once
+    from .accelerator.errors import HostAccessError, RaceError, StrictDeviceError
+    from .accelerator.options import Accelerator, Costs, accelerator_type
+    from .accelerator.times import device_times, host_works, own_host_time, pageable_seen, races_seen, waits_seen
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
     from .counting.modules import modules_called
@@ -27,21 +30,29 @@ if TYPE_CHECKING:
     from .strict.streams import virtual_streams
 
 __all__ = [
+    "Accelerator",
     "Collective",
     "Compute",
+    "Costs",
     "Counted",
     "Fault",
     "FirstUseError",
+    "HostAccessError",
     "HostWaitError",
     "InjectedFault",
     "Links",
+    "RaceError",
     "Strict",
+    "StrictDeviceError",
     "StrictError",
     "Times",
+    "accelerator_type",
     "assert_equal_to_one_device",
     "count_collectives",
+    "device_times",
     "fail_at",
     "for_each",
+    "host_works",
     "label",
     "limited_backend",
     "live_bytes",
@@ -51,7 +62,10 @@ __all__ = [
     "observe_results",
     "on_strict_ranks",
     "once",
+    "own_host_time",
+    "pageable_seen",
     "peak_bytes",
+    "races_seen",
     "received_per_rank",
     "saved_bytes",
     "step",
@@ -59,9 +73,13 @@ __all__ = [
     "strict_time",
     "virtual_streams",
     "wait_until",
+    "waits_seen",
 ]
 
 _LATE = {
+    "accelerator.errors": ("HostAccessError", "RaceError", "StrictDeviceError"),
+    "accelerator.options": ("Accelerator", "Costs", "accelerator_type"),
+    "accelerator.times": ("device_times", "host_works", "own_host_time", "pageable_seen", "races_seen", "waits_seen"),
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each", "storm"),

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from .accelerator.options import Accelerator
 from .strict.options import Strict
 
 
@@ -17,6 +18,8 @@ def ranks(
     init: bool = True,
     dies: Sequence[int] = (),
     strict: Strict | None = None,
+    *,
+    accelerator: Accelerator | None = None,
 ) -> "RanksOptions":
     """The options of a marker; the parameters are those of `@pytest.mark.ranks`.
 
@@ -29,6 +32,7 @@ def ranks(
         init: Whether to initialise torch.distributed before the test body runs.
         dies: The ranks that must be ended by a signal.
         strict: What backend="strict" enforces; None for its defaults.
+        accelerator: The strict device that each rank has; None for none.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -39,7 +43,7 @@ def ranks(
     given = [each if isinstance(each, ParameterSet) else pytest.param(each) for each in items]
     sizes = tuple(cast("int", each.values[0]) for each in given)  # which are validated below
     marks = tuple(each.marks for each in given)
-    options = RanksOptions(sizes, marks, listed, float(timeout), backend, bool(init), tuple(dies), strict)
+    options = RanksOptions(sizes, marks, listed, float(timeout), backend, bool(init), tuple(dies), strict, accelerator)
     _validate(options)
     return options
 
@@ -57,6 +61,7 @@ class RanksOptions:
         init: Whether to initialise torch.distributed before the test body runs.
         dies: The ranks that must be ended by a signal.
         strict: What a strict backend enforces, if not its defaults.
+        accelerator: The strict device that each rank has, if any.
     """
 
     sizes: tuple[int, ...]
@@ -67,6 +72,7 @@ class RanksOptions:
     init: bool
     dies: tuple[int, ...]
     strict: Strict | None
+    accelerator: Accelerator | None
 
 
 def _validate(options: RanksOptions) -> None:
@@ -86,3 +92,8 @@ def _validate(options: RanksOptions) -> None:
             raise ValueError(f"ranks(dies={options.dies}): rank {rank} is not in a world of {min(options.sizes)}")
     if options.strict is not None and options.backend != "strict":
         raise ValueError(f'ranks(backend="{options.backend}", strict={options.strict}): give backend="strict" with it')
+    if options.accelerator is not None and options.backend != "strict" and options.init:
+        raise ValueError(
+            f'ranks(backend="{options.backend}", accelerator=...): only strict groups take tensors of a strict device; '
+            'pass backend="strict"'
+        )

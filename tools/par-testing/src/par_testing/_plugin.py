@@ -17,6 +17,7 @@ import pytest
 from _pytest.unittest import TestCaseFunction
 
 from ._options import RanksOptions, ranks
+from .accelerator.options import ENVIRONMENT, Accelerator
 from .strict.options import Strict
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="with --backend strict: how many communicators of a rank can make progress at a time (default: all)",
     )
+    parser.addoption(
+        "--accelerator",
+        action="store_true",
+        help="run tests marked gpu, and rank tests that name no backend, on a strict accelerator; no others run",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,9 +80,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.addinivalue_line(
         "markers",
-        'ranks(n, timeout=300, backend="gloo", init=True, dies=(), strict=None): run the test body on every one of n '
-        "ranks; a list of sizes runs the test once for each",
+        'ranks(n, timeout=300, backend="gloo", init=True, dies=(), strict=None, accelerator=None): run the test body '
+        "on every one of n ranks; a list of sizes runs the test once for each",
     )
+    config.addinivalue_line(
+        "markers",
+        'accelerator(limit=None, devices=1, segments="exact", races="error", waits="count", costs=Costs()): run the '
+        'test body in a process of its own that has a device "strict", which enforces the rules of a GPU',
+    )
+    if config.getoption("accelerator"):
+        os.environ[ENVIRONMENT] = "1"  # which modules of tests and ranks read, see `accelerator_type`
     if find_spec("hypothesis") is not None:
         from hypothesis import HealthCheck, settings  # noqa: PLC0415
 
@@ -115,11 +128,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On strict ranks, only tests run that they change: rank tests that name no backend."""
-    if config.getoption("backend") == "gloo":
+    """On strict ranks and devices, only tests run that they change, such as rank tests that name no backend."""
+    if config.getoption("accelerator"):
+        ours = [item for item in items if _asks_for_any_device(item)]
+    elif config.getoption("backend") == "strict":
+        ours = [item for item in items if _asks_for_any_backend(item)]
+    else:
         return
-    ours = [item for item in items if _asks_for_any_backend(item)]
-    config.hook.pytest_deselected(items=[item for item in items if not _asks_for_any_backend(item)])
+    kept = set(ours)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = ours
 
 
@@ -161,15 +178,28 @@ def free_port() -> int:
 
 
 def _options_of(item: pytest.Item) -> RanksOptions | None:
-    mark = item.get_closest_marker("ranks")
+    mark, device = item.get_closest_marker("ranks"), item.get_closest_marker("accelerator")
+    everywhere = item.config.getoption("accelerator") and _asks_for_any_device(item)
+    accelerator = Accelerator(**device.kwargs) if device is not None else Accelerator() if everywhere else None
     if mark is None:
-        return None
+        if accelerator is None:
+            return None
+        # A rank of its own that nobody meets: its process ends with the device, and nothing of it is left for others.
+        return ranks(1, backend="strict", init=False, accelerator=accelerator)
     options = ranks(*mark.args, **mark.kwargs)
-    if item.config.getoption("backend") == "gloo" or not _asks_for_any_backend(item):
+    if accelerator is not None:
+        options = replace(options, accelerator=accelerator)
+    strict = item.config.getoption("backend") == "strict" or everywhere
+    if not strict or not _asks_for_any_backend(item):
         return options
     draw, slots = item.config.getoption("strict_draw"), item.config.getoption("strict_slots")
-    strict = Strict(slots=slots) if draw is None else Strict(complete="drawn", draw=draw, slots=slots)
-    return replace(options, backend="strict", strict=strict)
+    rules = Strict(slots=slots) if draw is None else Strict(complete="drawn", draw=draw, slots=slots)
+    return replace(options, backend="strict", strict=rules)
+
+
+def _asks_for_any_device(item: pytest.Item) -> bool:
+    """Whether it runs on a GPU, or is a rank test with a process group, whatever its backend."""
+    return item.get_closest_marker("gpu") is not None or _asks_for_any_backend(item)
 
 
 def _asks_for_any_backend(item: pytest.Item) -> bool:

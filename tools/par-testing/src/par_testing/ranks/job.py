@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..accelerator.options import Accelerator
 from ..strict.options import Strict
 
 
@@ -60,6 +61,7 @@ class Job:
         stacks: The file for stack dumps.
         referee: The folder of the referee, if the backend is strict.
         strict: What is enforced then.
+        accelerator: The strict device of the rank, if it has one.
     """
 
     body: Body
@@ -75,6 +77,7 @@ class Job:
     stacks: Path
     referee: Path | None
     strict: Strict | None
+    accelerator: Accelerator | None
 
 
 HOST = "127.0.0.1"

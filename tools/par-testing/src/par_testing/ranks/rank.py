@@ -12,9 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ..accelerator.device import enable
+from ..accelerator.ranks import RankDevice
 from ..report.outcome import Ending, Outcome
+from ..strict.backend import register
 from ..strict.clock import Meter
-from ..strict.group import register
+from ..strict.devices import DeviceOfRank
 from ..strict.options import Strict
 from .isolate import isolate
 from .job import HOST, Job
@@ -54,23 +57,28 @@ def _run_body(job: Job) -> Outcome:
 
 
 def _backend(job: Job) -> AbstractContextManager[None]:
-    """What a rank's backend needs: nothing, unless it is strict."""
+    """What a rank's device and backend need: nothing, unless they are strict."""
+    device = None
+    if job.accelerator is not None:
+        enable(job.accelerator)
+        device = RankDevice()
     if job.referee is None or job.strict is None:
         return nullcontext()
-    return strict_backend(job.referee, job.rank, job.strict)
+    return strict_backend(job.referee, job.rank, job.strict, device)
 
 
 @contextmanager
-def strict_backend(folder: Path, rank: int, strict: Strict) -> Iterator[None]:
+def strict_backend(folder: Path, rank: int, strict: Strict, device: DeviceOfRank | None = None) -> Iterator[None]:
     """Makes the strict backend known in the process of a rank, and lets its clock go on; at the end the referee hears.
 
     Args:
         folder: Of the referee.
         rank: The number of this process.
         strict: What is enforced.
+        device: Its device, which reckons the time of its operators itself.
     """
-    player = register(folder, rank, strict)
-    clock = player.clock if strict.compute is not None else None
+    player = register(folder, rank, strict, device)
+    clock = player.clock if strict.compute is not None and device is None else None
     try:
         with Meter(clock) if clock is not None else nullcontext():
             yield

@@ -9,6 +9,7 @@ import pytest
 
 from .._options import RanksOptions
 from .._turn import turn
+from ..accelerator import build
 from ..report.outcome import Ending, Outcome
 from ..report.report import describe_failure
 from ..strict.options import Strict
@@ -24,6 +25,10 @@ def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, contex
         pytest.skip.Exception: A rank skipped, and none failed by itself.
     """
     __tracebackhide__ = True
+    if options.accelerator is not None:
+        if reason := build.why_not():
+            raise pytest.skip.Exception(reason, _use_item_location=True)
+        build.build()  # here, where a minute of compiling counts towards no rank's timeout
     world = World(
         body=body_of(item),
         size=size,
@@ -34,6 +39,7 @@ def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, contex
         environment=dict(os.environ),
         filters=warning_filters_of(item),
         strict=options.strict or Strict() if options.backend == "strict" else None,
+        accelerator=options.accelerator,
     )
     with turn(item.config.rootpath, size):
         ended = run_world(context, world)

@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from ..accelerator.options import Accelerator
 from ..report.outcome import Ending, Outcome
 from ..report.stacks import waits_in_collective
 from ..strict.options import Strict
@@ -38,6 +39,7 @@ class World:
         environment: The environment variables of the test.
         filters: The warning filters of the test.
         strict: What is enforced, if the backend is strict.
+        accelerator: The strict device of each rank, if it has one.
     """
 
     body: Body
@@ -49,6 +51,7 @@ class World:
     environment: dict[str, str]
     filters: tuple[str, ...]
     strict: Strict | None
+    accelerator: Accelerator | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ def _jobs(world: World, port: int, folder: Path, referee: Path | None) -> list[J
             stacks=folder / f"stacks-{rank}",
             referee=referee,
             strict=world.strict,
+            accelerator=world.accelerator,
         )
         for rank in range(world.size)
     ]

@@ -6,11 +6,15 @@ autograd and selective checkpointing would take for a change by the program.
 
 import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from par_groups import attributes
+
+if TYPE_CHECKING:
+    from .devices import DeviceOfRank
 
 _POISON = 0xFF  # of floats: not a number, whatever their size
 _POISON_OF_INTEGERS = 0x7F  # a large number; of bool 1, true
@@ -18,16 +22,25 @@ _POISON_OF_INTEGERS = 0x7F  # a large number; of bool 1, true
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the elements of a contiguous tensor lie."""
+    """Where the elements of a contiguous tensor lie.
+
+    Args:
+        tensor: The tensor.
+        pointer: Its address, as the program sees it.
+        address: Its address for the CPU, which is another one for a tensor of a device.
+        size: Its bytes.
+    """
 
     tensor: Tensor
+    pointer: int
     address: int
     size: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Memory":
-        """The memory of a tensor as it is now."""
-        return cls(tensor, tensor.data_ptr(), tensor.nbytes)
+    def of(cls, tensor: Tensor, device: "DeviceOfRank | None" = None) -> "Memory":
+        """The memory of a tensor as it is now, which is one of the CPU or of that device."""
+        view = tensor if device is None or tensor.is_cpu else device.view(tensor)
+        return cls(tensor, tensor.data_ptr(), view.data_ptr(), tensor.nbytes)
 
     def read(self) -> bytes:
         """A copy of its bytes."""
@@ -40,7 +53,7 @@ class Memory:
 
     def freed(self) -> bool:
         """Whether the tensor has lost this memory, as it does when its storage is resized."""
-        return self.size > 0 and (self.tensor.data_ptr() != self.address or self.tensor.untyped_storage().nbytes() == 0)
+        return self.size > 0 and (self.tensor.data_ptr() != self.pointer or self.tensor.untyped_storage().nbytes() == 0)
 
     def overlaps(self, other: "Memory") -> bool:
         """Whether some bytes belong to both."""
@@ -54,11 +67,12 @@ class Buffers:
         inputs: What is read. What is also an output may not be read by the program any more; one that lies inside of
             an output, as in an all-gather in place, may.
         outputs: What is written.
+        device: The device on which some of them may lie.
     """
 
-    def __init__(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        self._inputs = [Memory.of(tensor) for tensor in inputs]
-        self.outputs = [Memory.of(tensor) for tensor in outputs]
+    def __init__(self, inputs: list[Tensor], outputs: list[Tensor], device: "DeviceOfRank | None" = None) -> None:
+        self._inputs = [Memory.of(tensor, device) for tensor in inputs]
+        self.outputs = [Memory.of(tensor, device) for tensor in outputs]
         self._copies = [memory.read() for memory in self._inputs]
         self._kept = [self._alone(memory) for memory in self._inputs]
         self._poison = [self._poisoned(memory) for memory in self.outputs]

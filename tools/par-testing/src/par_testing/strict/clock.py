@@ -12,15 +12,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from .flops import flops_of
 from .operation import Operation
 from .options import Compute, Links
 from .payloads import itemsize
@@ -158,6 +158,20 @@ class Line:
         self.spans.clear()
 
 
+class HasTime(Protocol):
+    """What a rank's work is added to: a `Line`, or a stream of a device."""
+
+    @property
+    def now(self) -> float:
+        """The time until which it has work, in seconds."""
+
+    def work(self, name: str, seconds: float) -> None:
+        """An operator takes its time."""
+
+    def wait(self, end: float, site: str) -> None:
+        """Waits for what ends then."""
+
+
 @dataclass
 class Clock:
     """The clock of one rank.
@@ -172,12 +186,12 @@ class Clock:
     compute: Compute
     main: Line = field(default_factory=Line)
     beside: list[Line] = field(default_factory=list)
-    current: Callable[[], Line] | None = None
+    current: Callable[[], HasTime] | None = None
     _since: float = 0.0
     _operations: list[Span] = field(default_factory=list)  # which another thread adds
 
     @property
-    def line(self) -> Line:
+    def line(self) -> HasTime:
         """The line to which work is added."""
         return self.main if self.current is None else self.current()
 
@@ -209,12 +223,6 @@ class Clock:
 
 
 _aten = torch.ops.aten
-_COUNTED_AS = {  # torch's counter knows neither the CPU's attention nor products that are added in place
-    _aten.addmm_: _aten.addmm,
-    _aten.baddbmm_: _aten.baddbmm,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 _COUNTED = ("aten", "fsdp")  # namespaces of operators that compute or copy
 _FREE = {  # what makes or changes a tensor, and touches no element of it
     _aten.empty,
@@ -249,12 +257,9 @@ class Meter(TorchDispatchMode):
 
     def _seconds(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> float:
         compute = self._clock.compute
-        packet = func._overloadpacket
-        count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-        flops = count(*args, **named, out_val=result) if count is not None else 0
         if func.name() == "fsdp::all_gather_copy_in":  # into a part of a buffer for all ranks
             inputs: list[Tensor] = args[0]
             return 2 * sum(tensor.nbytes for tensor in inputs) / compute.memory
         tensors = [leaf for leaf in tree_leaves((args, named, result)) if isinstance(leaf, Tensor)]
         moved = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-        return max(flops / compute.flops, moved / compute.memory)
+        return max(flops_of(func, args, named, result) / compute.flops, moved / compute.memory)

@@ -1,16 +1,14 @@
 """The process group that torch calls: every operation is described, handed to the player, and refused if NCCL would."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, _register_work
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from par_groups import attributes
 
@@ -18,14 +16,12 @@ from ..counting.counting import report
 from .batch import BatchedMessage, MessageBatch
 from .buffers import Buffers
 from .compute import REDUCTIONS, exchanged, part_of, reduced
+from .devices import DeviceOfRank
 from .operation import Operation, Part
-from .options import Strict
 from .payloads import Share, by_tensor, bytes_of, cut, messages_to, tensor_of
-from .player import Compute, Player, StrictError, _players
+from .player import Compute, Player, StrictError, StrictWork
 from .sites import batch_around, sites
-from .step import check_first_use, check_objects, refuse_in_step
-
-_libraries: list[torch.library.Library] = []  # of this process; a library's kernels end with it
+from .step import check_first_use, check_objects
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs have two signatures for each method, and this one's takes either
 
@@ -62,7 +58,8 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         options = backend_class.Options()
         options.error_on_collective = True
         backend = backend_class._create_internal(rank, len(members), options)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        for kind in device_types(player.device):
+            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
     # What torch calls, by its newer names.
 
@@ -301,7 +298,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         self._connect(())
         described = inputs if items is None else items
         for tensor in (*inputs, *outputs):
-            _check(name, tensor)
+            self._check(name, tensor)
         operation = Operation(
             name=name,
             items=tuple((each.numel(), _type(each)) for each in described),
@@ -316,8 +313,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             of_process = {share[0].rank: share for share in shares}
             return compute([of_process[rank] for rank in self._like])
 
-        buffers = Buffers(inputs, outputs)
-        return self._player.issue(self._title, self._present, operation, buffers, compute_for_all, self.members)
+        return self._start(self._title, self._present, operation, inputs, outputs, compute_for_all, joined=self.members)
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
@@ -331,7 +327,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if other == self._player.rank:
             raise StrictError(f"{kind} of rank {other} to itself: NCCL cannot; copy the tensor")
-        _check(kind, tensor)
+        self._check(kind, tensor)
         self._report(kind, [tensor], [])
         part = Part(kind=kind, peer=other, elements=tensor.numel(), dtype=_type(tensor), tag=tag)
         batch = batch_around()
@@ -341,13 +337,43 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         self._connect(pair)
         sent, received = ([tensor], []) if kind == "send" else ([], [tensor])
         operation = Operation(name=kind, parts=(part,), sites=sites())
-        buffers = Buffers(sent, received)
         place = 0 if pair[0] == other else 1
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
             return [shares[place][1]] if received else []
 
-        return self._player.issue(f"{self._title}, messages of {list(pair)}", pair, operation, buffers, compute)
+        return self._start(f"{self._title}, messages of {list(pair)}", pair, operation, sent, received, compute)
+
+    def _start(
+        self,
+        communicator: str,
+        present: tuple[int, ...],
+        operation: Operation,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        compute: Compute,
+        *,
+        joined: tuple[int, ...] = (),
+    ) -> StrictWork:
+        """Hands an operation to the player, and to the device on which its tensors lie, if they lie on one.
+
+        Args:
+            communicator: The name of the communicator.
+            present: The ranks that it joins and that have a process.
+            operation: What is asked for.
+            inputs: What it reads.
+            outputs: What it writes.
+            compute: From the shares of `present` to the bytes of this rank's outputs.
+            joined: All ranks that it joins.
+        """
+        device, on_device = self._player.device, None
+        tensors = [each for each in (*inputs, *outputs) if not each.is_cpu]
+        if device is not None and tensors:  # before the buffers are poisoned: it may raise
+            on_device = device.issue(communicator, operation.name, inputs, outputs)
+        buffers = Buffers(inputs, outputs, device)
+        work = self._player.issue(communicator, present, operation, buffers, compute, joined)
+        work.on_device = on_device
+        return work
 
     def _add_to_batch(self, frame: FrameType, part: Part, tensor: Tensor) -> BatchedMessage:
         """Collects the messages of a `batch_isend_irecv`, which are one operation; the last one issues it."""
@@ -382,8 +408,8 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             waiting = {entry.rank: messages_to(self._player.rank, entry.operation, data) for entry, data in shares}
             return [waiting[part.peer].pop(0) for part, _ in received]
 
-        buffers = Buffers(sent, [tensor for _, tensor in received])
-        batch.work = self._player.issue(self._title, self._present, operation, buffers, compute)
+        outputs = [tensor for _, tensor in received]
+        batch.work = self._start(self._title, self._present, operation, sent, outputs, compute)
 
     def _reduction(self, asked: Any, tensors: Sequence[Tensor]) -> str:
         """The name of what is done to the numbers."""
@@ -411,6 +437,16 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         row = tensor[0].numel() if len(tensor) else 1
         return tuple(rows * row for rows in splits)
 
+    def _check(self, name: str, tensor: Tensor) -> None:
+        """Refuses tensors that NCCL would."""
+        if tensor.is_sparse or not tensor.is_contiguous():
+            raise StrictError(
+                f"{name} of a tensor that is not contiguous, {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}: NCCL cannot; call contiguous() first"
+            )
+        if tensor.device.type not in device_types(self._player.device):
+            raise StrictError(f"{name} of a tensor on {tensor.device}: a strict group is for the CPU")
+
     def _check_size(self, name: str, tensor: Tensor, elements: int) -> None:
         if tensor.numel() != elements:
             raise StrictError(f"{name}: a tensor has {tensor.numel()} elements; {self.size()} ranks need {elements}")
@@ -428,58 +464,9 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         report(name, self.members, [(elements, dtype) for dtype, elements in sizes.items()] or [(0, torch.uint8)])
 
 
-def register(folder: Path, rank: int, strict: Strict) -> Player:
-    """Makes `backend="strict"` known to torch, in the process of a rank.
-
-    Args:
-        folder: Of the referee.
-        rank: The number of this process: its rank of the world, unless it stands for others, too.
-        strict: What is enforced.
-
-    Returns:
-        This rank's line to the referee.
-    """
-    player = Player(folder, rank * strict.alike, strict)
-    _players[:] = [player]
-
-    def make(options: Any, _: Any) -> StrictGroup:
-        refuse_in_step("a new communicator")
-        members = options.global_ranks_in_group or range(options.group_size)
-        return StrictGroup(list(members), options.group_id, player)
-
-    dist.Backend.register_backend("strict", make, extended_api=True, devices=["cpu"])
-    _lead_to_python()
-    return player
-
-
-def _lead_to_python() -> None:
-    """Two functional operators call methods that C++ cannot override in Python (torch 2.11 to 2.13)."""
-    library = torch.library.Library("_c10d_functional", "IMPL", "CPU")
-
-    def all_gather_out(given: Tensor, _: int, name: str, *, out: Tensor) -> Tensor:
-        group = _resolve_process_group(name)  # type: ignore[arg-type]
-        _register_work(out, group._allgather_base(out, given))
-        return out
-
-    def reduce_scatter_out(given: Tensor, op: str, _: int, name: str, *, out: Tensor) -> Tensor:
-        group = _resolve_process_group(name)  # type: ignore[arg-type]
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        _register_work(out, group._reduce_scatter_base(out, given, options))
-        return out
-
-    library.impl("all_gather_into_tensor_out", all_gather_out)
-    library.impl("reduce_scatter_tensor_out", reduce_scatter_out)
-    _libraries.append(library)
-
-
-def _check(name: str, tensor: Tensor) -> None:
-    """Refuses tensors that NCCL would."""
-    if tensor.is_sparse or not tensor.is_contiguous():
-        raise StrictError(f"{name} of a tensor that is not contiguous, {list(tensor.shape)} with strides "
-                          f"{list(tensor.stride())}: NCCL cannot; call contiguous() first")  # fmt: skip
-    if not tensor.is_cpu:
-        raise StrictError(f"{name} of a tensor on {tensor.device}: a strict group is for the CPU")
+def device_types(device: DeviceOfRank | None) -> list[str]:
+    """The types of devices whose tensors a group takes."""
+    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 def _type(tensor: Tensor) -> str:

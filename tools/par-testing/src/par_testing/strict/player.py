@@ -14,6 +14,7 @@ from torch import Tensor
 from . import options
 from .buffers import Buffers
 from .clock import Clock, Times
+from .devices import DeviceOfRank, OnDevice
 from .operation import Entry, Operation
 from .payloads import Share
 from .queues import Party
@@ -42,6 +43,7 @@ class StrictWork(dist.Work):
         super().__init__()
         self.entry, self.ran = entry, threading.Event()
         self.span = (0.0, 0.0)
+        self.on_device: OnDevice | None = None
         self._player, self._compute, self._early = player, compute, early
         self._buffers: Buffers | None = buffers
         self._results: list[bytes] = []
@@ -99,7 +101,7 @@ class StrictWork(dist.Work):
 
     def _charge_later(self) -> None:
         """In virtual time, who took a future waits at the end of the backward pass, or at once if there is none."""
-        if self._player.clock is None:
+        if self._player.clock is None and self.on_device is None:
             return
         try:
             at_the_end_of_backward(self._wait_in_virtual_time)
@@ -138,12 +140,15 @@ class Player:
         folder: Of the referee.
         rank: This rank of the world.
         strict: What is enforced.
+        device: Its device, if it has one.
     """
 
-    def __init__(self, folder: Path, rank: int, strict: options.Strict) -> None:
+    def __init__(self, folder: Path, rank: int, strict: options.Strict, device: DeviceOfRank | None = None) -> None:
         self.fault: str | None = None
-        self.rank, self.strict = rank, strict
+        self.rank, self.strict, self.device = rank, strict, device
         self.clock = Clock(strict.compute or options.Compute()) if strict.links else None
+        if self.clock is not None and device is not None:
+            self.clock.current = lambda: device.time
         self._folder = folder
         self._numbers = 0
         self._works: dict[int, StrictWork] = {}
@@ -219,9 +224,11 @@ class Player:
             self.clock.ran(work.entry.communicator, work.entry.operation.name, *work.span)
 
     def pass_time(self, work: StrictWork) -> None:
-        """The clock goes on to the end of an operation that is waited for."""
-        if self.clock is not None:
-            name, sites = work.entry.operation.name, work.entry.operation.sites
+        """The clock, or the current stream of a device, goes on to the end of an operation that is waited for."""
+        name, sites = work.entry.operation.name, work.entry.operation.sites
+        if work.on_device is not None:
+            work.on_device.wait(work.span[1], sites[0] if sites else name)
+        elif self.clock is not None:
             self.clock.line.wait(work.span[1], sites[0] if sites else name)
 
     def report(self, words: str) -> None:

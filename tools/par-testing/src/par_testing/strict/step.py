@@ -23,6 +23,7 @@ _WAITS = {
 """Operators for which the host needs what a device has computed."""
 
 _threads = threading.local()
+_latest: list[Any] = [None]  # the step of the program's thread, for which autograd's threads work
 
 
 class Seen:
@@ -58,8 +59,9 @@ def step(allow: Collection[str] = ()) -> Iterator[Seen]:
         HostWaitError: Something of that was done elsewhere.
     """
     seen = Seen()
-    before = getattr(_threads, "step", None)
+    before = _step_around()
     _threads.step = (seen, frozenset(allow))
+    _latest[:] = [_threads.step]
     tolist = Tensor.tolist
     Tensor.tolist = _tolist_that_is_seen(tolist)  # type: ignore[method-assign]  # the dispatcher never sees it
     try:
@@ -68,6 +70,7 @@ def step(allow: Collection[str] = ()) -> Iterator[Seen]:
     finally:
         Tensor.tolist = tolist  # type: ignore[method-assign]
         _threads.step = before
+        _latest[:] = [before]
 
 
 @contextmanager
@@ -110,7 +113,7 @@ def refuse_in_step(what: str) -> None:
     Raises:
         HostWaitError: There is a step around, which does not allow it here.
     """
-    around = getattr(_threads, "step", None)
+    around = _step_around()
     if around is None:
         return
     seen, allow = around
@@ -119,6 +122,12 @@ def refuse_in_step(what: str) -> None:
     if where is None:
         raise HostWaitError(f"{what} in a step, at {' < '.join(places[:3])}; the host would wait for the device there")
     seen.sites.append(f"{what} in {where}")
+
+
+def _step_around() -> Any:
+    """The step that is around this thread; on a thread of autograd's, around the backward pass that it works for."""
+    of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    return _latest[0] if of_autograd else getattr(_threads, "step", None)
 
 
 def check_objects(objects: Objects) -> None:
@@ -130,7 +139,7 @@ def check_objects(objects: Objects) -> None:
     if objects == "refuse" and is_of_objects():
         places = " < ".join([*functions()][:3])
         raise HostWaitError(f"a collective of Python objects at {places}: Strict(objects='refuse'); send a tensor")
-    if objects == "setup" and getattr(_threads, "step", None) is not None and is_of_objects():
+    if objects == "setup" and _step_around() is not None and is_of_objects():
         refuse_in_step("a collective of Python objects")
 
 
