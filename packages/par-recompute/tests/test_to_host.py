@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from par_groups import HostCopies
 from par_recompute import Drop, Keep, Layers, ToHost, checkpoint_layers, saved
 from par_recompute.run.away import Away
-from par_recompute.run.copies import HostCopies
 
 from .models import MODELS, Block
 from .training import equal, handed_on, train
@@ -246,12 +246,7 @@ def test_on_the_device_are_what_may_stay_the_running_layer_and_those_ahead(ahead
         elements = [each for each in away._elements.values() if each.is_stored]
         staying = [each for each in away._elements.values() if not each.is_stored]
         assert sum(each.size for each in staying) <= resident * 24 * 4
-        there[when].append(
-            sum(
-                each._held is not None or each._loaded is not None or each._value.coming is not None
-                for each in elements
-            )
-        )
+        there[when].append(sum(each._loaded is not None or each.copy.is_on_device for each in elements))
 
     for layer in model:
         layer.register_forward_hook(lambda module, args, output: count("forward"))
@@ -262,6 +257,40 @@ def test_on_the_device_are_what_may_stay_the_running_layer_and_those_ahead(ahead
     away_of = [each - resident, *(each for _ in range(layers - 1))]
     assert there["forward"] == [sum(away_of[max(number - ahead, 0) : number + 1]) for number in range(layers)]
     assert max(there["backward"]) <= each * (ahead + 1)
+
+
+def copies_made(streams):
+    """Return the copies out, and the copies back, that have begun so far."""
+    out, into = streams.made[1:]
+    return out.ran + len(out.late), into.ran + len(into.late)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_to_host_copies_out_only_what_is_copied_back(ahead):
+    layers, each = 6, 8
+    model, given = chain(layers)
+    streams = LateStreams()
+    put_on(model, None, streams, ahead=ahead)
+
+    def copied(act):
+        before = copies_made(streams)
+        with streams:
+            act()
+        return tuple(now - then for now, then in zip(copies_made(streams), before, strict=True))
+
+    def step(accumulated=1):
+        losses = [model(given.clone().requires_grad_()).sum() for _ in range(accumulated)]
+        for loss in reversed(losses):
+            loss.backward()
+
+    with streams:
+        step()  # the first step cannot predict its length
+    away = each * (layers - ahead - 1)
+    assert [copied(step) for _ in range(2)] == [(away, away)] * 2
+    # A longer step copies out everything that it cannot predict, and what it predicted wrongly.
+    longer = each * (2 * layers - ahead - 1)
+    assert copied(lambda: step(2))[1] == longer
+    assert copied(lambda: step(2)) == (longer, longer)
 
 
 def test_a_tensor_that_is_changed_while_it_is_copied_out_is_an_error_with_its_place():

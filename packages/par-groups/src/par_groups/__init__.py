@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
     from .live.backends import Collective, backend_of, check_collectives, sendable
+    from .live.copies import HostCopies, HostCopy, copy_to_device, copy_to_host
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
@@ -82,6 +83,8 @@ __all__ = [
     "Environment",
     "FlightRecorder",
     "GradientElsewhere",
+    "HostCopies",
+    "HostCopy",
     "JointOptimizer",
     "Launch",
     "Operation",
@@ -106,6 +109,8 @@ __all__ = [
     "check_alike",
     "check_collectives",
     "check_owned",
+    "copy_to_device",
+    "copy_to_host",
     "cut",
     "data_axes",
     "error_text",
@@ -158,6 +163,7 @@ _MODULE_OF = {
         "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
         "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
+        "live.copies": ("HostCopies", "HostCopy", "copy_to_device", "copy_to_host"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),

@@ -4,7 +4,6 @@ import gc
 import math
 import weakref
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from par_groups import HostCopies, HostCopy
 from par_pipeline import ActivationOffload, gpipe, one_f_one_b, zb_v
-from par_pipeline.runtime.offload import Activations, PinnedStore
+from par_pipeline.runtime import offload as _offload
+from par_pipeline.runtime.offload import Activations
 from par_testing import for_each, storm
 
 from ..runtime_helpers import (
@@ -122,9 +123,11 @@ def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
     assert waiting[10**9] >= 8 * one or (name != "gpipe" and dist.get_rank() == 1)  # where none wait there
 
 
-def test_tensors_of_the_cpu_stay():
-    tensor, copies = torch.ones(3), PinnedStore()
-    assert copies.load(copies.store(tensor)) is tensor
+def test_tensors_of_the_cpu_are_not_offloaded_to_the_host():
+    activations, x = Activations(ActivationOffload(), ()), torch.ones(3, requires_grad=True)
+    with activations.saving((0, 0)):
+        out = x * x
+    assert out.grad_fn._saved_self.data_ptr() == x.data_ptr()
 
 
 class Metadata:
@@ -169,16 +172,17 @@ def test_what_an_offload_refuses(keywords, message):
 class LateStreams(TorchDispatchMode):
     """Streams as late as an accelerator's may be: a copy is made when something waits for it, and is NaN until then.
 
-    In the place of torch.cuda, for tensors of the CPU.
+    In the place of torch.cuda, for tensors of the CPU. Memory that is freed while a copy reads it is read as NaN.
     """
 
     def __init__(self):
         super().__init__()
         self.computing = self.current = LateStream(self)
-        self.log = []
+        self.log, self.made = [], []
 
     def Stream(self, device):
-        return LateStream(self)
+        self.made.append(LateStream(self))
+        return self.made[-1]
 
     def current_stream(self, device):
         return self.computing
@@ -194,10 +198,15 @@ class LateStreams(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.copy_.default or self.current is self.computing:
             return func(*args, **(kwargs or {}))
-        target, source = args[:2]
-        now = source.detach().clone()  # memory that is freed meanwhile stays, by record_stream
-        self.current.late.append(partial(target.data.copy_, now))
-        return target.fill_(math.nan)
+        target, source = (weakref.ref(each) for each in args[:2])
+
+        def late():
+            there = source() is not None and source().untyped_storage().nbytes() > 0
+            if target() is not None:
+                target().data.copy_(source().data if there else torch.tensor(math.nan))
+
+        self.current.late.append(late)
+        return args[0].fill_(math.nan)
 
 
 class LateStream:
@@ -220,31 +229,59 @@ class LateStream:
 
 @for_each(name=[storm("gpipe"), "1f1b", "zb_v"])
 @pytest.mark.ranks(2)
-def test_copies_beside_the_computation_are_waited_for_and_begin_two_microbatches_ahead(name):
-    schedule = SCHEDULES[name](2, 6)
+def test_host_copies_are_waited_for_and_none_is_wasted(name, monkeypatch):
+    schedule = SCHEDULES[name](2, 8)
     stages = stages_of(schedule)
     reference = copied(stages)
-    x, y = data(6 * 4)
-    serial(reference, x.tensor_split(6), y.tensor_split(6))
-    late = LateStreams()
-    copies = PinnedStore(late)
-    begun, come = set(), []
+    x, y = data(8 * 4)
+    serial(reference, x.tensor_split(8), y.tensor_split(8))
+    late, was_there = LateStreams(), []
+    load = HostCopy.load
 
-    def fetch(stored):
-        begun.add(id(stored))
-        copies.fetch(stored)
+    def watched(copy):
+        was_there.append(copy.is_on_device)
+        return load(copy)
 
-    def load(stored):
-        come.append(id(stored) in begun)
-        return copies.load(stored)
-
-    run = pipeline(stages, schedule, offload=ActivationOffload(store=copies.store, load=load, fetch=fetch))
+    monkeypatch.setattr(_offload, "HostCopies", lambda: HostCopies(late))
+    monkeypatch.setattr(HostCopy, "load", watched)
+    run = pipeline(stages, schedule, offload=ActivationOffload())
     with late:
         run.step(x, target=y)
     assert_gradients(stages, reference, schedule, exact=name in WHOLE)
-    assert set(come) == {True}  # nothing is asked for that was not on its way
+    if name == "1f1b":  # of two stages: each backward comes right after its forward, or after the next one
+        assert was_there == late.made == []
+        return
+    assert set(was_there) == {True}  # nothing is loaded whose copy back has not begun
     assert {"computation waits", "copy waits"} <= set(late.log)
-    assert not any(stream.late for pair in copies._streams.values() for stream in pair)
+    out, into = late.made
+    assert not out.late
+    assert not into.late
+    assert out.ran == into.ran == len(was_there)
+
+
+def test_received_tensor_is_freed_after_its_copy_out():
+    late = LateStreams()
+    activations = Activations(ActivationOffload(), (), HostCopies(late))
+    received = [torch.full((3,), float(number), requires_grad=True) for number in range(6)]
+    activations.begin(
+        [(True, (0, number)) for number in range(6)] + [(False, (0, number)) for number in range(5, -1, -1)]
+    )
+    with late:
+        outputs, sizes = [], []
+        for number, x in enumerate(received):
+            with activations.saving((0, number)):
+                outputs.append(x * x * 1.0)
+            activations.free_([x], outputs[-1])
+            sizes.append([each.untyped_storage().nbytes() > 0 for each in received[: number + 1]])
+    # The forwards of two microbatches are on the device. The last two stay, as their backwards begin soon.
+    assert [sum(size) for size in sizes] == [1, 2, 2, 2, 2, 2]
+    assert [each.untyped_storage().nbytes() > 0 for each in received] == [False] * 4 + [True] * 2
+    with late:
+        for number in range(5, -1, -1):
+            activations.approach((0, number))
+            (gradient,) = torch.autograd.grad(outputs[number].sum(), received[number])
+            activations.done((0, number))
+            assert gradient.tolist() == [2.0 * number] * 3
 
 
 @pytest.mark.ranks(1)

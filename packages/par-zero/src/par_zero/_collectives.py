@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from par_groups import backend_of, group_among
+from par_groups import backend_of, copy_to_device, copy_to_host, group_among
 
 from ._torch_private import timeout_of
 from .layout.buffers import Buffers
@@ -126,8 +126,7 @@ class Flags:
 
     def __init__(self, flags: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         numbers = torch.tensor(flags, dtype=torch.int32)
-        # The host would wait for a copy out of memory that is not pinned.
-        self._numbers = numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+        self._numbers = numbers if device.type == "cpu" else copy_to_device(numbers, device)
         self._others = groups[1:]
         self._handle = all_reduce(self._numbers, groups[0], dist.ReduceOp.MAX) if groups else Handle([])
         self._copied: torch.Event | None = None
@@ -140,9 +139,7 @@ class Flags:
         if not self._numbers.is_cpu:
             # Only the stream waits, so that the copy reads the result of the last group.
             self._handle.wait()
-            host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
-            stream = torch.accelerator.current_stream(self._numbers.device)
-            self._numbers, self._copied = host.copy_(self._numbers, non_blocking=True), stream.record_event()
+            self._numbers, self._copied = copy_to_host(self._numbers)
 
     def read(self) -> list[bool]:
         """Return whether any rank has set each flag. The host waits for the result."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from par_groups import copy_to_device
+
 from .._program import Instruction, Message, Program
 from .._structure import flatten, tensors_of
 from .._torch_private import is_profiled, tree_map_only
@@ -122,10 +124,8 @@ class StepExecution:
                         # accumulate locally.
                         during.enter_context(sync.held_back())
                 during.enter_context(equipment.split.active())
-                backwards = (
-                    each.action for each in self.program.instructions if each.action.op not in (FORWARD, WEIGHT_GRAD)
-                )
-                equipment.activations.begin((stage, microbatch) for _, stage, microbatch in backwards)
+                actions = (each.action for each in self.program.instructions if each.action.op != WEIGHT_GRAD)
+                equipment.activations.begin((op == FORWARD, (stage, number)) for op, stage, number in actions)
             for position, instruction in enumerate(self.program.instructions):
                 self._do(position, instruction)
 
@@ -230,7 +230,8 @@ class StepExecution:
         if not self.losses:
             return None
         losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
-        return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses, non_blocking=True)).sum()
+        shares = torch.tensor(self.shares, dtype=torch.float64).to(losses.dtype)
+        return (losses * copy_to_device(shares, losses.device)).sum()
 
     def forget(self) -> None:
         """Drop the batch and its results."""

@@ -3,8 +3,12 @@
 Each call of a layer offers the storages of its saved tensors. A storage that exceeds the `resident` limit is offloaded,
 once for all tensors in it. The device memory is released `ahead` calls later, when the copy has probably ended. When
 backward first unpacks a tensor of a call, the storages of the `ahead` calls before it are prefetched.
+
+Backward reaches the last calls of a forward before their device memory is released. A copy of them would be wasted, so
+the next forward of the same length does not begin it.
 """
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary, finalize, ref
 
@@ -12,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from par_groups import HostCopies, HostCopy
+
 from .._to_host import ToHost
 from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
 from ..observe.observer import is_plain
-from .copies import HostCopies
 from .packed import Geometry, Kept, Packed, Part, changed_since, take, use
 
 Key = tuple[int, int, torch.dtype]  # identity of a storage, version, and how its elements are read
@@ -26,16 +31,16 @@ class Elements(Kept):
 
     Args:
         storage: Storage.
-        held: Elements of an offloaded storage that are still on the device because their copy out is in flight; None
-            afterwards. While they are held, no copy back is needed.
         args: Arguments of `Kept`.
+        copy: Copy of an offloaded storage in host memory; None if it is resident, or with the `store` of the options.
+        is_stored: Whether the storage is offloaded.
     """
 
-    __slots__ = ("__weakref__", "_held", "_is_fetched", "_storage", "is_stored", "size")
+    __slots__ = ("__weakref__", "_is_fetched", "_storage", "copy", "is_stored", "size")
 
-    def __init__(self, storage: Any, held: Tensor | None, *args: Any, is_stored: bool) -> None:
+    def __init__(self, storage: Any, *args: Any, copy: HostCopy | None = None, is_stored: bool) -> None:
         super().__init__(*args)
-        self._held, self.is_stored, self._is_fetched = held, is_stored, False
+        self.copy, self.is_stored, self._is_fetched = copy, is_stored, False
         self._storage = StorageWeakRef(storage)  # whose identity is given to no other meanwhile
         self.size: int = storage.nbytes()
 
@@ -45,24 +50,28 @@ class Elements(Kept):
         Raises:
             RuntimeError: The elements were changed in place since, or during their copy out.
         """
-        if self._held is None:
-            return super().take()
-        if version_of(self._held) != self._version:
-            changed_since(self._held, self._version, f"layer {self._layer!r}")
-        return self._held
+        source = None if self.copy is None else self.copy.source
+        if source is not None and version_of(source) != self._version:
+            changed_since(source, self._version, f"layer {self._layer!r}")
+        return super().take()
 
-    def fetch(self, copies: Any) -> None:
-        """Begin the copy back, unless the elements are on the device or the copy has begun."""
-        if self._held is None and self._loaded is None and not self._is_fetched:
+    def fetch(self, fetch: Callable[[Any], None]) -> None:
+        """Begin to load the elements, unless they are on the device or this has begun."""
+        is_on_device = self._loaded is not None or (self.copy is not None and self.copy.is_on_device)
+        if not is_on_device and not self._is_fetched:
             self._is_fetched = True
-            copies.fetch(self._value)
+            fetch(self._value)
 
-    def let_go(self, copies: HostCopies) -> None:
+    def let_go(self) -> None:
         """Release the device memory after the copy out; keep it if the elements were written into since."""
+        copy = self.copy
         # A write during the copy may have reached the host copy, too. `take` then compares versions and raises.
-        if self._held is not None and version_of(self._held) == self._version:
-            copies.wait(self._value)
-            self._held = None
+        if copy is None or copy.source is None or version_of(copy.source) != self._version:
+            return
+        if copy.host is None:  # the next call runs while the copy is in flight
+            copy.send()
+        else:
+            copy.release()
 
 
 class OffloadedCall:
@@ -73,14 +82,16 @@ class OffloadedCall:
         number: Number of earlier calls, of all layers.
         layer: Name of the layer, for errors.
         module: Layer.
+        comes_first: Whether backward will probably reach the call before its device memory is released.
 
     Attributes:
         stored: Weak references to the call's offloaded storages; the autograd graph owns them.
         is_approached: Whether the call's backward has begun.
     """
 
-    def __init__(self, away: "Away", number: int, layer: str, module: nn.Module) -> None:
+    def __init__(self, away: "Away", number: int, layer: str, module: nn.Module, *, comes_first: bool) -> None:
         self._away, self.number, self._layer, self._module = away, number, layer, module
+        self._comes_first = comes_first
         self.stored: list[ref[Elements]] = []
         self.is_approached = False
         self._sizes: dict[int, int] = {}
@@ -118,9 +129,9 @@ class OffloadedCall:
             # device.
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             if self._away.has_room(storage.nbytes()):
-                elements = Elements(storage, None, *self._staying(flat), is_stored=False)
+                elements = Elements(storage, *self._staying(flat), is_stored=False)
             else:
-                elements = self._away.store(storage, flat, self._layer)
+                elements = self._away.store(storage, flat, self._layer, at_once=not self._comes_first)
                 self.stored.append(ref(elements))
             self._away.note(key, elements)
         if elements is not None and elements.is_stored:
@@ -155,6 +166,11 @@ class Away:
         self._elements: WeakValueDictionary[Key, Elements] = WeakValueDictionary()
         self._calls: WeakValueDictionary[int, OffloadedCall] = WeakValueDictionary()
         self._count = 0
+        # Positions of calls since no graph was left, such as since the last training step: those that backward reached
+        # before their release, in the round before and in this one.
+        self._first_call = 0
+        self._came_first: set[int] = set()
+        self._coming_first: set[int] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle only the options."""
@@ -167,12 +183,16 @@ class Away:
             layer: Name of the layer, for errors.
             module: Layer.
         """
-        call = OffloadedCall(self, self._count, layer, module)
+        if not self._calls and self._coming_first:
+            self._came_first, self._coming_first = self._coming_first, set()
+        if not self._calls:
+            self._first_call = self._count
+        comes_first = self._count - self._first_call in self._came_first
+        call = OffloadedCall(self, self._count, layer, module, comes_first=comes_first)
         for number, earlier in list(self._calls.items()):
-            # With the `store` of the options, no device memory is held here, so there is nothing to release.
-            if self._to_host.store is None and number < call.number - self._to_host.ahead:
+            if number < call.number - self._to_host.ahead:
                 for elements in _alive(earlier):
-                    elements.let_go(self._copies)
+                    elements.let_go()
         self._calls[call.number] = call
         self._count += 1
         call.open()
@@ -180,15 +200,19 @@ class Away:
 
     def approach(self, call: OffloadedCall) -> None:
         """Prefetch the storages of the `ahead` calls before this call, when backward first reaches it."""
-        copies = self._copies if self._to_host.store is None else self._to_host
-        if call.is_approached or copies.fetch is None:
+        if call.is_approached:
             return
         call.is_approached = True
+        if any(elements.copy is not None and elements.copy.source is not None for elements in _alive(call)):
+            self._coming_first.add(call.number - self._first_call)
+        fetch = HostCopy.fetch if self._to_host.store is None else self._to_host.fetch
+        if fetch is None:
+            return
         # Backward visits the calls in reverse order, so the latest earlier calls are needed first.
         numbers = sorted((number for number in list(self._calls) if number < call.number), reverse=True)
         for number in numbers[: self._to_host.ahead]:
             for elements in _alive(self._calls.get(number)):
-                elements.fetch(copies)
+                elements.fetch(fetch)
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be offloaded."""
@@ -202,13 +226,22 @@ class Away:
         """Return whether `size` more bytes may stay on the device."""
         return self._resident + size <= self._limit
 
-    def store(self, storage: Any, flat: Tensor, layer: str) -> Elements:
-        """Offload the elements of a storage."""
-        store, load = self._to_host.store, self._to_host.load
+    def store(self, storage: Any, flat: Tensor, layer: str, *, at_once: bool) -> Elements:
+        """Offload the elements of a storage.
+
+        Args:
+            storage: Storage.
+            flat: Content of the storage, as a 1-D tensor.
+            layer: Name of the layer, for errors.
+            at_once: Whether a copy into host memory begins now; otherwise it begins when it is released.
+        """
+        store, load, version = self._to_host.store, self._to_host.load, version_of(flat)
         if store is not None and load is not None:
-            return Elements(storage, None, store(flat), load, version_of(flat), layer, is_stored=True)
-        copies = self._copies
-        return Elements(storage, flat, copies.store(flat), copies.load, version_of(flat), layer, is_stored=True)
+            return Elements(storage, store(flat), load, version, layer, is_stored=True)
+        copy = self._copies.hold(flat)
+        if at_once:
+            copy.send()
+        return Elements(storage, copy, HostCopy.load, version, layer, copy=copy, is_stored=True)
 
     def note(self, key: Key, elements: Elements) -> None:
         """Register elements by key, and count resident ones until they are freed."""

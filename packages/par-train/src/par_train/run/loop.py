@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from par_groups import agree, together
+from par_groups import agree, copy_to_host, together
 
 from .._errors import TrainingError, UserError
 from ..strategy.strategy import Strategy
@@ -56,19 +56,11 @@ class Vote:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         if self._device.type == "cpu":
             return int(largest)
-        before, self._sent = self._sent, _to_host(largest)
+        before, self._sent = self._sent, copy_to_host(largest)
         if before is None:
             return 0
         before[1].synchronize()
         return int(before[0])
-
-
-def _to_host(number: Tensor) -> tuple[Tensor, torch.Event]:
-    """Begin a copy to the host; return the copy and the event that completes it."""
-    copy = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-    done = torch.Event(number.device)
-    done.record()
-    return copy, done
 
 
 class Summary(Protocol):
