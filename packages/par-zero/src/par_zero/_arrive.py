@@ -1,7 +1,11 @@
-"""The all-gathers after a step at stages 1 and 2, which overlap with the next forward: a read of a parameter waits.
+"""Parameters that arrive after a step at stages 0 to 2, during the next forward: a read of a parameter waits.
 
 - Step: the optimizer updates this rank's shards. All chunks are gathered, in the order in which forward reads them.
 - Forward: a read of a parameter waits for its chunk. The later chunks continue to arrive.
+
+If a thread steps a part of the optimizer on the host of an accelerator, the all-gather of a chunk begins at its first
+read, or when backward begins. The chunks before it in the common order begin first, so all ranks begin them in one
+order.
 
 Hooks on modules cannot find all reads of a parameter. Attention may read the weight of an inner layer that it never
 calls. Gradient norms, checkpoints and weight averages read parameters outside of any forward. The parameter itself
@@ -16,6 +20,7 @@ optimizer uses it.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -26,20 +31,10 @@ from torch import nn
 from par_groups import WatchedParameter, WatchedWeight
 
 from ._collectives import Handle, all_gather, is_gloo
-from ._torch_private import has_compiled, without_torch_functions
+from ._torch_private import READS_NO_VALUES, has_compiled, without_torch_functions
 from .layout.chunk import Chunk
 from .reduce.order import LearnedOrder
 from .reduce.reducer import Reducer
-
-_NOTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
-
-_HARMLESS: frozenset[Any] = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _NOTES]
-    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
-    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size]
-    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
-)
-"""Operations on a parameter that do not read its values, and therefore do not wait."""
 
 _ORDINARY = (nn.Parameter, WatchedWeight)
 """Classes without operations of their own, from which a parameter may leave while it is in flight."""
@@ -59,7 +54,7 @@ class ArrivingParameter(nn.Parameter):
     ) -> Any:
         """Wait for the parameters that an operation reads or writes, then run the operation."""
         # Code such as `zero_grad` reads this metadata of all parameters, and must not end the overlap.
-        if func in _HARMLESS:
+        if func in READS_NO_VALUES:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         for kind in types:
@@ -148,16 +143,25 @@ class Arrival:
 
 
 class Arrivals:
-    """The all-gathers of parameters after a step, at stages 1 and 2.
+    """The parameters that arrive after a step, at stages 0 to 2.
 
     Args:
         chunks: Trained chunks.
         reducer: Reducer, which learns the order in which the chunks are read. It raises if code reads a chunk without
             torch's functions.
+        wait_for_step: Function that waits for a late step of some chunks on this rank. None: no step is late.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], reducer: Reducer) -> None:
-        self._arriving = reducer.arriving
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        reducer: Reducer,
+        wait_for_step: Callable[[Sequence[Chunk]], None] | None = None,
+    ) -> None:
+        self._arriving, self._wait_for_step = reducer.arriving, wait_for_step
+        self._delayed: list[Chunk] = []  # chunks that a late step may still update, in the order of all-gathers
+        self._handles: dict[Chunk, Handle] = {}  # of delayed chunks whose all-gathers have begun
+        self._beginning = Lock()  # threads that read several chunks must begin the all-gathers in one order
         # The chunks are in the order of gradients, and forward reads them in the opposite order.
         self._order = LearnedOrder(reversed(range(len(chunks))))
         self._arrivals: dict[int, Arrival] = {}
@@ -165,6 +169,7 @@ class Arrivals:
         cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
         if cut and not by_gloo:
             reducer.learn(self._order)
+        if (cut and not by_gloo) or wait_for_step is not None:
             # Another subclass has operations of its own, which it would lose with its class while it is in flight.
             ordinary = [c for c in chunks if all(type(member.parameter) in _ORDINARY for member in c.members)]
             self._arrivals = {
@@ -187,8 +192,11 @@ class Arrivals:
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
         for chunk in [updated[number] for number in self._order.numbers if number in updated]:
-            chunk.meter.note("gather", chunk.name)
-            handle = all_gather(chunk.flat, chunk.own, chunk.groups.shards, overlapped=False)
+            if self._wait_for_step is None:
+                handle = _gather(chunk)
+            else:
+                self._delayed.append(chunk)
+                handle = Handle([], partial(self._wait_for_delayed, chunk))
             if chunk.number in arrivals:
                 arrivals[chunk.number].begin(handle)
             else:
@@ -196,9 +204,37 @@ class Arrivals:
         for handle in handles:
             handle.wait()
 
+    def begin_delayed(self, last: Chunk | None = None) -> None:
+        """Begin all-gathers that a late step has delayed, after waiting for the step.
+
+        Args:
+            last: Chunk whose all-gather is the last one to begin. None: all of them begin.
+        """
+        with self._beginning:
+            while self._wait_for_step is not None and self._delayed and last not in self._handles:
+                chunk = self._delayed.pop(0)
+                self._wait_for_step([chunk])
+                self._handles[chunk] = _gather(chunk)
+
+    def _wait_for_delayed(self, chunk: Chunk) -> None:
+        """Wait for the late step of a chunk on all ranks, and for its parameters."""
+        self.begin_delayed(chunk)
+        self._handles.pop(chunk).wait()
+        # The all-gather of another chunk may have begun on another stream, which has waited for the step in its place.
+        if self._wait_for_step is not None:
+            self._wait_for_step([chunk])
+
     def wait(self, chunks: Sequence[Chunk]) -> None:
         """Wait until the parameters of some chunks have arrived."""
         if self._arriving:
             for chunk in chunks:
                 if chunk.number in self._arriving:
                     self._arrivals[chunk.number].wait()
+
+
+def _gather(chunk: Chunk) -> Handle:
+    """Begin the all-gather of a chunk, if its ranks have stepped different shards."""
+    if not chunk.stage.shards_state:
+        return Handle([])
+    chunk.meter.note("gather", chunk.name)
+    return all_gather(chunk.flat, chunk.own, chunk.groups.shards, overlapped=False)

@@ -147,14 +147,10 @@ def check_offload(
                 f"{name}={getattr(offload, name)!r} needs stage 3, where units are gathered before they run; this is "
                 f"stage {stage}"
             )
-    for name, given in offload.offloaded.items():
-        for label, parameter in module.named_parameters():
-            place = device or parameter.device
-            if place.type not in ("cpu", "meta"):
-                raise ValueError(
-                    f"offload has {name} {given!r}, and {label!r} lies on {str(place)!r}; what is of parameters on "
-                    "the CPU alone lies elsewhere, so leave offload out"
-                )
+    places = {device or parameter.device for parameter in module.parameters()}
+    for place in places:
+        if place.type not in ("cpu", "meta"):
+            _check_link(offload, groups, place)
     if offload.uses_disk:
         check_room(offload.folder, 0)
     if "optimizer" in offload.offloaded and not groups:
@@ -172,6 +168,40 @@ def check_offload(
                 f"{group.place}: their optimizer needs full tensors, and offload would split them into pieces; remove "
                 f"offload{fix.get(group.scope, '')}"
             )
+
+
+def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.device) -> None:
+    """Check that the tiers are supported for parameters on an accelerator.
+
+    Raises:
+        ValueError: A tier is not supported.
+    """
+    for name in ("parameters", "gradients"):
+        if name in offload.offloaded:
+            raise ValueError(
+                f"{name}={getattr(offload, name)!r}: the parameters are on {str(device)!r}, from where only the "
+                f"optimizer is offloaded, and gradients follow it; remove {name}, and pass optimizer='host'"
+            )
+    if offload.uses_disk:
+        raise ValueError(
+            f"optimizer={offload.optimizer!r}: the parameters are on {str(device)!r}, from where state is offloaded "
+            "to the host only; pass optimizer='host', or a part from 0 to 1"
+        )
+    if "optimizer" not in offload.offloaded:
+        return
+    for group in groups:
+        if group.settings.get("capturable"):
+            raise ValueError(
+                f"{group.place} has capturable=True, which needs state on an accelerator, and offload steps it on the "
+                "host; set capturable=False, or remove offload"
+            )
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"optimizer={offload.optimizer!r}: the host has no pinned memory for {str(device)!r} ({error}), so each "
+            "copy would block the step; remove offload"
+        ) from error
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup], device: torch.device, stage: int) -> None:

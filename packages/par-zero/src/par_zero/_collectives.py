@@ -203,7 +203,7 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         if ranks == 1:
             return Handle([])
         # gloo sends and receives only CPU memory, but its broadcast also takes tensors of a GPU.
-        if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or not flat.is_cpu:
+        if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or (ranks > 1 and not flat.is_cpu):
             sources = range(ranks)
             return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
         # Each rank begins with its successor, so that not all ranks send to the same rank first.

@@ -97,9 +97,6 @@ class Engine:
             self._closer = Closer(module, self._trained, self._reducer)
         # At stage 3 a freed parameter reports each write by itself.
         self._module_writes = ModuleWrites(() if stage.shards_parameters else self._trained)
-        self._arrivals: Arrivals | None = None
-        if stage.shards_state and not stage.shards_parameters:
-            self._arrivals = Arrivals(self._trained, self._reducer)
         self._gatherer: Gatherer | None = None
         self._steps: StepBook | None = None
         if stage.shards_parameters:
@@ -118,7 +115,7 @@ class Engine:
         self._optimizers: list[SteppedOptimizer] = []
         # The ranks compute with copies of the optimizer's tensors: on other ranks, or in another dtype on this rank.
         keeps_copies = any(
-            chunk.master is not chunk.own or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
+            chunk.has_copies or chunk.assembled or (stage.shards_state and chunk.layout.ranks > 1)
             for chunk in self._trained
         )
         self._writes = Writes(
@@ -139,7 +136,7 @@ class Engine:
             first += len(optimizer.param_groups)
             # The user's hooks may change gradients and settings, so this hook runs after them.
             call_last_before_step(optimizer, partial(self._before_step, number))
-            if offload is None or offload.disk is None:
+            if offload is None or not offload.in_pieces:
                 # The user may compile the step, and the collectives of the hooks must not be traced with it.
                 optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_step, number)))
             else:  # the user's hooks must see all gradients and all stepped tensors
@@ -165,6 +162,11 @@ class Engine:
             held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             on_settle(held, partial(self._follow_module_writes, number))
         self._disk_tier = None if offload is None else self._make_disk_tier(offload)
+        self._arrivals: Arrivals | None = None
+        wait_for_step = None if self._disk_tier is None or not is_late else self._disk_tier.wait_for
+        if not stage.shards_parameters and (stage.shards_state or wait_for_step is not None):
+            self._arrivals = Arrivals(self._trained, self._reducer, wait_for_step)
+            self._reducer.hooks.at_start.append(self._arrivals.begin_delayed)
         if self._disk_tier is not None:
             self._attend(self._disk_tier, units)
         items = called(module)
@@ -185,13 +187,14 @@ class Engine:
         _override_(module, zero_grad=self.zero_grad)
 
     def _make_disk_tier(self, offload: OffloadPlan) -> DiskTier | None:
-        """Return the tier that steps state on the disk, after moving the optimizers' existing state to its file."""
-        if offload.disk is None:
+        """Return the tier that steps state in pieces, after moving the optimizers' existing state to its file."""
+        if not offload.in_pieces:
             return None
         optimizers = [each.optimizer for each in self._optimizers]
-        tier = DiskTier(offload, offload.disk, self._chunks, optimizers, self._sharers.agreeing)
-        for chunk in tier.gradients.chunks:
-            self._reducer.gradients[chunk.number].store = tier.gradients
+        tier = DiskTier(offload, self._chunks, optimizers, self._sharers.agreeing)
+        for store in tier.gradient_stores:
+            for chunk in store.chunks:
+                self._reducer.gradients[chunk.number].store = store
         for number, optimizer in enumerate(optimizers):
             tier.adopt_(number)
             on_settle(tier.tensors(number), tier.settle)
@@ -217,7 +220,7 @@ class Engine:
                 unit.shards = tier.shards
         if tier.runner.is_late:
             for unit in units:
-                unit.on_read = tier.runner.wait_for
+                unit.on_read = tier.wait_for
             for part in self._module.modules():
                 part.register_state_dict_pre_hook(tier.settle)
                 part.register_load_state_dict_pre_hook(tier.settle)
@@ -256,7 +259,7 @@ class Engine:
             self._disk_tier.finish()
         # Only a comparison with the old values shows which elements a program has written. The other elements keep all
         # digits of their master weights.
-        before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
+        before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.has_copies]
         try:
             with nullcontext() if self._gatherer is None else self._gatherer.summon(self._raise_lost):
                 yield
@@ -267,7 +270,8 @@ class Engine:
                 self._disk_tier.settle()
             for chunk, old in written:
                 for part, exact in chunk.copies():
-                    exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
+                    now, then = chunk.own[part].to(exact.device), old[part].to(exact.device)
+                    exact.copy_(torch.where(now == then, exact, now))
             self._module_writes.mark(self._trained)
             self._writes.forget()
 

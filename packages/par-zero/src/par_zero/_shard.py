@@ -406,6 +406,7 @@ def _plan_offload(
     device: torch.device | None,
 ) -> tuple[Offload, OffloadPlan | None]:
     """Return the options with tiers in place of "auto", and the plan of what is offloaded; None if nothing is."""
+    is_on_cpu = device_of(module, device).type == "cpu"
     if offload.auto or set(offload.budgets) - {"device"}:
         offload = fit_to_budgets(
             offload,
@@ -415,13 +416,15 @@ def _plan_offload(
             options,
             shares=shares,
             unpacked=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
-            is_on_cpu=device_of(module, device).type == "cpu",
+            is_on_cpu=is_on_cpu,
         )
     if not offload.offloaded:
         return offload, None
     # A rank may fail to create its file, and then all ranks raise an error.
     with together("shard(offload=...)", *(group for share in shares for group in share.groups)):
-        return offload, plan_offload(plans, stepped, STAGES[stage], _ranks_in(shares), offload, options)
+        return offload, plan_offload(
+            plans, stepped, STAGES[stage], _ranks_in(shares), offload, options, is_on_cpu=is_on_cpu
+        )
 
 
 def _most_ranks(shares: Sequence[DataParallelGroup]) -> tuple[int, int]:

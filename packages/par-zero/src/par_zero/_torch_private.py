@@ -114,6 +114,17 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return manager
 
 
+_METADATA = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
+
+READS_NO_VALUES: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _METADATA]
+    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size]
+    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
+)
+"""Operations that do not read a tensor's values, as `__torch_function__` gets them."""
+
+
 def chunk_of_dcp(box: Box) -> Any:
     """Return torch.distributed.checkpoint's metadata of a box's position in the full tensor.
 

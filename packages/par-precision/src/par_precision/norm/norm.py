@@ -124,8 +124,10 @@ def check_order(order: float) -> None:
 
 def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for sums over ranks: the tensors' device, else a device that the group's backend supports."""
-    if tensors:
-        return tensors[0].device
+    for tensor in tensors:
+        # State that is offloaded has its gradients on the host, from where NCCL sends nothing.
+        if group is None or backend_of(group, tensor.device.type) is not None:
+            return tensor.device
     if group is None or backend_of(group, "cpu") is not None:
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -38,7 +38,14 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    return list(foreach_norm(list(tensors), order, dtype=torch.float64)) if tensors else []
+    """Return the norm of each tensor in fp64, on its own device."""
+    found: dict[int, Tensor] = {}
+    # A kernel takes tensors of one device, and an optimizer that is offloaded in part has gradients on two.
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        norms = foreach_norm([tensors[number] for number in numbers], order, dtype=torch.float64)
+        found.update(zip(numbers, norms, strict=True))
+    return [found[number] for number in range(len(tensors))]
 
 
 def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:

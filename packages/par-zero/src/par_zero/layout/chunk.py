@@ -89,8 +89,9 @@ class Chunk:
             of its own.
         master: Elements `updated` as the optimizer holds them: `own`, or a copy in another dtype. If the end of the
             copy is offloaded, only the elements before it.
-        elsewhere: Offloaded elements of the copy, by their first element in the chunk, in the dtype of the copy. If
-            parameters without a copy are on a disk, the parts of `own` that are stepped separately.
+        elsewhere: Offloaded elements that the optimizer holds, by their first element in the chunk, in its dtype:
+            elements of the copy, or copies on the host of elements of `own` on an accelerator. If parameters without a
+            copy are on a disk, the parts of `own` that are stepped separately.
         slices: Tensors of the optimizer that hold `master`.
         wholes: Tensors of the optimizer into which its parameters are assembled.
         number: Index in the order in which gradients are expected; -1 if the chunk gets none.
@@ -185,7 +186,7 @@ class Chunk:
         return any(member.group >= 0 or member.parameter.requires_grad for member in self.members)
 
     def move_master_(self, places: Mapping[int, torch.Tensor]) -> None:
-        """Move the last elements of the optimizer's own copy to other memory, such as a disk.
+        """Move the last elements of what the optimizer holds to other memory, such as a disk.
 
         Args:
             places: New memory, by its first element in the chunk. Elements behind the first of these that no memory
@@ -195,7 +196,8 @@ class Chunk:
         for start, place in places.items():
             place.copy_(self.master[start - low : start - low + place.numel()])
         self.elsewhere = dict(places)
-        if places:
+        # The module still computes with `own`, so only a copy gives memory back.
+        if places and self.master is not self.own:
             # A view would keep the memory of the moved elements alive.
             self.master = self.master[: min(places) - low].clone()
 
@@ -226,14 +228,26 @@ class Chunk:
         low, _ = self.updated
         return self.elsewhere[start] if start in self.elsewhere else self.master[start - low : stop - low]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the optimizer has copies of any parameters."""
+        return self.master is not self.own or any(self.is_copied(start) for start in self.elsewhere)
+
+    def is_copied(self, start: int) -> bool:
+        """Return whether the optimizer has a copy of the slice that begins at an element."""
+        # Without a copy in another dtype, memory of the same device is a part of `own`.
+        return self.master is not self.own or (
+            start in self.elsewhere and self.elsewhere[start].device != self.own.device
+        )
+
     def copies(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the optimizer's own copies of parameters, such as master weights: (slice of `own`, copy)."""
         if self.master is not self.own:
             yield slice(self.master.numel()), self.master
-            low, _ = self.updated
-            for part in self.slices:
-                if part.start in self.elsewhere:
-                    yield slice(part.start - low, part.stop - low), part.tensor.detach()
+        low, _ = self.updated
+        for part in self.slices:
+            if part.start in self.elsewhere and self.is_copied(part.start):
+                yield slice(part.start - low, part.stop - low), part.tensor.detach()
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the members' views of a buffer with this layout, in their shapes."""

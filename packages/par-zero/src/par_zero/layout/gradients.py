@@ -17,7 +17,7 @@ from par_groups import attributes
 
 from .._torch_private import foreach_add_, foreach_copy_, without_torch_functions
 from .buffers import Buffers
-from .chunk import Chunk
+from .chunk import Chunk, Slice
 from .meter import BUFFERS, GRADIENTS
 
 
@@ -82,7 +82,7 @@ class ChunkGradients:
     @property
     def has_earlier(self) -> bool:
         """Whether the results of earlier reductions are still to be added to the sum."""
-        return self._earlier is not None
+        return self._earlier is not None or self._adds_stored
 
     @property
     def has_memory(self) -> bool:
@@ -110,10 +110,10 @@ class ChunkGradients:
         """Yield the memory that they take once they were moved: its kind, a tensor in it, its tier. Not of `store`."""
         if self.buffer is not None:
             yield (BUFFERS if self.chunk.stage.shards_gradients else GRADIENTS), self.buffer, "device"
-        kept = [*(tensor.grad for tensor in self._stepped), self._shard, self._earlier, self._reduced]
-        if self.store is None:
-            tier = self.chunk.home.gradients
-            yield from ((GRADIENTS, tensor, tier) for tensor in kept if tensor is not None)
+        here = [*(part.tensor for part in self.chunk.slices if not self._in_store(part)), *self.chunk.wholes]
+        kept = [*(tensor.grad for tensor in here), self._shard, self._earlier, self._reduced]
+        tier = self.chunk.home.gradients if self.store is None else "device"
+        yield from ((GRADIENTS, tensor, tier) for tensor in kept if tensor is not None)
 
     def take(self, buffers: Buffers) -> list[int]:
         """Move the members' gradients into `buffer`: by copy the first time, then by addition.
@@ -128,10 +128,9 @@ class ChunkGradients:
         buffer = self._borrow(buffers)
         # The first gradients overwrite the buffer. The sum may be written where the optimizer still reads earlier
         # results, so these are kept aside until it is there.
-        if not self._filled and self.store is None:
+        if not self._filled:
             self._earlier = self._copy_earlier()
-        elif not self._filled:
-            self._adds_stored = any(part.tensor.grad is not None for part in chunk.slices)
+            self._adds_stored = any(part.tensor.grad is not None and self._in_store(part) for part in chunk.slices)
         # Freed parameters have a `__torch_function__`, which would run once per parameter.
         with without_torch_functions():
             gradients = [member.parameter.grad for member in chunk.members]
@@ -201,15 +200,20 @@ class ChunkGradients:
             self._earlier = None
         if self.store is not None and self._adds_stored:
             self.store.add_earlier_(self.chunk, shard)
+            self._adds_stored = False
 
     def offload(self) -> None:
         """Begin to write the sum to `store`, if there is one, and free its memory."""
-        if self.store is not None and self._shard is not None:
-            self.store.write(self.chunk, self._shard)
-            self.chunk.meter.add(GRADIENTS, -self._shard.nbytes)
-            self.chunk.meter.note("send", self.chunk.name)
+        if self.store is None or self._reduced is None:
+            return
+        self.store.write(self.chunk, self._reduced)
+        self._is_stored = True
+        # Elements that are stepped on the device keep the sum there, and so do stages 0 and 1 in the chunk's buffer.
+        if all(self._in_store(part) for part in self.chunk.slices):
+            if self._shard is not None:
+                self.chunk.meter.add(GRADIENTS, -self._shard.nbytes)
+                self.chunk.meter.note("send", self.chunk.name)
             self._shard = self._reduced = None
-            self._is_stored = True
 
     def bind(self) -> None:
         """Show the optimizer its gradients, in its own dtype."""
@@ -219,15 +223,15 @@ class ChunkGradients:
             # After a failed write, gradients stay in memory from the next pass on.
             if not self.store.bind(chunk):
                 self.store, chunk.home = None, replace(chunk.home, gradients="device")
-            return
         if self._reduced is None or chunk.assembled:
             return
         origin, _ = chunk.updated
-        for part in chunk.slices:
+        here = [part for part in chunk.slices if not self._in_store(part)]
+        for part in here:
             view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
             part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
         if chunk.reduce_dtype != chunk.master.dtype:
-            self._count_cast(sum(part.tensor.nbytes for part in chunk.slices))
+            self._count_cast(sum(part.tensor.nbytes for part in here))
         # From now on only the optimizer refers to the sum, so that `zero_grad` frees it.
         self._reduced = None
 
@@ -306,17 +310,22 @@ class ChunkGradients:
         return self.buffer
 
     def _copy_earlier(self) -> torch.Tensor | None:
-        """Copy this rank's shard of what the optimizer still holds of earlier reductions; None: nothing."""
+        """Copy this rank's shard of what the optimizer still holds of earlier reductions in memory; None: nothing."""
         chunk = self.chunk
-        if all(part.tensor.grad is None for part in chunk.slices):
+        held = [part for part in chunk.slices if part.tensor.grad is not None and not self._in_store(part)]
+        if not held:
             return None
         low, high = chunk.share
         earlier = torch.zeros(high - low, dtype=chunk.reduce_dtype, device=chunk.own.device)
-        for part in chunk.slices:
+        for part in held:
             start, stop = max(part.start, low), min(part.stop, high)
             if part.tensor.grad is not None and start < stop:
                 earlier[start - low : stop - low] = part.tensor.grad.view(-1)[start - part.start : stop - part.start]
         return earlier
+
+    def _in_store(self, part: Slice) -> bool:
+        """Return whether the gradient of a slice is in `store`."""
+        return self.store is not None and part.in_pieces
 
     def _count_cast(self, size: int) -> None:
         """Count that many bytes of gradients in the optimizer's dtype from now on."""

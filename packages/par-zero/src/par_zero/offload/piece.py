@@ -1,4 +1,4 @@
-"""One piece: the part of an optimizer's tensor that a step reads from the disk, updates and writes back as a unit."""
+"""One piece: the part of an optimizer's tensor that a step fetches, updates and evicts as a unit."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 @dataclass(eq=False, kw_only=True)
 class DiskPiece:
-    """An optimizer's tensor of which state, parameters or gradients are on the disk.
+    """An optimizer's tensor of which anything is on a disk, or on the host of an accelerator.
 
     A piece in a staging buffer has its slots first, then its gradient, then the pages with its parameters in use.
 
@@ -36,7 +36,7 @@ class DiskPiece:
         start: First byte in the file of its parameters in use. None: they are in memory.
         gradient: Tensor that shares memory with the file, for its gradient. Between backward and step it is
             `tensor.grad`, so that norms, clipping and user code need no special case. None: gradients are in memory.
-        in_memory: Whether its state is in memory for good, because a write failed or the state was reloaded.
+        in_memory: Whether its state is in memory for good: it is on the host tier, a write failed, or it was reloaded.
     """
 
     tensor: nn.Parameter
@@ -169,12 +169,12 @@ class DiskPiece:
 
 
 def make_piece(
-    disk: Disk, chunk: Chunk, part: Slice, group: int, block: StateBlock, chunk_start: int | None
+    disk: Disk | None, chunk: Chunk, part: Slice, group: int, block: StateBlock, chunk_start: int | None
 ) -> DiskPiece:
     """Return the piece of a slice of a chunk, and register its slots with the optimizer's tensor.
 
     Args:
-        disk: The file.
+        disk: The file. None: nothing of the piece is on a disk.
         chunk: The chunk.
         part: The slice.
         group: Number of its param group in its optimizer.
@@ -183,15 +183,16 @@ def make_piece(
     """
     low, _ = chunk.updated
     start = None if chunk_start is None else chunk_start + (part.start - chunk.share[0]) * chunk.own.element_size()
-    views = tensors_in(disk, block)
+    views = {} if disk is None else tensors_in(disk, block)
     in_use = None
-    if chunk.master is not chunk.own:
-        in_use = chunk.own[part.start - low : part.stop - low]
+    if chunk.is_copied(part.start):
+        # With a version of its own: a step that copies to it is no write of the program to other elements of `own`.
+        in_use = chunk.own.data[part.start - low : part.stop - low]
     elif start is not None:
         views[COPY] = chunk.elsewhere[part.start]
     set_slots(part.tensor, {name: view for name, view in views.items() if name != COPY})
     gradient = None
-    if block.gradient is not None:
+    if disk is not None and block.gradient is not None:
         gradient = disk.tensor(block.start + block.size, block.gradient.dtype, block.gradient.count)
     return DiskPiece(
         tensor=part.tensor,
@@ -203,4 +204,5 @@ def make_piece(
         in_use=in_use,
         start=start,
         gradient=gradient,
+        in_memory=start is None and gradient is None and not block.slots,
     )

@@ -25,16 +25,20 @@ Slots = Mapping[str, torch.dtype]
 
 
 def split_into_pieces(
-    chunks: Sequence[Sequence[SliceRange]], parts: Mapping[str, float], limit: int, on_disk: Sequence[bool] = ()
+    chunks: Sequence[Sequence[SliceRange]],
+    parts: Mapping[str, float],
+    limit: int,
+    on_disk: Sequence[bool] = (),
+    in_pieces: Sequence[str] = ("disk",),
 ) -> list[list[SliceRange]]:
     """Split an optimizer's slices of chunks into pieces, each with its state in one tier.
 
     Args:
         chunks: Slices of each chunk, in forward order. State of the first stays nearest to the device.
         parts: Fraction of all elements in each tier; the sum is 1.
-        limit: Maximum number of elements of a piece of which anything is on the disk. At least ALIGNMENT elements are
-            used.
+        limit: Maximum number of elements of a piece that is stepped separately. At least ALIGNMENT elements are used.
         on_disk: For each chunk, whether its parameters or gradients are on the disk. Default: none are.
+        in_pieces: Tiers whose state is stepped piece by piece. On an accelerator, the host is one, too.
 
     Returns:
         The pieces of each chunk, in the order of their elements.
@@ -50,7 +54,7 @@ def split_into_pieces(
     limit = max(limit // ALIGNMENT, 1) * ALIGNMENT
     pieces: list[list[SliceRange]] = []
     done = 0
-    for slices, in_pieces in zip(chunks, on_disk or [False] * len(chunks), strict=True):
+    for slices, any_on_disk in zip(chunks, on_disk or [False] * len(chunks), strict=True):
         pieces.append([])
         for one in slices:
             start = one.start
@@ -58,7 +62,7 @@ def split_into_pieces(
                 number = next(number for number, end in enumerate(ends) if done < end)
                 stop = min(one.stop, start + ends[number] - done)
                 tier = TIERS[number]
-                small = in_pieces or tier == "disk"
+                small = any_on_disk or tier in in_pieces
                 if small:
                     stop = min(stop, start + limit)
                 pieces[-1].append(replace(one, start=start, stop=stop, tier=tier, in_pieces=small))

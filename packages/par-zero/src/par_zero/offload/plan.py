@@ -18,6 +18,7 @@ from ..layout.packing import SliceRange
 from ..optimizer.probe import state_slots
 from ..placement.room import Room
 from .disk import Disk, tensors_in
+from .link import PinnedSlabs
 from .pieces import COPY, Slots, StateBlock, lay_out_blocks, pages, split_into_pieces, tiers_of
 
 
@@ -44,6 +45,7 @@ class OffloadPlan:
         chunks: Tiers of each chunk.
         shard_starts: First byte in the file of this rank's shard of each chunk's parameters. None: not in the file.
         disk: The file. None: nothing is on a disk, on any rank.
+        slabs: Pinned memory for the optimizer's copies on the host tier of an accelerator. None: all is on a CPU.
         depth: Number of pieces in memory at a time.
         late: Whether pieces are stepped after the optimizer's own step has returned.
     """
@@ -51,8 +53,19 @@ class OffloadPlan:
     chunks: Sequence[ChunkTiers]
     shard_starts: Sequence[int | None]
     disk: Disk | None
+    slabs: PinnedSlabs | None
     depth: int
     late: bool
+
+    @property
+    def folder(self) -> str:
+        """Folder of the file; "" without one."""
+        return "" if self.disk is None else self.disk.folder
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether any rank steps anything piece by piece."""
+        return self.disk is not None or self.slabs is not None
 
 
 UpdatedSlices = Sequence[Sequence[SliceRange]]
@@ -69,6 +82,8 @@ def plan_offload(
     ranks: Sequence[int],
     offload: Offload,
     options: ShardOptions,
+    *,
+    is_on_cpu: bool = True,
 ) -> OffloadPlan:
     """Decide the tiers of all chunks, and create the file.
 
@@ -79,13 +94,19 @@ def plan_offload(
         ranks: This rank's index in each data-parallel group.
         offload: Tiers.
         options: Dtypes.
+        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
 
     Raises:
         ValueError: The disk has too little free space, or the folder does not exist.
         OSError: The file cannot be created.
     """
     tiers = assign_tiers(
-        plans, updated_slices(plans, stage, ranks), slots_by_group(plans, groups, options), offload, options
+        plans,
+        updated_slices(plans, stage, ranks),
+        slots_by_group(plans, groups, options),
+        offload,
+        options,
+        is_on_cpu=is_on_cpu,
     )
     size = max((block.stop for each in tiers for block in each.blocks), default=0)
     shard_starts: list[int | None] = []
@@ -93,12 +114,23 @@ def plan_offload(
         on_disk = each.home.parameters == "disk"
         shard_starts.append(size if on_disk else None)
         size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize) if on_disk else 0
+    slabs: PinnedSlabs | None = None
+    if not is_on_cpu:
+        on_host = [
+            (part.stop - part.start) * plan.dtype.itemsize
+            for plan, each in zip(plans, tiers, strict=True)
+            for part in each.pieces or ()
+            if part.tier == "host"
+        ]
+        slabs = PinnedSlabs(sum(on_host))
     return OffloadPlan(
         chunks=tiers,
         shard_starts=shard_starts,
         disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
+        slabs=slabs,
         depth=offload.ahead,
-        late=offload.overlap is True,  # "auto" is False here, as offload needs parameters on a CPU
+        # On a CPU, a thread would compete with the forward.
+        late=offload.overlap is True or (offload.overlap == "auto" and not is_on_cpu),
     )
 
 
@@ -134,7 +166,13 @@ def slots_by_group(plans: Sequence[ChunkPlan], groups: Sequence[ParamGroup], opt
 
 
 def assign_tiers(
-    plans: Sequence[ChunkPlan], updated: UpdatedSlices, slots: SlotsByGroup, offload: Offload, options: ShardOptions
+    plans: Sequence[ChunkPlan],
+    updated: UpdatedSlices,
+    slots: SlotsByGroup,
+    offload: Offload,
+    options: ShardOptions,
+    *,
+    is_on_cpu: bool = True,
 ) -> list[ChunkTiers]:
     """Return the tiers of each chunk. Pure arithmetic.
 
@@ -144,6 +182,7 @@ def assign_tiers(
         slots: Slots that the optimizers store per element.
         offload: Tiers.
         options: Dtypes.
+        is_on_cpu: Whether the module computes on a CPU, whose memory is the host's.
     """
     stepped = _stepped(plans)
     homes = dict(zip(plans, homes_of(plans, offload, options), strict=True))
@@ -154,7 +193,13 @@ def assign_tiers(
         *(1, 1),
     )
     on_disk = [homes[plan].is_on_disk for plan in reversed(stepped)]
-    split = split_into_pieces(updated, offload.parts, offload.piece_bytes // widest, on_disk)
+    split = split_into_pieces(
+        updated,
+        offload.parts,
+        offload.piece_bytes // widest,
+        on_disk,
+        in_pieces=("disk",) if is_on_cpu else ("host", "disk"),
+    )
     pieces = dict(zip(reversed(stepped), split, strict=True))
     in_file = [
         (plan, part)
@@ -166,7 +211,10 @@ def assign_tiers(
     laid_out = lay_out_blocks(
         (
             part.stop - part.start,
-            slots[part.group, plan.dtype, plan.kept] if part.tier == "disk" else {},
+            # On the host of an accelerator, the optimizer steps a copy of the parameters, in any dtype.
+            ({} if is_on_cpu else {COPY: plan.dtype}) | dict(slots[part.group, plan.dtype, plan.kept])
+            if part.tier == "disk"
+            else {},
             plan.dtype if homes[plan].gradients == "disk" else None,
         )
         for plan, part in in_file
@@ -208,14 +256,17 @@ def offload_chunk_(plan: OffloadPlan | None, number: int, chunk: Chunk) -> None:
         return
     tiers = plan.chunks[number]
     chunk.home = tiers.home
-    if plan.disk is None:
-        return
     parts = [part for part in tiers.pieces or () if part.in_pieces]
-    if chunk.master is not chunk.own:
-        views = [tensors_in(plan.disk, block) for block in tiers.blocks]
-        chunk.move_master_({part.start: each[COPY] for part, each in zip(parts, views, strict=True) if COPY in each})
+    places: dict[int, torch.Tensor] = {}
+    for part, block in zip(parts, tiers.blocks, strict=True):
+        if plan.slabs is not None and part.tier == "host":
+            places[part.start] = plan.slabs.take(chunk.master.dtype, part.stop - part.start)
+        elif plan.disk is not None and block.copy_size:
+            places[part.start] = tensors_in(plan.disk, block)[COPY]
+    if places:
+        chunk.move_master_(places)
     start, (low, high) = plan.shard_starts[number], chunk.share
-    if start is not None:
+    if plan.disk is not None and start is not None:
         shard = plan.disk.tensor(start, chunk.own.dtype, high - low)
         shard.copy_(chunk.own)
         # Checkpoints recognize parameters by their storage, so a piece has the same one. It has a version of its own,

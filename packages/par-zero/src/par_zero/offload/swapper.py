@@ -1,12 +1,13 @@
-"""How a piece gets to memory and back: `fetch` and `evict`, through a ring of staging buffers.
+"""How a piece gets to the host's memory and back: `fetch` and `evict`, through a ring of staging buffers.
 
 disk      read piece k + 1, k + 2 ...      write piece k - 1
 memory              update piece k
+device                                     copy the parameters of piece k - 1 in
 
 A step decides the order of pieces, and calls `fetch` and `evict` for each. Prefetching follows from that order alone:
-whenever a buffer of the ring is free, the next piece in the order is read into it. Threads and files are behind these
-two calls, so state that is offloaded in another way, such as to pinned host memory, needs the same two calls and no
-change to a step.
+whenever a buffer of the ring is free, the next piece in the order is read into it. Threads, files and the link to an
+accelerator are behind these two calls. State on the host of an accelerator is in memory already: its `fetch` waits for
+the gradient, and its `evict` begins to copy the updated parameters to the device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from ..layout.chunk import Chunk
 from .disk import Disk, DiskHandle
 from .errors import DiskErrors
+from .link import GradientInFlight, Link
 from .piece import DiskPiece, State
 from .pieces import COPY
 from .staging import StagingBuffer, StagingPool
@@ -70,7 +72,7 @@ class PieceTransfer:
 
 
 class StateSwapper:
-    """Fetches pieces from a disk, and evicts them to it.
+    """Fetches pieces to the host's memory, and evicts them to a disk, and their parameters to the device.
 
     Between steps the optimizer's state shows the file. A piece whose writes have not ended shows its buffer, so a step
     does not wait for its own last writes.
@@ -81,12 +83,20 @@ class StateSwapper:
         depth: Number of buffers.
         errors: Collects errors of writes.
         on_written: Called with the chunk of a piece after its parameters in use were written to the disk.
+        link: Link between host and device. Default: they are one memory.
     """
 
     def __init__(
-        self, disk: Disk, size: int, depth: int, errors: DiskErrors, on_written: Callable[[Chunk], None]
+        self,
+        disk: Disk,
+        size: int,
+        depth: int,
+        errors: DiskErrors,
+        on_written: Callable[[Chunk], None],
+        link: Link | None = None,
     ) -> None:
         self._disk, self._size, self._depth = disk, size, depth
+        self._link = link or Link()
         self._errors, self._on_written = errors, on_written
         self._pool = StagingPool()
         self._order: Mapping[DiskPiece, PieceValues] = {}
@@ -134,6 +144,10 @@ class StateSwapper:
             OSError: A read failed.
         """
         stored = self._order[piece]
+        # The latest copy of these parameters to the device reads the memory that the update writes.
+        self._link.finish_copies_in(piece.chunk)
+        if isinstance(stored.gradient, GradientInFlight):
+            stored.gradient.arrive()
         if piece.in_memory:
             stored.in_use = piece.in_use
             return stored
@@ -161,14 +175,18 @@ class StateSwapper:
         return transfer.fetched
 
     def evict(self, piece: DiskPiece) -> None:
-        """Start to write a fetched piece back, and to read the next one of the order into its buffer."""
+        """Start to copy a fetched piece back, and to read the next one of the order into its buffer."""
         stored = self._order[piece]
         stored.gradient = None  # its memory serves the next pieces, unless the optimizer keeps the gradient
         if piece.in_memory:
+            if stored.in_use is not None:
+                self._link.copy_in(piece.chunk, stored.in_use, piece.tensor)
             return
         transfer = self._reads[0]
         if transfer.piece is not piece or transfer.fetched is None:
             raise RuntimeError("evict() was called before fetch(); this is a bug in par-zero, please report it")
+        if transfer.fetched.in_use is not None:
+            self._link.copy_in(piece.chunk, transfer.fetched.in_use, piece.tensor)
         state = transfer.fetched.state
         # Until the writes end, the optimizer's state shows the buffer.
         shown = {name: slot for name, slot in transfer.slots.items() if name != COPY and state.get(name) is not None}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,20 @@ from torch.optim import Optimizer
 from ..layout.chunk import Chunk
 from ..optimizer.apart import SliceSplitter
 from ..optimizer.clone import TensorStepper
-from .disk import Disk
 from .errors import DiskErrors
 from .gradients import DiskGradients
+from .host_gradients import HostGradients
+from .link import DeviceLink, link_of
 from .piece import DiskPiece, make_piece
 from .plan import OffloadPlan
 from .runner import StepRunner
 from .shards import DiskShards
 from .staging import StagingBuffer
 from .swapper import PieceValues, StateSwapper
+
+if TYPE_CHECKING:
+    from ..layout.gradients import GradientStore
+    from .disk import Disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,6 @@ class OffloadedStep:
             for part in split.parts:
                 self.stepper.step(part.tensor, piece.group, part.state)
             split.join_()
-        if fetched.in_use is not None:
-            fetched.in_use.copy_(piece.tensor)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,11 +112,12 @@ class OffloadedOptimizer:
 
 
 class DiskTier:
-    """The part of optimizers, parameters and gradients that a rank keeps on its disk.
+    """The part of optimizers, parameters and gradients that a rank steps piece by piece.
+
+    It is on the rank's disk or, of an accelerator, on the host.
 
     Args:
-        plan: Tiers of the chunks.
-        disk: The file.
+        plan: Tiers of the chunks, and the file.
         chunks: The chunks, in backward order.
         optimizers: All optimizers, which methods name by number.
         groups: Process groups whose ranks raise disk errors together.
@@ -122,19 +126,23 @@ class DiskTier:
     def __init__(
         self,
         plan: OffloadPlan,
-        disk: Disk,
         chunks: Sequence[Chunk],
         optimizers: Sequence[Optimizer],
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
+        # Without a file, no piece, shard or gradient is on a disk, so nothing reads or writes it.
+        disk = cast("Disk", plan.disk)
         self._disk, self._depth = disk, plan.depth
-        self.errors = DiskErrors(disk.folder, groups)
+        # Ranks raise errors of disks together. The host's memory fails in calls that raise by themselves.
+        self.errors = DiskErrors(plan.folder, groups if plan.disk is not None else ())
+        self._link = link_of(chunks[0].flat.device, plan.depth)
         self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
         self.shards = DiskShards(disk, starts, self.runner.is_pending, self.errors)
         self._optimizers = [OffloadedOptimizer(optimizer=optimizer, pieces=[]) for optimizer in optimizers]
         first_groups = list(accumulate((len(optimizer.param_groups) for optimizer in optimizers), initial=0))
         gradients: dict[Chunk, list[DiskPiece]] = {}
+        on_host: dict[Chunk, list[DiskPiece]] = {}
         for chunk, tiers in zip(chunks, plan.chunks, strict=True):
             parts = [part for part in chunk.slices if part.in_pieces]
             for part, block in zip(parts, tiers.blocks, strict=True):
@@ -143,13 +151,20 @@ class DiskTier:
                 self._optimizers[chunk.owner].pieces.append(piece)
                 if piece.gradient is not None:
                     gradients.setdefault(chunk, []).append(piece)
+                elif plan.slabs is not None:
+                    on_host.setdefault(chunk, []).append(piece)
         if plan.late:
             # Chunks are in backward order. A thread steps them in forward order, as the next forward waits for it.
             for own in self._optimizers:
                 own.pieces.reverse()
         self.gradients = DiskGradients(disk, gradients, self.errors)
-        size = max((piece.size for piece in self._pieces), default=0)
-        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece)
+        self.gradient_stores: list[GradientStore] = [self.gradients]
+        self._host_gradients: HostGradients | None = None
+        if isinstance(self._link, DeviceLink):
+            self._host_gradients = HostGradients(self._link, on_host)
+            self.gradient_stores.append(self._host_gradients)
+        size = max((piece.size for piece in self._pieces if not piece.in_memory), default=0)
+        self._swapper = StateSwapper(disk, size, plan.depth, self.errors, self.runner.finish_piece, self._link)
         self._stepped: list[OffloadedOptimizer] = []  # in the order of their steps since the latest backward began
 
     @property
@@ -159,7 +174,8 @@ class DiskTier:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all staging buffers in host memory."""
-        return self._swapper.buffer_bytes + self.shards.buffer_bytes + self.gradients.buffer_bytes
+        found = self._swapper.buffer_bytes + self.shards.buffer_bytes + self.gradients.buffer_bytes
+        return found + self._link.buffer_bytes
 
     @property
     def stored_bytes(self) -> dict[str, int]:
@@ -176,6 +192,11 @@ class DiskTier:
     def tensors_on_disk(self) -> set[nn.Parameter]:
         """The optimizers' tensors of which anything is on the disk."""
         return {piece.tensor for piece in self._pieces if not piece.in_memory}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the host's memory for gradients of an accelerator."""
+        return 0 if self._host_gradients is None else self._host_gradients.bytes
 
     def tensors(self, owner: int) -> list[nn.Parameter]:
         """Return the tensors of an optimizer's pieces."""
@@ -297,13 +318,19 @@ class DiskTier:
             self._run(own, own.step)
         else:
             own.end_step()
+            self._link.wait_for()
 
     def _run(self, own: OffloadedOptimizer, step: OffloadedStep) -> None:
         """Step the pieces of an optimizer, or start that in the thread."""
+        self._link.begin_step()
 
         @torch.inference_mode(mode=False)  # tensors of inference mode have no versions
         @torch.no_grad()
         def job() -> None:
+            with self._link.on_device():
+                step_all()
+
+        def step_all() -> None:
             try:
                 # Afterwards all state shows the file, so versions tell whether prefetched state is up to date.
                 self._swapper.finish_writes()
@@ -327,10 +354,12 @@ class DiskTier:
                 meter.note("fetch", name)
                 step.update_(piece, self._swapper.fetch(piece))
                 meter.note("step", name)
-                if piece.in_memory or piece.start is None:
-                    self.runner.finish_piece(piece.chunk)  # other parameters are ready when they are written
                 self._swapper.evict(piece)
                 meter.note("evict", name)
+                if piece.in_memory or piece.start is None:
+                    # Other parameters are ready when they are written. Those of a device are ready for a stream that
+                    # waits for their copy, which `evict` has begun.
+                    self.runner.finish_piece(piece.chunk)
         except BaseException:  # also of the optimizer
             self._swapper.drop_reads()
             raise
@@ -356,11 +385,17 @@ class DiskTier:
                 if piece.chunk is chunk:
                     piece.keep_parameters_in_memory_()
 
+    def wait_for(self, chunks: Sequence[Chunk]) -> None:
+        """Wait until some chunks are updated: the host for the thread, and the current stream for the copies."""
+        self.runner.wait_for(chunks)
+        self._link.wait_for(chunks)
+
     def join(self) -> None:
-        """Wait until all pieces are updated."""
+        """Wait until all pieces are updated, as `wait_for` does."""
         if self.runner.join():
             for own in self._optimizers:
                 own.end_step()
+            self._link.wait_for()
 
     @torch.no_grad()
     def settle(self, *_: object) -> None:
@@ -376,6 +411,7 @@ class DiskTier:
         self._swapper.drop_reads()
         self._swapper.finish_writes()
         self.shards.drop_reads()
+        self._link.settle()
 
     def before_step(self, owner: int) -> None:
         """Wait for an optimizer's earlier step in the step thread.

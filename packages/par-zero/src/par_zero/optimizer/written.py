@@ -103,7 +103,7 @@ class ModuleWrites:
         for chunk in chunks:
             parameters = [member.parameter for member in chunk.members]
             # Torch counts no writes to tensors that were made in inference mode.
-            if chunk.master is not chunk.own and not any(parameter.is_inference() for parameter in parameters):
+            if chunk.has_copies and not any(parameter.is_inference() for parameter in parameters):
                 self._parameters[chunk] = parameters
                 for parameter in parameters:
                     watch_weight_(parameter)
@@ -149,7 +149,7 @@ class ModuleWrites:
         """
         for chunk in chunks:
             for part, master in chunk.copies():
-                follow_written_(master, chunk.own[part])
+                follow_written_(master, chunk.own[part].to(master.device))
         self.mark(chunks)
 
 

@@ -17,7 +17,7 @@ Actions of par-zero:
 - `scatter c`, `reduce c`: the reduction of a chunk begins, as a reduce-scatter or as one all-reduce.
 - `sum c`: the result of the reduction is available.
 - `release`: buffers are freed, except the kept ones.
-- `send c`: the result is written to a disk, and its memory is freed.
+- `send c`: the result is written to a disk, or copied to the host of an accelerator, and its memory is freed.
 - `cast c`, `drop c`: gradients in the optimizer's dtype are created and dropped.
 - `fetch p`, `evict p`: a piece of an offloaded optimizer is read from the disk and written back.
 - `step c`, `step p`: a chunk or a piece is updated.
@@ -300,7 +300,7 @@ class _LedgerState:
         if chunk is not None and (chunk.unit is None or chunk.unit in self._whole):
             self._stale.add(chunk.unit or entry.of)
 
-    # The result continues on the disk, so its memory no longer counts.
+    # The result continues elsewhere, so its memory no longer counts.
     def _send(self, entry: ProgramEntry) -> None:
         self._gradients.discard(entry.of)
 

@@ -84,7 +84,12 @@ def _bytes_of(chunk: Chunk, unit: str | None) -> ChunkBytes:
     low, high = chunk.share
     # Over gloo, par-zero replaces the reduce-scatter with an all-to-all, which receives into a separate buffer.
     shares = dist.get_world_size(chunk.groups.shards) > 1 and is_gloo(chunk.own, chunk.groups.shards)
-    cast = sum(part.tensor.nbytes for part in chunk.slices) if chunk.reduce_dtype != chunk.master.dtype else 0
+    # The gradients of tensors on the host of an accelerator are cast there.
+    cast = sum(
+        part.tensor.nbytes
+        for part in (chunk.slices if chunk.reduce_dtype != chunk.master.dtype else ())
+        if part.tensor.device == chunk.own.device
+    )
     return ChunkBytes(
         unit=unit,
         gradient=gradient,

@@ -188,6 +188,7 @@ def reduction(gradients: ChunkGradients, buffers: ReductionBuffers) -> Iterator[
         yield scaled_sum(whole, groups.shards, scale=groups.scale)
         gradients.take_sum(shard, buffers.gradients)
         chunk.meter.note("sum", chunk.name)
+        gradients.offload()
         return
     chunk.meter.note("scatter", chunk.name)
     yield reduce_scatter(whole, shard, groups.shards, scale=groups.scale, buffers=buffers.received)
@@ -197,7 +198,7 @@ def reduction(gradients: ChunkGradients, buffers: ReductionBuffers) -> Iterator[
     if groups.replicas is not None:
         yield scaled_sum(shard, groups.replicas, scale=groups.scale_of_replicas)
     gradients.add_earlier_(shard)
-    gradients.offload()
     # At stage 0 the optimizer of every rank updates the complete chunk.
     if not chunk.stage.shards_state:
         yield all_gather(whole, shard, groups.shards)
+    gradients.offload()

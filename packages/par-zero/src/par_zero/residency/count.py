@@ -10,7 +10,7 @@ from par_groups import slots_of
 
 from .._tiers import TIERS
 from ..layout.chunk import Chunk
-from ..layout.meter import BUFFERS, Meter
+from ..layout.meter import BUFFERS, GRADIENTS, Meter
 from ..offload.tier import DiskTier
 from .table import KINDS, Residency
 
@@ -46,6 +46,7 @@ def count(
     if disk_tier is not None:
         on_disk = disk_tier.tensors_on_disk
         now["host"][BUFFERS] = disk_tier.buffer_bytes
+        now["host"][GRADIENTS] = disk_tier.gradient_bytes
         now["disk"] |= disk_tier.stored_bytes
         # `stored_bytes` has counted these shards already.
         seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if disk_tier.shards.has(chunk)}
@@ -56,7 +57,9 @@ def count(
             add(*each)
         # On a CPU, device and host are one memory, so `master` also has the slices that count as offloaded to the host.
         if chunk.master is not chunk.own:
-            away = sum(part.tensor.nbytes for part in chunk.slices if part.tier == "host")
+            away = sum(
+                part.tensor.nbytes for part in chunk.slices if part.tier == "host" and part.start not in chunk.elsewhere
+            )
             now["device"]["copies"] -= away
             now["host"]["copies"] += away
         if chunk.slices or chunk.wholes:
@@ -75,9 +78,9 @@ def _of_optimizer(
     """Yield the memory of an optimizer for a chunk, as tuples of kind, tensor and tier."""
     tiers = {part.tensor: part.tier for part in chunk.slices} | dict.fromkeys(chunk.wholes, "device")
     for part in chunk.slices:
-        # A write to the disk has failed, so the slice is still in memory.
+        # The slice is on the host of an accelerator, or a write to the disk has failed and it is still in memory.
         if part.start in chunk.elsewhere and part.tensor not in on_disk:
-            yield "copies", part.tensor, "device"
+            yield "copies", part.tensor, "host" if part.tier == "host" else "device"
     for tensor, tier in tiers.items():
         in_file = (slots_of(tensor) or {}) if tensor in on_disk else {}
         # The tuple is a snapshot: a thread may step the tensor, and so add items, in the meantime.

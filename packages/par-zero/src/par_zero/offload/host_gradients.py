@@ -1,0 +1,130 @@
+"""Reduced gradients on the host of an accelerator, for state that is stepped there.
+
+backward   reduce chunk k | copy chunk k out
+step       a thread waits for the copy of each piece, updates it, and copies its parameters in
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..layout.chunk import Chunk
+from .link import DeviceLink, GradientInFlight, PinnedSlabs
+from .piece import DiskPiece
+
+_IN_FLIGHT = 2
+"""Number of chunks whose sums stay on the device for their copy: one is copied while the next is reduced."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GradientCopy:
+    """Copy of a chunk's sum to the host.
+
+    Args:
+        event: Event after the copy.
+        total: Memory on the device that is copied. It is kept until the stream that computes has waited for `event`.
+    """
+
+    event: torch.Event
+    total: torch.Tensor | None
+
+
+class HostGradients:
+    """Store of reduced gradients in pinned memory of the host, see `GradientStore`.
+
+    Args:
+        link: Link to the host.
+        pieces: Pieces by chunk, for chunks of which any piece is stepped on the host.
+    """
+
+    def __init__(self, link: DeviceLink, pieces: Mapping[Chunk, Sequence[DiskPiece]]) -> None:
+        self._link, self._pieces = link, {chunk: tuple(each) for chunk, each in pieces.items()}
+        self._slabs = PinnedSlabs(
+            sum(piece.tensor.numel() * chunk.reduce_dtype.itemsize for chunk in pieces for piece in pieces[chunk])
+        )
+        self._places = {
+            piece: self._slabs.take(chunk.reduce_dtype, piece.tensor.numel())
+            for chunk, each in self._pieces.items()
+            for piece in each
+        }
+        self._copies: dict[Chunk, GradientCopy] = {}
+        self._held: deque[GradientCopy] = deque()
+
+    @property
+    def chunks(self) -> Iterable[Chunk]:
+        """Chunks of which any piece is stepped on the host."""
+        return self._pieces
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pinned memory."""
+        return self._slabs.bytes
+
+    def write(self, chunk: Chunk, total: torch.Tensor) -> None:
+        """Begin to copy this rank's shard of a chunk's sum to the host. `total` may be reused after `bind`."""
+        # The stream that computes waits here, and not the host, so the memory in use is the same in every step.
+        while len(self._held) >= _IN_FLIGHT:
+            self._release(self._held.popleft())
+        event = self._link.copy_out(
+            [
+                (self._places[piece], total[piece.offset : piece.offset + piece.tensor.numel()])
+                for piece in self._pieces[chunk]
+            ]
+        )
+        self._copies[chunk] = GradientCopy(event=event, total=total)
+        self._held.append(self._copies[chunk])
+
+    def bind(self, chunk: Chunk) -> bool:
+        """Set the gradients of the optimizer's tensors, which wait for their copies at their first use."""
+        copy = self._copies.pop(chunk)
+        self._release(copy)
+        for piece in self._pieces[chunk]:
+            piece.tensor.grad = _in_flight(self._places[piece], piece.tensor, copy.event)
+        return True
+
+    @torch.no_grad()
+    def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
+        """Add the gradients that the optimizer's tensors have, from earlier microbatches, to a chunk's new ones."""
+        low, high = chunk.share
+        for piece in self._pieces[chunk]:
+            start, stop = max(piece.first, low), min(piece.first + piece.tensor.numel(), high)
+            earlier = piece.tensor.grad
+            if earlier is None or start >= stop:
+                continue
+            # The sum is made on the device, in the order in which it would be made without offload. The copy of the
+            # earlier gradient out of the device has ended for this stream since `bind`, so no host waits.
+            if isinstance(earlier, GradientInFlight):
+                earlier = self._places[piece]
+            part = earlier.view(-1)[start - piece.first : stop - piece.first]
+            total[start - low : stop - low] += part.to(total.device, non_blocking=True).to(total.dtype)
+
+    def _release(self, copy: GradientCopy) -> None:
+        """Let the stream that computes wait for a copy, whose memory it may write from then on."""
+        if copy.total is not None:
+            self._link.wait_event(copy.event)
+            copy.total = None
+
+
+def _in_flight(place: torch.Tensor, tensor: nn.Parameter, event: torch.Event) -> torch.Tensor:
+    """Return the gradient of an optimizer's tensor, which waits for a copy to pinned memory at its first use.
+
+    Args:
+        place: Pinned memory.
+        tensor: Tensor of the optimizer.
+        event: Event after the copy.
+    """
+    same = place.dtype == tensor.dtype
+    gradient = place.detach() if same else torch.empty_like(place, dtype=tensor.dtype, pin_memory=False)
+
+    def arrive() -> None:
+        event.synchronize()
+        gradient.__class__ = torch.Tensor
+        if not same:
+            gradient.copy_(place)
+
+    gradient.__class__ = GradientInFlight
+    gradient.arrive = arrive  # type: ignore[attr-defined]
+    return gradient

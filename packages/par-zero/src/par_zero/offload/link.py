@@ -1,0 +1,233 @@
+"""The link between a device and its host: how gradients get to the host, and updated parameters to the device.
+
+    compute   backward of chunk k | backward of chunk k - 1 |      forward of the first units
+    out       gradient of k + 1   | gradient of k           | ...
+    host      (a thread)                      update piece 1 | update piece 2 | ...
+    into                                                     | piece 1        | piece 2 ...
+
+On a CPU, device and host are one memory: nothing is copied but what a step rounds. On an accelerator each direction has
+a stream of its own, and events order all accesses:
+
+- A gradient may be copied out when its reduction has ended on the stream that computes. That stream may use the
+  gradient's memory again after the copy, and the host may read the gradient after the copy.
+- A parameter may be copied in when the stream that computes has no more use for the old value: after the call of
+  `step`. A unit may be computed after the copy of its parameters. The host may write the source after the copy.
+
+`record_stream` is not used: how long it holds memory depends on how far the host is ahead of the device.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .._torch_private import READS_NO_VALUES, without_torch_functions
+from ..layout.chunk import Chunk
+
+_SLAB = 2**28
+"""Bytes of a slab of pinned memory. torch rounds each up to a power of two, so one large tensor could waste half."""
+
+
+class Link:
+    """Link of a CPU to itself: device and host have the same memory."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the pinned buffers in which values are rounded."""
+        return 0
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Return a context in which a thread uses the link's device."""
+        return nullcontext()
+
+    def begin_step(self) -> None:
+        """Allow copies to parameters, because the program's passes so far have no more use for the old values."""
+
+    def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:  # noqa: ARG002 - no event
+        """Begin to copy updated values to parameters, rounded to their dtype.
+
+        Args:
+            chunk: Chunk of the parameters.
+            target: Parameters that the module uses.
+            source: Tensor that the optimizer has updated.
+        """
+        target.copy_(source)
+
+    def finish_copies_in(self, chunk: Chunk) -> None:
+        """Let the host wait for the copies to a chunk's parameters, before it writes their sources."""
+
+    def wait_for(self, chunks: Iterable[Chunk] | None = None) -> None:
+        """Let the current stream wait for the copies to the parameters of some chunks, or of all."""
+
+    def settle(self) -> None:
+        """Let the host wait for all copies."""
+
+
+class DeviceLink(Link):
+    """Link between an accelerator and its host, with one stream for each direction.
+
+    Args:
+        device: The accelerator.
+        depth: Number of pinned buffers in which values are rounded, each for one piece.
+    """
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self.out, self.into = torch.Stream(device), torch.Stream(device)
+        self._buffers: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
+        self._depth = depth
+        self._copied_in: dict[Chunk, torch.Event] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See `Link`."""
+        return sum(buffer.nbytes for buffer, _ in self._buffers)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """See `Link`."""
+        return self._module.device(self._device)  # type: ignore[no-any-return]
+
+    def begin_step(self) -> None:
+        """See `Link`."""
+        self.into.wait_event(self._current().record_event())
+
+    def copy_in(self, chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Link`."""
+        # A pinned source in the right dtype needs no buffer: the host does not write it before `finish_copies_in`.
+        in_place = source.dtype == target.dtype and source.is_pinned()
+        rounded = source if in_place else self._rounded(source, target.dtype)
+        with self._module.stream(self.into):
+            target.copy_(rounded, non_blocking=True)
+            event = self.into.record_event()
+        if not in_place:
+            self._buffers[-1] = self._buffers[-1][0], event
+        self._copied_in[chunk] = event
+
+    def _rounded(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a source in another dtype, in the last buffer of the ring."""
+        size = source.numel() * dtype.itemsize
+        buffer: torch.Tensor | None = None
+        if len(self._buffers) >= self._depth:
+            buffer, event = self._buffers.popleft()
+            if event is not None:
+                # Only the worker waits here, until the oldest buffer was copied to the device.
+                event.synchronize()
+        if buffer is None or buffer.nbytes < size:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._buffers.append((buffer, None))
+        rounded = buffer[:size].view(dtype)
+        rounded.copy_(source)
+        return rounded
+
+    def finish_copies_in(self, chunk: Chunk) -> None:
+        """See `Link`."""
+        event = self._copied_in.get(chunk)
+        if event is not None:
+            event.synchronize()
+
+    def wait_for(self, chunks: Iterable[Chunk] | None = None) -> None:
+        """See `Link`."""
+        for chunk in list(self._copied_in) if chunks is None else chunks:
+            event = self._copied_in.get(chunk)
+            if event is not None:
+                self._current().wait_event(event)
+
+    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+        """Begin to copy tensors to pinned memory, after all work on the current stream so far.
+
+        The caller keeps the tensors until a stream that writes their memory has waited for the event.
+
+        Args:
+            pairs: Pinned target and source of each copy.
+
+        Returns:
+            Event after the copies.
+        """
+        self.out.wait_event(self._current().record_event())
+        with self._module.stream(self.out):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self.out.record_event()
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Let the current stream wait for an event of the link."""
+        self._current().wait_event(event)
+
+    def settle(self) -> None:
+        """See `Link`."""
+        self.into.synchronize()
+        self.out.synchronize()
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+
+def link_of(device: torch.device, depth: int) -> Link:
+    """Return the link between a device and its host."""
+    return Link() if device.type == "cpu" else DeviceLink(device, depth)
+
+
+class PinnedSlabs:
+    """Pinned memory in few large pieces, from which small tensors are cut.
+
+    Args:
+        total: Bytes of all tensors that will be taken.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._left = total
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self.bytes = 0
+        """Bytes of all slabs."""
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return a tensor of pinned memory that no other tensor uses."""
+        # Vectorized kernels take other steps for tensors that begin in the middle of a cache line.
+        size = -(-count * dtype.itemsize // 64) * 64
+        if self._used + size > self._slab.nbytes:
+            self._slab = torch.empty(max(size, min(_SLAB, self._left)), dtype=torch.uint8, pin_memory=True)
+            self._used = 0
+            self.bytes += self._slab.nbytes
+        start, self._used = self._used, self._used + size
+        self._left = max(0, self._left - size)
+        # A tensor of its own instead of a view, so that each has a version of its own.
+        tensor = torch.empty(0, dtype=dtype)
+        offset = (self._slab.storage_offset() + start) // dtype.itemsize
+        tensor.set_(self._slab.untyped_storage(), offset, (count,))  # type: ignore[call-overload]
+        return tensor
+
+
+class GradientInFlight(torch.Tensor):
+    """A gradient on its way to the host: the first operation on its values waits for the copy.
+
+    A step passes it to its thread, and then nothing waits in the program. A gradient norm or a log waits, on the host.
+    """
+
+    arrive: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Wait for the gradients that an operation takes, then run it."""
+        if func in READS_NO_VALUES:
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        _arrive_all([*args, *(kwargs or {}).values()])
+        return func(*args, **(kwargs or {}))
+
+
+def _arrive_all(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, GradientInFlight):
+            value.arrive()
+        elif isinstance(value, list | tuple):
+            _arrive_all(value)
