@@ -88,7 +88,7 @@ def save(
             parameters.
         scheduler: LR scheduler or list of LR schedulers; any object with `state_dict()`.
         extra: Numbers, strings, containers and tensors to store. If ranks pass different values, such as random states,
-            each rank gets its own value from a load on as many ranks.
+            a load on the same number of ranks returns each rank its own value.
         step: Number of training steps done, stored in the checkpoint.
         group: Ranks that take part. Together they hold the full model. Default: all ranks.
         overwrite: Whether to replace an existing checkpoint.

@@ -25,7 +25,7 @@ from .schedules.zero_bubble import zb_h1, zb_h2
 from .stages.partition import partition
 
 if TYPE_CHECKING:
-    from .runtime.microbatches import Microbatches, split_rows
+    from .runtime.microbatches import Microbatches, split_keywords, split_rows
     from .runtime.offload import ActivationOffload
     from .runtime.options import LossWeight, Transport
     from .runtime.pipeline import Batch, Pipeline, Result
@@ -76,6 +76,7 @@ __all__ = [
     "remove_foreign_parameters_",
     "schedule",
     "simulate",
+    "split_keywords",
     "split_rows",
     "v_half",
     "v_min",
@@ -87,7 +88,7 @@ __all__ = [
 _LATE = {
     "stages.build": ("build_stage",),
     "stages.lazy": ("Lazy",),
-    "runtime.microbatches": ("Microbatches", "split_rows"),
+    "runtime.microbatches": ("Microbatches", "split_keywords", "split_rows"),
     "runtime.offload": ("ActivationOffload",),
     "runtime.options": ("LossWeight", "Transport"),
     "runtime.pipeline": ("Batch", "Pipeline", "Result"),

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from par_pipeline import split_keywords
 from par_train import Strategy
-from par_train.strategy.pretrained.keywords import split_keywords
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
 PLAN = {"up": "colwise", "down": "rowwise"}

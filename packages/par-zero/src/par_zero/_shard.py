@@ -68,7 +68,7 @@ def shard(
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Make a module and its optimizer data parallel over a group, in place. Collective.
 
-    Both stay what they are, an nn.Module and a torch.optim.Optimizer: `loss.backward(); optimizer.step()`. All ranks
+    The training loop does not change: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. All ranks
     receive the first rank's parameters and buffers, frozen parameters too. Later changes of buffers stay on their rank.
 
     The optimizer then holds flat shards. The dicts of its param groups stay the same objects, with other `params`.

@@ -61,6 +61,26 @@ class Corpus:
     vocabulary: int
     padding: int
 
+    @classmethod
+    def from_bytes(cls, text: bytes, lengths: Ints, padding: int) -> "Corpus":
+        """Return a corpus of bytes in memory, of which each byte is a token.
+
+        Args:
+            text: The documents, concatenated; bytes after the last one belong to no document.
+            lengths: The number of bytes in each document, int64 [documents].
+            padding: The byte that fills a sequence behind its last document.
+        """
+        return cls(
+            path=Path(),
+            format="text",
+            tokens=np.frombuffer(text, np.uint8),  # a quarter of the memory of uint32
+            documents=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64),
+            hashes=np.zeros(len(lengths), np.uint64),
+            trained=None,
+            vocabulary=256,
+            padding=padding,
+        )
+
     def __len__(self) -> int:
         """Return the number of documents."""
         return len(self.documents) - 1

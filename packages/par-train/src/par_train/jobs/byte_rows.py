@@ -3,9 +3,6 @@
 Every byte is a token. A window is a document of `context` bytes, so that windows are rows as documents are.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from par_data import Corpus, FolderText, PackedDataset
@@ -14,9 +11,6 @@ from .._errors import UserError, as_user_error
 from ..run.output import end_of
 from .data import JobData
 from .options import Options
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PADDING = 0
 """The byte that fills rows; no text file contains it."""
@@ -31,7 +25,7 @@ def text_rows(options: Options, text: FolderText) -> JobData:
     data, context, batch = options.data, options.model.context, options.train.batch_size
     has_documents = data.packing != "auto"
     train, held_out = (
-        _corpus(part, lengths if lengths is not None else np.full(len(part) // context, context))
+        Corpus.from_bytes(part, np.full(len(part) // context, context) if lengths is None else lengths, PADDING)
         for part, lengths in zip((text.train, text.held_out), text.documents or (None, None), strict=True)
     )
     with as_user_error(f"data.folder {str(text.folder)!r}: "):
@@ -56,19 +50,4 @@ def text_rows(options: Options, text: FolderText) -> JobData:
             f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
             *packed,
         ),
-    )
-
-
-def _corpus(text: bytes, lengths: "NDArray[np.int64]") -> Corpus:
-    """Describe bytes that are in memory as a corpus; bytes after the last document belong to none."""
-    tokens: NDArray[Any] = np.frombuffer(text, np.uint8)  # a quarter of the memory of the uint32 in a corpus's files
-    return Corpus(
-        path=Path(),
-        format="text",
-        tokens=tokens,
-        documents=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64),
-        hashes=np.zeros(len(lengths), np.uint64),
-        trained=None,
-        vocabulary=256,
-        padding=PADDING,
     )

@@ -10,6 +10,20 @@ from pathlib import Path
 from par_groups import sync_to_disk
 
 
+class _Inside:
+    """The path of a file or folder in the folder of a run.
+
+    Args:
+        name: Name of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, files: "RunFiles", _: type) -> Path:
+        return files.folder / self._name
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """Paths of the files that a run writes.
@@ -20,60 +34,38 @@ class RunFiles:
 
     folder: Path
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder in which `Run` has one folder a checkpoint, `step-00000500` and so on."""
-        return self.folder / "checkpoints"
+    checkpoints = _Inside("checkpoints")
+    """The folder in which `Run` has one folder a checkpoint, `step-00000500` and so on."""
 
-    @property
-    def checkpoint(self) -> Path:
-        """The one checkpoint of `par-train run`, a folder that each save replaces."""
-        return self.folder / "checkpoint"
+    checkpoint = _Inside("checkpoint")
+    """The one checkpoint of `par-train run`, a folder that each save replaces."""
 
-    @property
-    def tiers(self) -> Path:
-        """The list of tiers that have the run's checkpoints; a run without tiers has none."""
-        return self.folder / "tiers.json"
+    tiers = _Inside("tiers.json")
+    """The list of tiers that have the run's checkpoints; a run without tiers has none."""
 
-    @property
-    def metrics(self) -> Path:
-        """The file of metrics: one JSON object per line, with the number of its step."""
-        return self.folder / "metrics.jsonl"
+    metrics = _Inside("metrics.jsonl")
+    """The file of metrics: one JSON object per line, with the number of its step."""
 
-    @property
-    def curve(self) -> Path:
-        """The picture of the loss curve."""
-        return self.folder / "loss.png"
+    curve = _Inside("loss.png")
+    """The picture of the loss curve."""
 
-    @property
-    def load(self) -> Path:
-        """The picture of the load of experts, for a model with experts."""
-        return self.folder / "expert-load.png"
+    load = _Inside("expert-load.png")
+    """The picture of the load of experts, for a model with experts."""
 
-    @property
-    def measured(self) -> Path:
-        """The picture of a pipeline's last step, with the times that its ranks measured."""
-        return self.folder / "pipeline-measured.png"
+    measured = _Inside("pipeline-measured.png")
+    """The picture of a pipeline's last step, with the times that its ranks measured."""
 
-    @property
-    def predicted(self) -> Path:
-        """The picture of a pipeline's last step, simulated with the measured costs of its stages."""
-        return self.folder / "pipeline-predicted.png"
+    predicted = _Inside("pipeline-predicted.png")
+    """The picture of a pipeline's last step, simulated with the measured costs of its stages."""
 
-    @property
-    def diagnosis(self) -> Path:
-        """The folder of dumps of ranks that hung or failed; the first dump creates it."""
-        return self.folder / "diagnosis"
+    diagnosis = _Inside("diagnosis")
+    """The folder of dumps of ranks that hung or failed; the first dump creates it."""
 
-    @property
-    def trace(self) -> Path:
-        """The recorded trace, for Perfetto."""
-        return self.folder / "trace.json"
+    trace = _Inside("trace.json")
+    """The recorded trace, for Perfetto."""
 
-    @property
-    def lock(self) -> Path:
-        """The lock file that keeps a second run out of the folder. It belongs to no run, and `clear` keeps it."""
-        return self.folder / ".par-train.lock"
+    lock = _Inside(".par-train.lock")
+    """The lock file that keeps a second run out of the folder. It belongs to no run, and `clear` keeps it."""
 
     @property
     def identities(self) -> dict[str, Path]:

@@ -13,12 +13,11 @@ from par_data import read_once
 from par_groups import ProcessGroups, data_axes, splits_sequence
 from par_layers import LossFactor
 from par_layers.pretrained import CausalModel, pretrained_of, unlike_causal
-from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner
+from par_pipeline import Batch, LossWeight, Pipeline, PipelineStages, Schedule, StageRunner, split_keywords
 from par_pipeline import schedule as make_schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from .pretrained.keywords import split_keywords
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """`criterion(outputs, target)`: the mean over a microbatch's rows; or a sum and the number of its items."""

@@ -237,6 +237,10 @@ class StrategyFiles(Setup):
             plan: "huggingface" for a folder, "torch" for a file of `torch.save` or `save`, "peft" for a folder of
                 adapters.
             tiers: The tiers that were written, in which `path` is a name. The nearest one that is complete is read.
+
+        Raises:
+            ValueError: The object is not from `initialize`, or the plan does not fit it; on every rank.
+            par_checkpoint.CheckpointError: The files are damaged, or do not fit the object; on every rank.
         """
         self._check_open()
         kind, keywords = self._described(obj, plan, tiered=tiers is not None)
@@ -257,7 +261,7 @@ class StrategyFiles(Setup):
         return self.checkpoints(root).save(step, async_=async_)
 
     def resume(self, root: PathLike, *, step: int | None = None) -> int | None:
-        """Restore everything from the newest checkpoint, or from that of a step. Collective.
+        """Restore everything from the newest checkpoint, or from the one of a step; return its step. Collective.
 
         It is `checkpoints(root).resume(step)`.
         """

@@ -141,11 +141,11 @@ class Setup:
     def inflight_of(self, others: Sequence[DataParallelGroup]) -> int | None:
         """Return how many chunks may be reduced at a time: the option of `zero`, or 2 under a budget; None: no limit.
 
-        At stages 0 to 2 no rank waits in a backward pass in which it also exchanges tokens of experts, so that a budget
-        counts all chunks there.
+        With experts there is no limit at stages 0 to 2: a rank that waited for a reduction in backward would hold up
+        the token exchange of other ranks. A budget then counts all chunks.
 
         Args:
-            others: The groups that share experts, instead of all data ranks.
+            others: The data-parallel groups of experts.
         """
         given: int | None = self.options.zero_policy("overlap").get("inflight")
         bounds = self.options.memory is not None and (self.options.stage == 3 or not others)

@@ -39,7 +39,7 @@ class Strategy(StrategyFiles):
     launcher has set, or as a single process. As a context manager it ends everything that it has started.
 
     Args:
-        **options: The fields of `StrategyOptions`, such as `parallel`, `precision` and `zero`.
+        **options: The fields of `StrategyOptions`, such as `parallel`, `precision` and `zero`; `__init__` lists them.
 
     Attributes:
         options: The arguments, as `StrategyOptions`.
@@ -48,10 +48,10 @@ class Strategy(StrategyFiles):
         device: The device on which this rank computes.
         schedule: The schedule of pipelines; None without a pipeline axis.
         plugins: All plugins, in the order in which they are applied.
-        randomness: The random numbers of the steps, and those of other trainers' data loaders.
-        comparison: The comparison of batches over the ranks of a replica.
-        spent: The use of the `memory` budget, once a model was initialized; it prints the reason of each choice.
-        worker_signals: The signals that workers of its data loaders outlive; see `Run`.
+        randomness: The seeds of torch's generators in each step, and the states for data loaders of other trainers.
+        comparison: The check that all ranks of a replica received the same batch.
+        spent: The plan of the `memory` budget, once a model is initialized; printed, it gives its reasons.
+        worker_signals: The signals that the workers of data loaders survive while a `Run` saves.
 
     Raises:
         ValueError, TypeError: An option has a wrong value, or options differ between ranks; on every rank.
