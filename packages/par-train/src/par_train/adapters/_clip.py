@@ -43,6 +43,7 @@ class Clipping:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm; pass norm_type=2")
         if not isinstance(self._optimizer, MixedOptimizer):
             raise ValueError(f"norm={norm}: a plugin controls precision and clipping; pass the norm to the plugin")
+        # The optimizer clips in its step; the caller's tensor is filled when the norm is known.
         self._optimizer.clip_norm = None if math.isinf(norm) else norm
         self._asked.append(torch.full((), math.nan, dtype=torch.float64, device=self._device))
         return self._asked[-1]

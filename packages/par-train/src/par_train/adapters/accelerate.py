@@ -101,6 +101,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         """
         if device_placement is not None:
             raise ValueError("device_placement was given to prepare(); everything comes to the strategy's device")
+        # Objects that are neither models nor optimizers nor known to Accelerate come back unchanged.
         became = {id(each): each for each in args}
         others = [each for each in args if not _is_the_strategys(each)]
         # Samplers of data loaders read torch's seed, so they are prepared before the strategy sets it.
@@ -126,6 +127,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         for each in objects:
             if isinstance(each, nn.Module) and self.verify_device_map(each):
                 raise ValueError(f"this {type(each).__name__} was loaded with a device_map; load it without one")
+        # `initialize` replaces the parameters of param groups by shards, so the user's are recorded before.
         groups = [each.param_groups if isinstance(each, Optimizer) else [] for each in objects]
         held = [{id(parameter) for group in own for parameter in group["params"]} for own in groups]
         given = initialize(self.strategy, objects, "use ParTrainer" if self.calls_models else None)
@@ -202,6 +204,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
                 f"{len(self._optimizers)} optimizers are prepared, and backward() must know which is meant; prepare "
                 "a model with its own, and give optimizer= where there are several"
             )
+        # With a weight, the optimizer divides by the weights of all passes.
         factor = 1.0 if weight is not None else 1.0 / self.gradient_accumulation_steps
         self.strategy.backward(loss, meant[0].optimizer, weight, factor=factor)
 
@@ -267,6 +270,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **others: Any
     ) -> None:
         """Resume from a folder of `save_state`, under this or another topology. Collective."""
+        # Accelerate chooses the folder itself if none is given; a hook receives it.
         folders: list[str] = []
         hook = Accelerator.register_load_state_pre_hook(self, lambda _, folder: folders.append(folder))
         try:

@@ -68,6 +68,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         self._keywords = keywords
         self._asked = "32-true"
         super().__init__()
+        # DDPStrategy sets a control that needs a DDP module, so it is replaced afterwards.
         self._backward_sync_control = _SyncControl(self)
         self._trained: list[tuple[nn.Module, Optimizer, Clipping]] = []
 
@@ -219,6 +220,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
             raise ValueError(
                 f"fabric.save was given a filter for {sorted(filter)}; models and optimizers are saved whole"
             )
+        # Models and optimizers have folders of their own, because no rank has their full tensors.
         rest: dict[str, Any] = {"par_steps": self.strategy.steps}
         for key, value in state.items():
             if isinstance(value, nn.Module | Optimizer):

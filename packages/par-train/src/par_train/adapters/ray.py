@@ -78,6 +78,7 @@ def report(strategy: Strategy, metrics: Mapping[str, Any], *, step: int | None =
     folder = f"{storage.experiment_fs_path}/checkpoint-{step:08d}"
     strategy.checkpoint(_path_of(storage.storage_filesystem, folder), step=step)
     checkpoint = ray.train.Checkpoint(folder, filesystem=storage.storage_filesystem)
+    # The workers have written to the storage path already; Ray would copy the files a second time.
     unmoved = ray.train.CheckpointUploadMode.NO_UPLOAD
     ray.train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=unmoved)
 

@@ -147,6 +147,7 @@ class ParTrainerMixin:
             return loss
         model.train()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        # The mean counts for each token, and the Trainer divides by the tokens of the whole step.
         mean = self._run(model, inputs, self.optimizer.optimizer)[0]
         count = (next_labels(inputs) != IGNORE_INDEX).sum()
         items = count if num_items_in_batch is None else num_items_in_batch
@@ -208,6 +209,7 @@ class ParTrainerMixin:
         if schedule is None:
             return logits  # type: ignore[return-value]  # there is one stage
         last = schedule.rank_of(schedule.stages - 1)
+        # Other stages know neither the shape nor the dtype of the logits.
         about: list[Any] = [None if logits is None else (logits.shape, logits.dtype)]
         dist.broadcast_object_list(about, group=group, group_src=last)
         shape, dtype = about[0]
@@ -236,6 +238,7 @@ class ParTrainerMixin:
         """Write the full model as the Trainer's own files, in its own layout. Collective."""
         del state_dict
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # `save` replaces the folder that it writes, and this one has other files of the Trainer.
         staging = folder / "par_saving"  # a folder that has other files is never replaced
         if not self.accelerator._models:
             raise ValueError("the model is saved before train() or evaluate() has prepared it; save the one you gave")

@@ -64,6 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
     rest, parallel = _split_parallel(arguments)
     given, unknown = _parser().parse_known_args(rest)
     command, path, flags = given.command, getattr(given, "config", None), vars(given)
+    # argparse ends the positional words at the first flag.
     if path is None and unknown and not unknown[0].startswith("-"):
         path = unknown.pop(0)  # behind a flag, where argparse does not look for a second positional word
     if unknown:

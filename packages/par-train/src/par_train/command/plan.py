@@ -114,6 +114,7 @@ def pretrained_shape(options: Options) -> PlannedModel:
             "leave [adapter] out"
         )
     folder = Path(model.folder).expanduser()
+    # A plan needs the config only, so a path of that file is accepted, too.
     folder = folder.parent if folder.name == "config.json" else folder
     context = row_length(options, read_config(folder, key))
     with as_user_error(f"{key} {str(folder)!r}: ", ImportError, KeyError, TypeError):

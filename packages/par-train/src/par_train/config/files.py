@@ -36,6 +36,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _run_python(path: Path) -> dict[str, Any]:
     """Return the global names of a Python file, without modules, functions, classes and names with an underscore."""
     try:
+        # The file is the user's own program. It is run, not parsed, so that it may compute values.
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # the file's own mistake, whichever it is
         if isinstance(error, SyntaxError) and error.filename == str(path):

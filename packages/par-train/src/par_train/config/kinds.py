@@ -61,6 +61,7 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
 
 def _fit_number(value: Any) -> float | None:
     try:
+        # `type` and not isinstance, since True is an int.
         return float(value) if type(value) in (int, float) else None
     except OverflowError:  # a whole number of more than 308 digits
         return None

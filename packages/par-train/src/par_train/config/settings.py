@@ -86,6 +86,7 @@ class Setting:
         Raises:
             UserError: The value is of another kind, or out of its limits.
         """
+        # A union such as int or "auto" takes the first kind that accepts the value.
         fitted = next((fitted for kind in self.kinds if (fitted := kind.fit(value)) is not None), None)
         if fitted is None:
             words = " or ".join(kind.words for kind in self.kinds)
@@ -184,6 +185,7 @@ def unknown_key(options: type, key: str) -> UserError:
         inside = next((name for name in names if name.startswith(f"{key}.")), f"{key}.data")
         return UserError(f"{key} is a table, [{key}]; set what is in it, such as {inside}")
     by_last = {name.rpartition(".")[2]: name for name in names}
+    # A user often forgets the table, so the last word of each key is compared as well.
     near = difflib.get_close_matches(key, [*names, *tables], n=1)
     near = near or [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
     if near:

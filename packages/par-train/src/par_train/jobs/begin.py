@@ -83,6 +83,7 @@ def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
+    # Each of the comparisons below is reached by all ranks or by none, since a failed one raises on all.
     step = None if origin is None else origin.state.step
     _compare(_Facts(is_model=not isinstance(found, FolderText), data=digest, step=step))
     checkpoints, origin = _look_into_tiers(options, origin)
@@ -122,6 +123,7 @@ def _look(options: Options, held: ExitStack) -> tuple[Lock | None, FolderText | 
     lock = None
     if dist.get_rank() == 0:
         lock = held.enter_context(lock_folder(options.files, "name another folder with --output"))
+    # A restarted rank needs the note: it says whether this launch had begun its run.
     if lock is not None and not is_restarted():
         lock.note("")  # erases the note of an earlier launch
     found = check_files(options)
@@ -167,6 +169,7 @@ def _look_into_tiers(options: Options, origin: Origin | None) -> tuple[Checkpoin
         found = None if options.overwrite else find_in_tiers(checkpoints)
     except (ValueError, TypeError, ImportError, CheckpointError) as error:
         raise UserError(f"checkpoint.tiers: {error}") from None
+    # A run that began without tiers may be ahead of them; the newer checkpoint counts.
     if found is None or (origin is not None and origin.state.step > found.state.step):
         return checkpoints, origin
     if options.resume == "no":

@@ -60,6 +60,7 @@ class ByteGPT(Recipe):
         counts = (labels[:, 1:] != IGNORE_INDEX).sum(1)  # of complete rows, as the loss is over all ranks of a sequence
         has_documents = self.options.data.packing != "auto"
         rows = dict(batch) if has_documents else {name: batch[name] for name in ("input_ids", "labels")}
+        # All ranks make the same rows from the same text, so there is nothing to compare.
         part, tokens = self._context.cut(rows, pad=True, compare=False)
         keywords: dict[str, Any] = {}
         if has_documents or tokens.padded != tokens.length:
@@ -194,6 +195,7 @@ class _GPTStage(nn.Module):
         self.blocks = model.blocks[run.start : run.stop]
         ends = [model.tokens, model.positions] if self.is_first else []
         self.ends = nn.ModuleList([*ends, *([model.norm, model.head] if self.is_last else [])])
+        # Through __dict__, so that nn.Module does not register the model as a child.
         self.__dict__["model"] = model
 
     def forward(self, given: Tensor, tokens: Tokens | None = None, mask: Tensor | None = None) -> Tensor:

@@ -81,6 +81,7 @@ def checkpoints_of(options: Options) -> Checkpoints | None:
     given = options.checkpoint
     if not given.tiers:
         return None
+    # One number is for all tiers; several are one for each tier.
     keep_last = list(given.keep_last) if len(given.keep_last) > 1 else next(iter(given.keep_last), 1)
     tiers = [str(Path(tier).expanduser()) if "://" not in tier else tier for tier in given.tiers]
     name = options.files.checkpoints.name  # so that the output folder may be a tier
@@ -184,6 +185,7 @@ def check_resumes(kept: Mapping[str, Any], model: str, data: JobData, origin: Or
         )
     for name, now in kept.items():
         was = state.kept.get(name)
+        # Precisions with the same weights, such as fp32 and bf16-amp, may replace each other.
         if name == "precision" and precision_of(str(was)).weights == precision_of(now).weights:
             continue
         if was != now:

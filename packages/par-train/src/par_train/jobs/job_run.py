@@ -63,6 +63,7 @@ def train(options: Options, stop: Stop) -> int:
             options = after_restart(options)
             start = find_start(options, stop, held)
             trainer = _make_trainer(options, start, groups, environment.device)
+            # The folder is locked and compared by now, and nothing in it has changed.
             run = JobRun(trainer, start, stop, topology)
             with run.loop as loop:
                 run.train()
@@ -97,6 +98,7 @@ class JobRun:
         )
         facts = {"options": repr(options), "arguments": sys.argv[1:]}
         self._monitor = Monitor(strategy, files, policy, facts, report_errors=False)
+        # The trainer reads its own batches, so the loop cannot time them.
         trainer.on_phase = lambda phase: self._monitor.clock.enter(self.loop.step, phase)
         # `write_line` writes the lines, so that none is due in the loop.
         logging = LoggingPolicy(every=options.train.steps, trackers=options.trackers)
@@ -107,6 +109,7 @@ class JobRun:
             strategy,
             opening=JobOpening(trainer, start, stop, saver),
             stop=stop,
+            # The step has agreed on signals already; a vote would be a second all-reduce.
             vote=lambda _: self._agreed,
             saver=saver,
             log=log,
@@ -224,6 +227,7 @@ class JobSaver(Saver):
         if checkpoints is not None and trainer.strategy.is_master and not self._has_listed:
             self._has_listed = True
             write_file(files.tiers, json.dumps(trainer.options.checkpoint.tiers).encode())
+        # The state must be equal on all ranks, and their clocks differ.
         clock = torch.tensor(self._log.seconds, dtype=torch.float64, device=trainer.strategy.device)
         dist.broadcast(clock, 0)  # one number over the world
         return [trainer.save(checkpoints or files.checkpoint, float(clock))]

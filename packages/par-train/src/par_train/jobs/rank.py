@@ -24,6 +24,7 @@ from .options import Options
 def main(arguments: list[str]) -> NoReturn:
     """A rank that the launcher started: this process, until its end."""
     options, launcher = arguments
+    # Before torch is imported, which takes seconds in which a signal would kill the rank.
     stop = catch_signals()
     follow_launcher(stop, int(launcher))
     _leave(_live(build(Options, json.loads(options)), stop))
@@ -59,6 +60,7 @@ def _leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    # Buffers are flushed by hand, since os._exit does not.
     os._exit(code)
 
 

@@ -48,6 +48,7 @@ def run(options: Options) -> int:
         join(options)
     ranks = _rank_count(options)
     check_config(options, ranks)
+    # The files are checked here as well, so that a mistake costs no start of ranks.
     check_files(options)
     return _start(options, ranks)
 
@@ -78,6 +79,7 @@ def _start(options: Options, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
 
+    # The id in the folder's lock file tells this launch from earlier ones.
     launch = uuid.uuid4().hex
     # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # what ranks inherit until they hear it; the launcher has no answer

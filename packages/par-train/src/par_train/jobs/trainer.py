@@ -112,6 +112,7 @@ class Trainer:
         loader = DataLoader(data.train, batch_size=options.train.batch_size, sampler=data.train.sampler, drop_last=True)
         given = self.strategy.initialize(model, make_optimizer(model, options.train), loader)
         self.model, self.optimizer, self._loader = given[0], _checked(given[1]), given[2]
+        # Validation always uses the same rows, so that its losses can be compared.
         self._validation = spread(data.held_out.count(0), options.data.validation_windows)
         self.parameters = count_parameters(self.model, device)
         if folder is None:
@@ -142,6 +143,7 @@ class Trainer:
         self.on_phase("step")
         given, criterion = self.recipe.prepare(batch)
         loss = self.strategy.execute_pipeline(iter([given]), self.model, criterion, self.optimizer)
+        # The rate is a function of the step, so a resumed run needs no state of a scheduler.
         rate = learning_rate(self.options, self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -156,6 +158,7 @@ class Trainer:
     def _agree(self, loss: Tensor, count: Tensor, outcome: Step, signal: int) -> StepResult:
         """Compute the mean loss over all targets, and the signal that any rank received."""
         numbers = (FAILED, *STOP_SIGNALS)
+        # Signals travel with the loss, in the one all-reduce that each step needs anyway.
         asked = [float(signal == each) for each in numbers]
         sums = torch.tensor([0.0, 0.0, *asked], dtype=torch.float64, device=self.strategy.device)
         sums[1] = count
@@ -185,6 +188,7 @@ class Trainer:
         mine = split_evenly(self._validation, groups.rank(axes), replicas)
         total = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)  # sum of losses, count
         most = -(-len(self._validation) // replicas)  # all ranks call as often, because the forward is collective
+        # A replica with fewer rows computes a batch of filling, or the collectives of others would hang.
         for start in range(0, most, self._share_size):
             rows = mine[start : start + self._share_size]
             # Every batch has the same size, for microbatches and for modes that split it; the filling counts nothing.
@@ -331,6 +335,7 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> AdamW:
     """Make an AdamW that decays matrices, and neither biases nor norms. Each step sets its learning rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
+        # Norms and biases have few elements, and decay would pull norms towards zero.
         {"params": [one for one in trained if one.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
     ]

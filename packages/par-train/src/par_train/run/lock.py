@@ -65,6 +65,7 @@ def lock_folder(files: RunFiles, elsewhere: str = "name another folder") -> Iter
     """
     try:
         files.folder.mkdir(parents=True, exist_ok=True)
+        # The file is never removed: one run could hold the removed file while another run locks the new one.
         descriptor = os.open(files.lock, os.O_RDWR | os.O_CREAT, 0o666)  # for writing, because NFS requires it
     except OSError as error:
         raise UserError(

@@ -76,6 +76,7 @@ class Gathered:
             if isinstance(given, Tensor):
                 if given.numel() != 1:
                     raise ValueError(f"log() was given {name} of shape {tuple(given.shape)}; give one number: its mean")
+                # Without detach, the graph of every logged step would stay alive until the next line.
                 number = given.detach().reshape(())
                 number = number.double() if given.is_floating_point() else number.long()
                 self._sums.setdefault(name, _Sum()).add(number, floating=given.is_floating_point())
@@ -92,6 +93,7 @@ class Gathered:
         another table for a new name, for a floating-point value of a count, or if it is below the ranks that logged a
         name before. If the flag is set, the ranks agree on a new table, and reduce again. Waits for the device.
         """
+        # The flag is summed with the values: either all ranks agree on a new table, or none does.
         news = any(self._changed(name, each.floating, self._first) for name, each in self._sums.items())
         found = self._reduced(news)
         if found[0]:
@@ -101,6 +103,7 @@ class Gathered:
                     is_mean, lowest = self._table.get(name, (False, first))
                     self._table[name] = is_mean or floating, min(lowest, first)
             found = self._reduced(news)
+        # A name that no rank has logged since the last line has no values, and is not in the line.
         means: dict[str, float] = {}
         counts: dict[str, int] = {}
         for (name, (is_mean, _)), total, times in zip(self._table.items(), found[1::2], found[2::2], strict=True):
@@ -230,6 +233,7 @@ class MetricsLog:
             progress = make_progress(until, step) if self._policy.progress else None
             self._records = Records(self._files, progress, self._trackers)
         last = earlier[-1] if earlier else {}
+        # Counts continue from the last line of the run that is resumed.
         self._totals = {name: value for name, value in last.items() if isinstance(value, int)}
         self._written = time.monotonic()
         self._began = self._written - (last.get("seconds", 0.0) if seconds is None else seconds)
@@ -259,6 +263,7 @@ class MetricsLog:
         if self._records is None:
             return
         try:
+            # Rank 0 alone would raise here while the others train on, so the error is passed to `Stop`.
             self._records.write(line)
         except Exception as error:  # such as a full disk: all ranks raise it when the step has ended
             self._stop.fail(error)

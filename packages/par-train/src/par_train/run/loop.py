@@ -177,11 +177,13 @@ class TrainingLoop:
             raise UserError(f"until={until}: it is the step at which training ends; pass 1 or more")
         every, log_every, async_ = self._due
         if not self._asked:
+            # A signal that arrived before the first step ends the run before it replaces anything.
             self._asked = self._agree_to_continue()
         if not self._asked:
             self._begin(until)
         while self.step < until and not self._asked:
             before = self.step
+            # One pass of this loop is an epoch.
             for batch in self._timed(batches):
                 yield batch
                 self.step += 1
@@ -282,9 +284,11 @@ class TrainingLoop:
                 raise self._stop.problem
             is_open = self._log.close()
         self._monitor.profiler.stop()
+        # The last step may have saved already, by its interval.
         if self._saver.saved != self.step:
             self._save()  # which waits for earlier saves, in the first tier
         if self._saver.is_copying:
+            # If the process is killed now, the launcher reports that the last checkpoint is in the first tier only.
             self._note(NEAR)
         self._monitor.clock.enter(self.step, "checkpoint")
         self._saver.wait()
@@ -297,6 +301,7 @@ class TrainingLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            # An asynchronous save of an earlier step must complete, or the run would lose that step, too.
             if isinstance(error, TrainingError):  # all ranks raise it together, and it interrupts no copy
                 self._saver.wait()
             self._monitor.stop(kind, error, trace)

@@ -39,6 +39,7 @@ class MetricsFile:
             others["expert_load"] = load
         measured = numbers_of(line)
         finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
+        # One write and a flush per line, so that a crash leaves whole lines.
         with writing(self._path):
             self._file.write(json.dumps({**finite, **others}, allow_nan=False) + "\n")
             self._file.flush()
@@ -90,6 +91,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def truncate_metrics(path: Path, step: int) -> None:
     """Remove the lines after a step, from which the run resumes."""
+    # Steps after the checkpoint will be taken again, and their lines written again.
     kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
     write_file(path, "".join(kept).encode())
 

@@ -98,6 +98,7 @@ class FolderOpening:
         options = (str(self._files.folder), numbers, tiers)
         every = agree(problem, (options, present, saved, self._resume, self._overwrite), None)
         check_alike({rank: each[0] for rank, each in every.items()}, "options of a Run")
+        # Rank 0 decides by what it has found; the other ranks may not see the folder yet, as on NFS.
         _, present, saved, self._resume, self._overwrite = every[0]
         if self._tiers is not None:
             self._check_tiers(self._tiers)
@@ -131,6 +132,7 @@ class FolderOpening:
                 f"the folder {str(self._files.folder)!r} has a run already ({present[0]}); pass resume='auto' to "
                 "continue it, overwrite=True to replace it, or another folder"
             )
+        # A user who asks to resume must not lose a checkpoint because it did not fit.
         if saved and fresh and self._resume == "auto":  # a run that starts from step 0 would remove it
             raise UserError(
                 f"the folder {str(self._files.folder)!r} has a checkpoint ({saved[0]}) that this run cannot resume "
@@ -165,8 +167,10 @@ class FolderOpening:
         given = Path(self._resume).expanduser()
         name, _, number = given.name.rpartition("-")
         if name == "step" and number.isdecimal():
+            # A path such as .../step-00000500 names one checkpoint.
             root, found = given.parent, int(number) if given.is_dir() else None
         else:
+            # Otherwise it is the folder of a run, or of checkpoints.
             root, found = given / own.name, checkpoints(given / own.name).latest_step()
             if found is None:
                 root, found = given, checkpoints(given).latest_step()

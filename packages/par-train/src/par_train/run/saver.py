@@ -50,11 +50,13 @@ class Saver(ABC):
         Raises:
             OSError: A file cannot be written; the message says from which step the run can resume.
         """
+        # A full disk is the usual error, and the user needs to know what is left.
         remedy = "nothing is saved yet"
         if self.saved is not None:
             remedy = f"once that is fixed, {self._resume} resumes after step {self.saved}"
         with writing(self.path(step), remedy):
             saves = self.write(step, async_=async_)
+        # Completed copies are dropped here, so that their handles free host memory.
         self._copying = [save for save in (*self._copying, *saves) if not save.done()]
         self.saved = step
 

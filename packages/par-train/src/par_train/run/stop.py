@@ -68,11 +68,13 @@ class Stop:
 
         Python handles signals only in the main thread. In another thread, this changes nothing and yields False.
         """
+        # In another thread, signal.signal raises ValueError.
         before = self._catch() if threading.current_thread() is threading.main_thread() else {}
         try:
             yield bool(before)
         finally:
             for number, handler in before.items():
+                # None stands for a handler that was not set from Python.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _catch(self) -> dict[int, Any]:
@@ -126,6 +128,7 @@ def follow_launcher(stop: Stop, launcher: int) -> None:
         if not stop.training:
             _end_before_training()
         stop.ask(signal.SIGTERM)
+        # The rank has this time to finish its step and save; a rank that hangs never does.
         time.sleep(_PATIENCE)
         os._exit(1)
 
@@ -139,6 +142,7 @@ def following_torchrun(stop: Stop) -> Iterator[None]:
     A killed torchrun forwards no signal, and without this request its ranks would keep their GPUs.
     """
     over = threading.Event()
+    # torchrun is the parent of its ranks, so a new parent means that it has died.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _when_gone(os.getppid(), lambda: stop.ask(signal.SIGTERM), over)
     try:

@@ -45,6 +45,7 @@ class BatchReader:
             read = self._comparison.compared(read, f"data_iter={type(source).__name__}")
 
         def next_batch() -> Any:
+            # The order matters: ranks compare full batches, then take their parts, and copy only these to the device.
             batch = read()
             if cuts_dicts and isinstance(batch, Mapping):
                 batch = cut_dict(batch, self._setup.context, compare=True)
@@ -66,6 +67,7 @@ class BatchReader:
                 self._iterators[source] = iter(source)
             try:
                 return next(self._iterators[source])
+            # A loader starts its next epoch; an iterator, above, ends.
             except StopIteration:
                 self._iterators[source] = iter(source)
                 return next(self._iterators[source])

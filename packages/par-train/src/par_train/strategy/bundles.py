@@ -57,11 +57,13 @@ class ModelBundle:
         """
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         opaque: str | None = None
+        # An explicit stack, because graphs are deeper than Python's recursion limit.
         seen, waiting = set(), [loss.grad_fn]
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
                 continue
+            # A leaf of the graph is an AccumulateGrad node, which has its parameter as `variable`.
             if id(getattr(node, "variable", None)) in own:
                 return
             name = type(node).__name__
@@ -95,6 +97,7 @@ def bundles_of(objects: Sequence[Any]) -> list[ModelBundle]:
     schedulers = []
     for given in objects:
         kind = next((kind for kind in kinds if isinstance(given, kind)), None)
+        # `__dict__` is read directly: a wrapper may forward attributes of the object inside.
         if MARK in getattr(given, "__dict__", {}):
             raise ValueError(f"this {type(given).__name__} was initialized before; initialize it once")
         if kind is not None:
@@ -146,6 +149,7 @@ def find_bundles(
                 f"initialize() received a {type(scheduler).__name__} without its optimizer; pass both in one call, "
                 "with the optimizer that the scheduler was made with"
             )
+    # Checkpoints name the folders of several models by this order, so it must not depend on the optimizers.
     return sorted(bundles, key=lambda each: min(models.index(model) for model in each.models))
 
 

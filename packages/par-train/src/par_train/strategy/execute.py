@@ -63,6 +63,7 @@ class Execution:
         )
         self.pipeline = self._make(schedule)
         axes, microbatches = (data_axes(groups.topology), "pipeline"), schedule.microbatches
+        # All ranks of a pipeline, and data ranks at stage 3, must run as many microbatches as each other.
         self._fits = microbatches > 1 and all(groups.size(each) == 1 for each in axes) and "split" not in options
         self._splits_by_rows = "split" not in options
         self._smaller: dict[int, Pipeline] = {}  # by microbatches; of one rank, for batches with fewer rows
@@ -93,9 +94,11 @@ class Execution:
         causal = None if criterion is not None else self._causal
         self._criterion = criterion or (_none if causal is None else causal.loss)
         pipeline = self.pipeline
+        # The number of rows decides the number of microbatches, so the batch is read before the pipeline starts.
         if self._fits:
             batch, next_batch = read_once(next_batch)
             pipeline = self._fit_for(rows_of(batch))
+        # The causal loss is computed from sharded logits. Only a caller who wants outputs pays for gathering them.
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = pipeline.forward_backward_step(
                 _CalledBatches(lambda: self._called_with(next_batch(), criterion, pipeline.schedule.microbatches)),
@@ -170,9 +173,11 @@ class Execution:
         over rows. The count of a sum is its weight over all ranks and microbatches, which the optimizer applies:
         therefore the pipeline's factor is divided out again.
         """
+        # A mean is converted to a sum here, so that microbatches of different sizes add up to the mean of the batch.
         given = self._criterion(outputs, target)
         rows = float(rows_of(target) or 1)
         total, count = given if isinstance(given, tuple) else (given * rows, rows)
+        # The sums stay on the device: reading them here would wait for the microbatch.
         self._sum, self._count = self._sum + total.detach().double(), self._count + count
         if not isinstance(given, tuple):
             return self._scaled(self._factor.of(given), None)
@@ -203,10 +208,12 @@ class Execution:
             mean = torch.as_tensor(self._sum / self._count, dtype=torch.float64, device=device)
         if self.pipeline.is_last and splits_sequence(self._groups.topology):
             count = torch.as_tensor(self._count, dtype=torch.float64, device=device)
+            # Sequence ranks have different numbers of labels, so sums and counts are reduced, not means.
             both = torch.stack([torch.as_tensor(self._sum, dtype=torch.float64, device=device), count])
             dist.all_reduce(both, group=self._groups["sequence"])
             mean = both[0] / both[1]
         if self._groups.size("pipeline") > 1:
+            # Only the last stage has computed the loss.
             last = self._schedule.rank_of(self._schedule.stages - 1)
             dist.broadcast(mean, group=self._groups["pipeline"], group_src=last)
         return mean

@@ -89,6 +89,7 @@ class RunCheckpoints:
         if not number:
             raise ValueError("there is no model to save or to resume; call initialize() first")
         # The `Checkpoints` are kept, since each of them knows its newest step and need not ask a slow tier for it.
+        # A later initialize() may add a model, and the folders of all models get other names.
         if len(self._folders) != number:
             roots = [self._root] if number == 1 else [f"{self._root}/{index}" for index in range(number)]
             self._folders = [Checkpoints(root, keep_last=self._keep_last, tiers=self._tiers) for root in roots]
@@ -112,6 +113,7 @@ class RunCheckpoints:
         transfer = Transfer(copy="background")
         handles = []
         for bundle, folder in folders:
+            # `force`: the loop has decided to save, whatever interval `Checkpoints` has.
             handle = folder.save(
                 step, force=True, extra=extra, async_=async_, format=format, transfer=transfer, **_parts(bundle)
             )
@@ -140,6 +142,7 @@ class RunCheckpoints:
             ValueError: The checkpoint holds another number of data loaders than this run has.
         """
         folders = self.folders()
+        # All models resume from one step, also if the newest checkpoint of one of them is later.
         step = self.latest_step() if step is None else step
         if step is None:
             return None
@@ -250,6 +253,7 @@ class StrategyFiles(Setup):
             load_torch_file(path, **keywords)
         else:
             own = _folder(path, kind)
+            # Files from elsewhere have no folder `optimizer`, so the path itself is then read.
             is_own = tiers is not None or Path(own, "par_checkpoint.json").exists()
             load(own if is_own else path, **keywords, tiers=tiers)
 
@@ -285,6 +289,7 @@ class StrategyFiles(Setup):
         """
         self._check_open()
         asked = repr((str(root), keep_last, tiers))
+        # The object is kept, because it stores the newest step and the handles of its folders.
         if asked not in self._checkpoints:
             made = RunCheckpoints(self._bundles, self._state, root, keep_last=keep_last, tiers=tiers)
             self._checkpoints[asked] = made

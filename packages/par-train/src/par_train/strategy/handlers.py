@@ -74,6 +74,7 @@ def kinds_of(given: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str,
                 f"gradient_handlers has {each!r}: each must be a dict with a type; pass dict(type=NAME, ...), with one "
                 f"of {HANDLERS.names()}"
             )
+        # It raises for an unknown name.
         HANDLERS[kind]
         found.append((kind, {key: value for key, value in each.items() if key != "type"}))
     return found
@@ -90,6 +91,7 @@ def make_handlers(
     made = []
     for kind, options in kinds:
         try:
+            # The signature belongs to the user's class, so a TypeError is a mistake in the config.
             handler = HANDLERS[kind](model, optimizer, groups, **options)
         except TypeError as error:
             raise ValueError(f"gradient handler {kind!r} does not take {dict(options)}: {error}") from error

@@ -51,6 +51,7 @@ def check_objects(
     models: list[nn.Module] = []
     groups, context = strategy.groups, strategy.context if strategy.cuts_sequence else None
     try:
+        # Everything below only looks. A mistake must leave all objects as they were, on every rank.
         objects = tuple(map(joined, objects))
         bundles = bundles_of(objects)
         models = [model for bundle in bundles for model in bundle.models]
@@ -93,6 +94,7 @@ def check_objects(
                 raise no_use(model, context.ranks)
         with together("attention over a sequence", None):
             for model in models:
+                # It is the first change of an object, once every rank has checked everything.
                 attend_over_(model, context)
     return objects, bundles, loaders
 
@@ -145,8 +147,10 @@ def wire(
         bundle.factor = LossFactor(model, travels=travels, device=strategy.device)
     bundle.models = list(model) if isinstance(model, nn.ModuleList) and len(bundle.models) > 1 else [model]
     for one in bundle.models:
+        # Several models share one engine of par-zero, which sets `no_sync` on the ModuleList around them.
         if hasattr(model, "no_sync"):  # torch.compile returns a wrapper, which lacks the attribute of the module inside
             one.__dict__["no_sync"] = model.no_sync
+    # With a loss scale, some steps are skipped, and a schedule must not count them.
     if isinstance(bundle.optimizer, MixedOptimizer) and bundle.optimizer.scaling.scale is not None:
         bundle.schedulers = [bundle.optimizer.schedule(scheduler) for scheduler in bundle.schedulers]
     handle = None
@@ -155,6 +159,7 @@ def wire(
             kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
             _complete_before_step(bundle.optimizer, make_handlers(kinds, model, bundle.optimizer, strategy.groups))
             handle = bundle.optimizer.register_step_post_hook(after_step)
+    # The mark is on old and new objects: passing either of them to initialize() again is a mistake.
     after = [*bundle.models, bundle.optimizer, *bundle.schedulers]
     for one in (*before, *after):
         if one is not None:
@@ -166,6 +171,7 @@ def _complete_before_step(optimizer: Optimizer, handlers: Sequence[GradientHandl
     """Let gradient handlers complete the gradients before each step of an optimizer."""
 
     def complete(_: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        # The first argument is the optimizer itself.
         if any(given is not None for given in (*args[1:], *keywords.values())):
             raise ValueError(
                 "step() received a closure, which it would run before the gradients are complete; call "

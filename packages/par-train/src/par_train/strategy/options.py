@@ -32,6 +32,7 @@ def takes_options_of(options: Callable[P, Any]) -> Callable[[Callable[..., R]], 
 
     def decorate(function: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         own = inspect.signature(function)
+        # Keyword parameters of the dataclass follow the function's own, as Python requires.
         first = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
         every = [*first, *inspect.signature(options).parameters.values()]
         function.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
@@ -104,6 +105,7 @@ class StrategyOptions:
             raise ValueError(f"zero={self.stage!r}: it must be 0, 1, 2 or 3; pass one of these")
         if not isinstance(self.broadcast_batches, bool):
             raise TypeError(f"broadcast_batches={self.broadcast_batches!r}: it must be a bool; pass True or False")
+        # The strategy weighs microbatches and ties parameters itself; a second rule would contradict it.
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline_keywords))
         if own:
             raise ValueError(f"pipeline={self.pipeline_keywords}: the strategy sets {own[0]!r} itself; remove it")
@@ -170,6 +172,7 @@ class StrategyOptions:
     def described(self) -> str:
         """A text that must be identical on all ranks."""
         policies = {name: self.zero_policy(name) for name in ("precision", "overlap", "update")}
+        # Ranks may have different devices, such as cuda:0 and cuda:1.
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
         given["zero"] = {**self.zero_keywords, **policies}
         given["plugins"] = [each if isinstance(each, str) else each.name for each in self.plugins]

@@ -55,6 +55,7 @@ def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
     kinds_of(options.gradient_handlers)
     recompute = [RecomputePlugin()] if options.recompute or options.memory is not None else []
     zero = [ZeroPlugin()] if options.shards else []
+    # Sharding comes before the device, so that a rank never needs memory for the full model.
     first: list[Plugin] = [TensorPlugin(), PipelinePlugin(), DevicePlugin()]
     built_in = [*first, *recompute, TiedPlugin(), *zero, PrecisionPlugin()]
     plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
@@ -97,6 +98,7 @@ class PipelinePlugin(Plugin):
             return model
         several = isinstance(model, nn.ModuleList)
         rank = strategy.groups.rank("pipeline")
+        # Several models that share an optimizer are split one by one, and keep their order.
         cut: list[nn.Module] = []
         for whole in model.children() if several else [model]:
             if isinstance(whole, PipelineStages):
@@ -128,6 +130,7 @@ class DevicePlugin(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Move or initialize the model. Parameters stay the same objects."""
         del optimizer
+        # At stage 3 even this rank's part of the model may not fit, so units are initialized when they are sharded.
         later = _is_abstract(model) and _zero_fills(strategy)
         if _is_abstract(model) and not later:
             initialize(model, strategy.options.seed, device=strategy.device)
@@ -163,6 +166,7 @@ class RecomputePlugin(Plugin):
         if optimizer is not None and budget is not None:
             parts = model.children() if isinstance(model, nn.ModuleList) else [model]
             has_layers = agree(None, any(_layers_of(part) for part in parts), None)
+            # A rank whose stage has no layers must still agree that the first step is measured.
             measures = policy is None and any(has_layers.values())
             strategy.spent = _spent(model, optimizer, strategy, budget, measures=measures)
             if measures and has_layers[dist.get_rank()]:
@@ -172,6 +176,7 @@ class RecomputePlugin(Plugin):
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             if isinstance(each, PipelineStages):
                 layers = _layers_of(each)
+                # A stage without layers is fine unless no stage has any: then `checkpoint_layers` raises.
                 has_some = agree(None, bool(layers), strategy.groups["pipeline"])
                 if layers or not any(has_some.values()):
                     checkpoint_layers(each, policy, layers=layers or "auto")
@@ -226,6 +231,7 @@ def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
     spent, both = strategy.spent, nn.ModuleList(models)
     assert spent is not None  # noqa: S101 - the caller has checked
     with together("memory", None):
+        # One engine serves all models of the optimizer, so the first model answers for all of them.
         disk = disk_usage(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else DiskUsage(pieces=())
         found = choices(both) if any(_layers_of(model) for model in models) else ()
         rest = plan_measured(spent, MeasuredStep(models=found, held=_at_a_time(strategy), disk=disk))
@@ -280,11 +286,13 @@ class ZeroPlugin(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Move the parameters into flat buffers."""
         options, averaged = strategy.options, strategy.averaged_over
+        # All-gathers on the communicator of the reductions would wait behind them.
         gathers = strategy.private_group(averaged) if options.stage == 3 else None
         if optimizer is None:
             packed = {parameter for parameter in model.parameters() if parameter.requires_grad}
         else:
             packed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        # A model without trained parameters needs no ZeRO below stage 3, but the same values on all ranks.
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
             experts = share_of_experts(model, strategy.groups)
             return sync_module_states_(model, group=strategy.groups[averaged], expert_groups=experts)
@@ -297,6 +305,7 @@ class ZeroPlugin(Plugin):
                     continue
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
+            # With rounded weights the optimizer steps the weights themselves, so par-zero must keep no masters.
             dtype = None if precision.rounded else dtype
         # A rank can compute the index of any other in its data-parallel group, so `shard` need not ask the other ranks.
         index_of = partial(strategy.groups.topology.index, averaged)
@@ -314,6 +323,7 @@ class ZeroPlugin(Plugin):
         keywords["overlap"] = {**overlap, "inflight": strategy.inflight_of(experts)}
         if _is_abstract(model):
             keywords = {"init": {"init_fn": partial(_fill, strategy), "device": strategy.device}, **keywords}
+        # An optimizer such as Muon reads full matrices, which are assembled over the tensor ranks for its step.
         if strategy.groups.size("tensor") > 1 and needs_full_tensors(optimizer, options.zero_policy("update")):
             check_partial_sums(model, strategy.groups)
             keywords["update"] = {"tensor_group": strategy.groups["tensor"], **options.zero_policy("update")}
@@ -328,6 +338,7 @@ def _is_abstract(model: nn.Module) -> bool:
 def _zero_fills(strategy: Setup) -> bool:
     """Return whether parameters can stay on the meta device until ZeRO shards them: no plugin before needs values."""
     kinds = [type(plugin) for plugin in strategy.plugins if type(plugin) is not RecomputePlugin]  # it adds hooks only
+    # Any other plugin may read or replace weights, which would have no values yet.
     follows = kinds[kinds.index(DevicePlugin) + 1 :][:2] == [TiedPlugin, ZeroPlugin]
     return follows and strategy.options.stage == 3 and strategy.schedule is None
 
@@ -336,6 +347,7 @@ def _fill(strategy: Setup, unit: nn.Module, prefix: str) -> None:
     """Initialize the parameters of a unit, in their final dtypes."""
     dtypes = [(parameter, parameter.dtype) for parameter in unit.parameters()]
     initialize(unit, strategy.options.seed, prefix, device=strategy.device)
+    # `initialize` draws in fp32, so that values do not depend on the dtype.
     for parameter, dtype in dtypes:
         parameter.data = parameter.data.to(dtype)
 
@@ -349,6 +361,7 @@ class PrecisionPlugin(Plugin):
         """Wrap the user's optimizer."""
         options = strategy.options
         keywords = {"replicas": strategy.groups[strategy.averaged_over], **options.precision_keywords}
+        # The norm and the check for finite gradients cover all ranks: they take or skip a step together.
         given, found = mixed(model, optimizer, group=dist.group.WORLD, **keywords)
         if given is not model:
             raise ValueError(

@@ -87,6 +87,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Sch
         ValueError: No schedule has this name, or it does not fit these numbers or this stage.
     """
     found = schedule(name, ranks, microbatches)
+    # W is the separate computation of weight gradients in zero-bubble schedules.
     if zero == 3 and any(action.op == "W" for actions in found.ranks for action in actions):
         raise ValueError(
             f"zero=3 with schedule={name!r}: stage 3 frees weights after each backward, and this schedule computes "
@@ -111,6 +112,7 @@ def check_autocast(stage: int, precision: str) -> None:
 
 def microbatches_of(given: int, ranks: int) -> int:
     """Return the number of microbatches: `given` if not 0, else two per pipeline rank, one without a pipeline."""
+    # With two per rank, the bubble of 1f1b is below a third of a step.
     return given or (2 * ranks if ranks > 1 else 1)
 
 

@@ -59,6 +59,7 @@ class Setup:
             self.environment = started.enter_context(launch(device=None if device == "auto" else device))
             self.device = self.environment.device
             self.options, self.plugins = StrategyOptions(), []
+            # From here on a rank may fail alone, so its error is kept until the ranks have compared their options.
             problem: Exception | None = None
             given = options.get("parallel")
             try:
@@ -76,6 +77,7 @@ class Setup:
             shared = [data_axes(topology), *([replica_axes(topology)] if self.options.broadcast_batches else [])]
             if isinstance(given, ProcessGroups):
                 self.groups = given
+                # Groups of the caller are used, not owned: `close` must leave them alive.
                 for axes in shared:
                     self.groups.add(axes)
             else:
@@ -130,10 +132,12 @@ class Setup:
         Returns:
             The communicator; None if the groups belong to the caller and may outlive this strategy.
         """
+        # A communicator inside the caller's groups would outlive the strategy that needs it.
         if isinstance(self.options.parallel, ProcessGroups):
             return None
         if self.groups.size(axes) == 1:
             return self.groups[axes]
+        # Two models may gather at the same time, so each call makes a communicator of its own.
         count = self._private_groups[axes] = self._private_groups.get(axes, 0) + 1
         self.groups.add(Channels(axes, count))
         return self.groups.channels(axes, count)[-1]
@@ -183,6 +187,7 @@ class Setup:
     def job(self) -> TrainingJob:
         """Return the description of a training step from which par-plan predicts its cost."""
         options = self.options
+        # The batch is one row here: state and traffic over data ranks, which this describes, do not depend on it.
         microbatches = 1 if self.schedule is None else self.schedule.microbatches
         return TrainingJob(batch=1, zero=options.stage, precision=options.precision_name, microbatches=microbatches)
 

@@ -102,6 +102,7 @@ class Strategy(StrategyFiles):
         with together("the layers", None):
             if self.schedule is not None:
                 return build_stages(layers, self.schedule, rank, seed=seed)
+            # One stage of one rank is the whole model, made by the same code, so weights do not depend on the pipeline.
             return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=seed)[0]
 
     def from_pretrained(
@@ -182,8 +183,10 @@ class Strategy(StrategyFiles):
             ValueError, TypeError: The objects do not fit together, or differ between ranks; on every rank.
         """
         self._check_open()
+        # Plugins look the plans up by model, so they are set before any check.
         self.plans = dict(plans or {})
         objects, bundles, loaders = check_objects(objects, self, self._bundles, self.worker_signals)
+        # A wired object may be a new one, such as a wrapped optimizer, so results are found by the id of the argument.
         wired: dict[int, Any] = {}
         for bundle in bundles:
             became, hook = wire(bundle, self.plugins, self, self._after_step)
@@ -191,6 +194,7 @@ class Strategy(StrategyFiles):
             self._hooks += [] if hook is None else [hook]
             self._hooks += [self.comparison.watch(model) for model in bundle.models if self._takes_equal_inputs(model)]
         for number, loader in loaders.items():
+            # The loader is already broadcast when the transform runs: each rank takes its part of the same batch.
             loader.transform = cut_by(self.context) if self.cuts_sequence else None
             self._state.add(loader)
             wired[number] = loader
@@ -213,6 +217,7 @@ class Strategy(StrategyFiles):
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
+        # The first step was measured with as little on the device as possible. Now the rest of the budget is spent.
         if self.spent is not None and self.spent.is_open:
             spend_measured(next(each.models for each in self._bundles if each.optimizer is not None), self)
 
@@ -237,9 +242,11 @@ class Strategy(StrategyFiles):
             ValueError: The optimizer is not from `initialize`, or the loss does not depend on its models.
         """
         bundle = self._bundle_of(optimizer)
+        # The walk through the graph is slow, and a wrong pairing shows in the first step.
         if optimizer not in self._checked_losses:
             bundle.check_loss(loss)
             self._checked_losses.add(optimizer)
+        # Routers receive the gradient of this result, so the factor and the loss scale are applied after it.
         loss = bundle.loss_factor.of(loss)
         loss = loss if factor == 1.0 else loss * factor
         if isinstance(optimizer, MixedOptimizer):
@@ -294,6 +301,7 @@ class Strategy(StrategyFiles):
                 f"this {type(optimizer).__name__} does not train this {type(model).__name__}; pass a model and the "
                 "optimizer that initialize() returned with it"
             )
+        # A loader of the strategy has split its dicts already; other sources give full rows.
         execution = self._execution(model)
         cuts_dicts = self.cuts_sequence and execution.takes_dicts
         read = self._batches.reader(data_iter, (model, forward_only), cuts_dicts=cuts_dicts)
@@ -370,6 +378,7 @@ class Strategy(StrategyFiles):
         for plugin in self.plugins:
             if not plugin.supports_no_sync:
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
+        # A plugin that replaces ZeRO may leave the model without it; its gradients then accumulate anyway.
         deferring = getattr(model, "no_sync", None)  # par-zero's own, also on the wrapper of torch.compile
         with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
             yield

@@ -80,6 +80,7 @@ def kubernetes(place: Place, options: RenderOptions) -> str:
 
 def _pod(place: Place, options: RenderOptions) -> dict[str, Any]:
     """The pod of a node: torchrun, which starts its ranks and meets that of the first pod."""
+    # A ConfigMap carries the config, since pods do not see the user's disk.
     config = None if place.config is None else f"{_CONFIG}/{place.config.name}"
     taken: dict[str, Any] = {"cpu": place.cores * place.ranks}
     if place.memory:

@@ -94,6 +94,7 @@ def place(
         )
     if options.ranks not in ("auto", world):
         raise UserError(f"ranks is {options.ranks}, but the file will start {world}; remove ranks")
+    # The file adds --resume auto, so a job that is requeued continues.
     check_config(replace(options, resume="auto"), world)
     needed = options.memory.host * ranks
     if chosen.host_memory and needed > chosen.host_memory:

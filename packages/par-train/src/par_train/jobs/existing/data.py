@@ -33,6 +33,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
     sources = sources_of(data, "model.path")
     for source in sources:
         corpora[source.path] = corpus = _read(source, options, folder, stop)
+        # The split is by a hash of each document, so it does not change when files are added.
         parts = corpus.split(data.validation_fraction)
         if not len(parts[0]) or not len(parts[1]):
             raise UserError(

@@ -41,6 +41,7 @@ class ModelFolder:
     @property
     def digest(self) -> str:
         """Another one for another model: of its config, and of names, sizes and both ends of its files of weights."""
+        # Hashing all weights would read the whole model on each rank; both ends of a file identify it in practice.
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for path in self.weights:
             size = path.stat().st_size
@@ -85,6 +86,7 @@ def read_folder(options: Options) -> ModelFolder:
             )
     path = Path(model.folder).expanduser()
     config = read_config(path, key)
+    # Folders of checkpoints may have these files next to the weights.
     others = ("adapter", "optimizer")
     weights = tuple(sorted(one for one in path.glob("*.safetensors") if not one.name.startswith(others)))
     if model.path and not weights:

@@ -85,6 +85,7 @@ class PretrainedModel(Recipe):
         if self.options.adapter.rank:
             return self._adapter_files(model)
         names = ["generation_config.json"]
+        # A config that names another dtype than the files have would make transformers convert on load.
         stored, written = self.folder.dtype, precision_of(self.options.precision).weights
         written = written or weights_dtype(self.options, self.folder)
         if stored is None or f"torch.{stored}" == str(written):

@@ -47,8 +47,10 @@ def make_part(
                 "Strategy.context; leave attention out"
             )
         model = make_on_meta(os.fspath(path), dtype, attention)
+        # The twin is never sharded: transformers draws weights module by module on full shapes.
         twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
         if adapter is not None:
+            # Adapters come before sharding, so that `parallelize` shards them with their linears.
             inject_adapters_(model, adapter)
         check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
         attend_over_(model, context)
