@@ -129,7 +129,9 @@ def check_offload(
     Raises:
         ValueError: The module or the stage does not support a tier or the budget.
     """
-    if offload.overlap is True and stage < 3:
+    places = {device or parameter.device for parameter in module.parameters()}
+    away = [place for place in places if place.type not in ("cpu", "meta")]
+    if offload.overlap is True and stage < 3 and not away:
         raise ValueError(
             "offload has overlap=True, which needs stage 3, where a unit can wait for its step before it is gathered; "
             f"this is stage {stage}; leave overlap out"
@@ -147,10 +149,8 @@ def check_offload(
                 f"{name}={getattr(offload, name)!r} needs stage 3, where units are gathered before they run; this is "
                 f"stage {stage}"
             )
-    places = {device or parameter.device for parameter in module.parameters()}
-    for place in places:
-        if place.type not in ("cpu", "meta"):
-            _check_link(offload, groups, place)
+    for place in away:
+        _check_link(offload, groups, place)
     if offload.uses_disk:
         check_room(offload.folder, 0)
     if "optimizer" in offload.offloaded and not groups:
@@ -176,17 +176,17 @@ def _check_link(offload: Offload, groups: Sequence[ParamGroup], device: torch.de
     Raises:
         ValueError: A tier is not supported.
     """
+    if offload.auto or set(offload.budgets) - {"device"}:
+        raise ValueError(
+            f"budget={offload.budget!r}: the parameters are on {str(device)!r}, where only the device has a budget, "
+            "and no tier is 'auto'; pass a part of the optimizer, such as optimizer=0.5, or remove budget"
+        )
     for name in ("parameters", "gradients"):
         if name in offload.offloaded:
             raise ValueError(
                 f"{name}={getattr(offload, name)!r}: the parameters are on {str(device)!r}, from where only the "
                 f"optimizer is offloaded, and gradients follow it; remove {name}, and pass optimizer='host'"
             )
-    if offload.uses_disk:
-        raise ValueError(
-            f"optimizer={offload.optimizer!r}: the parameters are on {str(device)!r}, from where state is offloaded "
-            "to the host only; pass optimizer='host', or a part from 0 to 1"
-        )
     if "optimizer" not in offload.offloaded:
         return
     for group in groups:

@@ -191,7 +191,8 @@ class Engine:
         if not offload.in_pieces:
             return None
         optimizers = [each.optimizer for each in self._optimizers]
-        tier = DiskTier(offload, self._chunks, optimizers, self._sharers.agreeing)
+        device = self._sharers.device_of_flags(self._chunks[0].own.device)
+        tier = DiskTier(offload, self._chunks, optimizers, self._sharers.agreeing, device)
         for store in tier.gradient_stores:
             for chunk in store.chunks:
                 self._reducer.gradients[chunk.number].store = store

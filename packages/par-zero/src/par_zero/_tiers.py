@@ -45,7 +45,10 @@ class Home:
 class Offload:
     """Tiers of optimizer state, parameters and gradients, for `shard`.
 
-    On a CPU, "device" and "host" are the same memory: data of the host tier is counted separately and never moves.
+    On a CPU, "device" and "host" are the same memory: data of the host tier is counted separately and never moves. On
+    an accelerator, `optimizer` may be offloaded, to pinned memory of the host or to a disk. The optimizer then steps
+    copies of the parameters on the host, and the gradients follow it there: the device sends gradients as they are
+    reduced, and receives updated parameters. `parameters` and `gradients` must be "device".
 
     Args:
         optimizer: Tier of the optimizer's state: "device", "host" or "disk"; a fraction from 0 to 1 on the host; or
@@ -62,10 +65,10 @@ class Offload:
             text such as "16MiB".
         ahead: Number of pieces in memory: one piece is stepped while other pieces are read or written.
         threads: Number of threads that read, and of threads that write.
-        overlap: Whether a step at stage 3 returns when it has stepped the pieces in memory. A thread then steps the
-            pieces on the disk during the next forward, and each unit waits for its own pieces. No gradient is stale
-            and no result changes, but step post hooks see the old parameters. "auto": True, except on a CPU, where the
-            thread would compete with the forward.
+        overlap: Whether a step returns when it has stepped what is on the device. A thread then steps the other pieces
+            during the next forward, whose reads of parameters wait for their pieces. No gradient is stale and no
+            result changes, but step post hooks see the old parameters. On a CPU it requires stage 3. "auto": True,
+            except on a CPU, where the thread would compete with the forward.
         budget: Bytes of each tier that one rank may use, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
             "80GB" for the device only; on a CPU, bytes of memory. `shard` raises an error if the data does not fit. A
             budget of the device requires stage 3 or a value "auto". At stage 3 each step is recorded, and the next

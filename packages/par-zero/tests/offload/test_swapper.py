@@ -27,7 +27,7 @@ def made(tmp_path):
         tensor = nn.Parameter(torch.zeros(PAGE // 4))
         piece = DiskPiece(tensor=tensor, chunk=SimpleNamespace(), first=0, group=0, block=block, views=views)
         states[piece] = {"moment": views["moment"].fill_(number)}
-    return StateSwapper(disk, PAGE, DEPTH, DiskErrors(str(tmp_path), ()), lambda _: None), states
+    return StateSwapper(disk, PAGE, DEPTH, DiskErrors(str(tmp_path), (), torch.device("cpu")), lambda _: None), states
 
 
 def update(swapper, states, pieces):

@@ -19,13 +19,14 @@ class DiskErrors:
     Args:
         folder: Folder of the file, for messages.
         groups: Process groups whose ranks raise together.
+        device: Device of the all-reduces. On an accelerator, whose backend may have no CPU, the host waits for them.
 
     Attributes:
         on_lost: Called on all ranks before they raise, if any rank has computed with NaN.
     """
 
-    def __init__(self, folder: str, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._folder, self._groups = folder, tuple(groups)
+    def __init__(self, folder: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._folder, self._groups, self._device = folder, tuple(groups), device
         self.on_lost: Callable[[], None] = lambda: None
         self._error: Exception | None = None
         self._is_lost = False
@@ -80,7 +81,7 @@ class DiskErrors:
         """
         groups = groups or self._groups
         # Two numbers tell whether anything failed. Only then `agree` exchanges texts, which costs more messages.
-        failed = torch.tensor([self._error is not None, self._is_lost], dtype=torch.int32)
+        failed = torch.tensor([self._error is not None, self._is_lost], dtype=torch.int32, device=self._device)
         for group in groups:
             all_reduce(failed, group, dist.ReduceOp.MAX).wait()
         if not failed.any():

@@ -121,6 +121,7 @@ class DiskTier:
         chunks: The chunks, in backward order.
         optimizers: All optimizers, which methods name by number.
         groups: Process groups whose ranks raise disk errors together.
+        device: Device of the all-reduces over these groups.
     """
 
     def __init__(
@@ -129,12 +130,13 @@ class DiskTier:
         chunks: Sequence[Chunk],
         optimizers: Sequence[Optimizer],
         groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
     ) -> None:
         # Without a file, no piece, shard or gradient is on a disk, so nothing reads or writes it.
         disk = cast("Disk", plan.disk)
         self._disk, self._depth = disk, plan.depth
         # Ranks raise errors of disks together. The host's memory fails in calls that raise by themselves.
-        self.errors = DiskErrors(plan.folder, groups if plan.disk is not None else ())
+        self.errors = DiskErrors(plan.folder, groups if plan.disk is not None else (), device)
         self._link = link_of(chunks[0].flat.device, plan.depth)
         self.runner = StepRunner(late=plan.late)
         starts = {chunk: start for chunk, start in zip(chunks, plan.shard_starts, strict=True) if start is not None}
