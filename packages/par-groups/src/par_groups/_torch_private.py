@@ -62,6 +62,7 @@ def let_gloo_workers_finish(timeout: float = 1.0) -> None:
         time.sleep(0.001)  # without the GIL, which a worker may be waiting for
         if not tasks.exists():
             return
+        # A worker that was seen asleep may have been about to wake up, so all must sleep at two looks in a row.
         asleep = asleep + 1 if all(map(_sleeps, tasks.glob("*/stat"))) else 0
 
 

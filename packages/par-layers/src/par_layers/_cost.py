@@ -156,6 +156,7 @@ def layer_cost(
     ranks = sizes.get("sequence", sizes.get("ring", 1) * sizes.get("ulysses", 1))
     if ranks > 1:
         sizes = {axis: size for axis, size in sizes.items() if axis not in ("sequence", "ring", "ulysses")}
+        # Exact fractions let tests compare the formulas with counted elements, without a tolerance.
         shape = replace(shape, tokens=Fraction(shape.tokens, ranks))
     if isinstance(shape, TransformerShape):
         return _transformer(mode, sizes, shape, sequence_parallel=sequence_parallel)
@@ -234,7 +235,9 @@ def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> LayerCost:
 def _square(q: int, depth: int, shape: Shape) -> LayerCost:
     """Return the cost of SUMMA. Forward and backward broadcast both operands, and backward reduces both gradients."""
     m = Fraction(shape.tokens, depth)
+    # A rank holds one of q * q blocks of an operand, and receives those of the q - 1 other ranks in its row or column.
     one = Fraction(q - 1, q * q)
+    # All layers of the depth axis hold the same weights and see different tokens, so they sum the weights' gradients.
     over_depth = 2 * Fraction(depth - 1, depth) / (q * q)
     match shape:
         case LinearShape(k=k, n=n):
@@ -257,6 +260,7 @@ def _cube(d: int, shape: Shape) -> LayerCost:
     Forward and backward gather activations and weight; backward reduce-scatters both gradients.
     """
     m = shape.tokens
+    # A rank holds one of d**3 blocks, and receives those of the d - 1 other ranks on one axis of the cube.
     one = Fraction(d - 1, d**3)
     match shape:
         case LinearShape(k=k, n=n):

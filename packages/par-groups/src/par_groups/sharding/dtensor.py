@@ -48,6 +48,7 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     """
     record = recorded_sharding(tensor)
     candidates = list(_candidates(mesh, tensor.dim())) if placements is None else [tuple(placements)]
+    # Errors come after this collective call: a rank without metadata that raised before would leave the others waiting.
     chosen = _common_placements(tensor, record, mesh, candidates)
     if record is None:
         shape = tuple(tensor.shape)
@@ -69,6 +70,7 @@ def _common_placements(
 ) -> tuple[Placement, ...] | None:
     """Return the first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
     fits_here = [record is not None and _fits(tensor, record, mesh, placements) for placements in candidates]
+    # All candidates are compared at once: one all-reduce for each mesh dim, however many candidates there are.
     fits = torch.tensor(fits_here, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
         dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.get_group(dim))  # dim by dim, so over all of the mesh
@@ -109,6 +111,7 @@ def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
     """Return the index-th of `parts` chunks of a list of spans, with the sizes of torch.chunk."""
     total = sum(length for _, length in spans)
+    # torch.chunk rounds the size up, so the last chunks may be smaller, or empty.
     share = -(-total // parts)
     return _take(spans, min(index * share, total), min((index + 1) * share, total))
 
@@ -133,6 +136,7 @@ def _take(spans: list[Span], start: int, stop: int) -> list[Span]:
 def _joined(spans: Iterator[Span]) -> list[Span]:
     joined: list[Span] = []
     for first, length in spans:
+        # Spans that meet become one, because `_fits` compares boxes: equal indices must have equal boxes.
         if joined and sum(joined[-1]) == first:
             joined[-1] = (joined[-1][0], joined[-1][1] + length)
         else:
@@ -148,6 +152,7 @@ def _boxes(spans: list[list[Span]], copies: tuple[int, ...]) -> Iterator[Box]:
         start = tuple(first for _, first, _ in corner)
         size = tuple(length for _, _, length in corner)
         offset = sum(position * step for (position, _, _), step in zip(corner, stride, strict=True))
+        # A chunk may be empty, and a box may not.
         if all(size):
             yield Box(start, size, offset, stride, copies)
 
@@ -168,6 +173,8 @@ def _copies(mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Seque
 
 def _candidates(mesh: DeviceMesh, dims: int) -> Iterator[tuple[Placement, ...]]:
     """Yield every combination of placements, with `Replicate` on mesh dims of size 1."""
+    # On a mesh dim of size 1 all placements mean the same. Elsewhere the number of candidates grows exponentially with
+    # the mesh dims.
     every: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(dims))]
     yield from itertools.product(*(every if mesh.size(dim) > 1 else every[:1] for dim in range(mesh.ndim)))
 
@@ -180,4 +187,5 @@ def _geometry(sharding: Sharding) -> tuple[object, ...]:
 
 
 def _steps(box: Box) -> tuple[int, ...]:
+    # No element depends on the stride of a dim of size 1, so records may have different ones.
     return tuple(step for step, size in zip(box.stride, box.size, strict=True) if size > 1)

@@ -55,12 +55,14 @@ def _named(
 
 def _named_in_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
+        # torch keeps names only if the optimizer was given named parameters; otherwise their places identify them.
         names = group.get("param_names") or [f"param_groups.{g}.params.{i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     """Return the local part of a gradient, which may be a DTensor."""
+    # A check of the type would import DTensor, for which a program without one need not pay.
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else to_local()
 
@@ -82,6 +84,7 @@ class Registration:
         self._tensors, self._attribute = tuple(tensors), attribute
         self.callback = callback
         for tensor in self._tensors:
+            # The registrations are on the tensor, so that they end with it. A table by tensor would keep it alive.
             if not hasattr(tensor, attribute):
                 setattr(tensor, attribute, [])
             getattr(tensor, attribute).append(self)
@@ -138,6 +141,8 @@ def follow_written_(copy: torch.Tensor, tensor: torch.Tensor) -> None:
         copy: Copy of higher precision, such as an fp32 master.
         tensor: Tensor of the same shape.
     """
+    # Usually nothing was written, which a CPU finds out faster than it writes the copy. On a GPU, the host would have
+    # to wait for the answer.
     if copy.is_cpu and _has_same_bits(copy.detach(), tensor.detach()):
         return
     copy.copy_(torch.where(copy.to(tensor.dtype) == tensor, copy, tensor.to(copy.dtype)))
@@ -154,6 +159,7 @@ def _has_same_bits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
         return torch.equal(copy.to(tensor.dtype), tensor)
     for exact, written in zip(copy.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True):
         rounded = exact.to(tensor.dtype)
+        # A view as 64-bit words needs complete words at an aligned address; a slice of a flat buffer may have neither.
         fits = rounded.nbytes % 8 == 0 and written.data_ptr() % 8 == 0
         word = torch.int64 if fits else torch.uint8
         if not torch.equal(rounded.view(word), written.view(word)):

@@ -118,11 +118,13 @@ class JointOptimizer(Optimizer):
             )
         first = 0
         for one in self.optimizers:
+            # A state dict numbers the parameters through all param groups, and each optimizer counts its own from 0.
             own, saved = saved[: len(one.param_groups)], saved[len(one.param_groups) :]
             count = sum(len(group["params"]) for group in own)
             state = {
                 key - first if isinstance(key, int) else key: value
                 for key, value in state_dict["state"].items()
+                # An entry without a number belongs to no parameter; the first optimizer keeps it.
                 if (key in range(first, first + count) if isinstance(key, int) else one is self.optimizers[0])
             }
             groups = [{**group, "params": [i - first for i in group["params"]]} for group in own]

@@ -44,6 +44,7 @@ class Box:
     def __post_init__(self) -> None:
         if not len(self.start) == len(self.size) == len(self.stride):
             raise ValueError(f"start {self.start}, size {self.size} and stride {self.stride} differ in their dims")
+        # A rank that holds nothing has no box, so an empty box is always a mistake; it would have no last element.
         if min((*self.start, self.offset, *self.stride), default=0) < 0 or min(self.size, default=1) < 1:
             raise ValueError(f"box {self.start} + {self.size} at {self.offset}, {self.stride}: negative, or empty")
 
@@ -83,10 +84,13 @@ class Box:
         local = part_of(local)
         if self.last >= local.numel():
             raise ValueError(f"box {self} ends at element {self.last}, but the local tensor has {local.numel()}")
+        # A box that is the complete tensor needs no contiguous memory: its strides count elements in row-major order,
+        # whatever the memory format.
         if self.offset == 0 and tuple(local.shape) == self.size and self.stride == row_major(self.size):
             return local.view(self.size)
         if not local.is_contiguous():
             raise ValueError(f"a box of a tensor with strides {local.stride()} needs it contiguous: call .contiguous()")
+        # `as_strided` counts from the beginning of the storage, which the local tensor may share with other tensors.
         return local.as_strided(self.size, self.stride, local.storage_offset() + self.offset)
 
 
@@ -154,6 +158,7 @@ def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
     for box in sharding.boxes:
         if box.last >= tensor.numel():
             raise ValueError(f"box {box} ends at local element {box.last}, but the tensor has {tensor.numel()}")
+    # If each box fits but their sum does not, two boxes overlap.
     if sharding.local_numel > tensor.numel():
         raise ValueError(f"the boxes hold {sharding.local_numel} elements, but the tensor has {tensor.numel()}")
     SHARDING.set(tensor, sharding)
@@ -211,6 +216,8 @@ def _within(box: Box, start: int, stop: int) -> Iterator[Box]:
     if start <= box.offset and box.last < stop:
         yield box
     elif box.last >= start and box.offset < stop:
+        # Indices of the dim with the largest stride follow each other in memory, so the range contains most of them
+        # completely, and few boxes are left.
         dim = max((d for d, size in enumerate(box.size) if size > 1), key=lambda d: box.stride[d])
         for first, length in _runs(box, dim, start, stop):
             yield from _within(_narrow(box, dim, first, length), start, stop)
@@ -238,5 +245,6 @@ def _narrow(box: Box, dim: int, first: int, length: int) -> Box:
 
 def row_major(shape: Sequence[int]) -> Shape:
     """Return the strides of a contiguous tensor of that shape, in elements."""
+    # As in torch, a dim of size 0 counts as 1, so that the strides of the dims before it do not become 0.
     steps = list(itertools.accumulate(reversed(tuple(shape)[1:]), lambda a, b: a * max(b, 1), initial=1))
     return tuple(reversed(steps))[: len(shape)] if shape else ()

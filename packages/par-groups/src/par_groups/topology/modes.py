@@ -84,6 +84,7 @@ def split_by_mode(axis: str, mode: str, size: int, options: Mapping[str, Any]) -
 
 def _check_options(axis: str, mode: str, function: ModeFunction, options: Mapping[str, Any]) -> None:
     parameters = list(inspect.signature(function).parameters.values())[1:]
+    # A mode that takes any option checks its options itself.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
     taken = [parameter.name for parameter in parameters]

@@ -158,6 +158,7 @@ class _Normal:
         del rows
         drawn, bins, words, more_words = bits()
         values, found = words.view(torch.float32), more_words.view(torch.float32)
+        # The 1 keeps the probability above 0, whose normal number would be infinite.
         values.copy_(torch.bitwise_and(drawn, 0x7FFFFFFF, out=bins)).add_(1.0)  # the probability times 2**31
         torch.bitwise_right_shift(words, _BIN_SHIFT, out=bins).sub_(_FIRST_BIN)
         offset, slope = half_normal()
@@ -165,6 +166,7 @@ class _Normal:
         values.mul_(found)
         torch.index_select(offset, 0, bins.flatten(), out=found.view(-1))
         values.add_(found).mul_(self.std)
+        # The first random bit becomes the sign bit of the float, which rounds nothing.
         words.bitwise_xor_(drawn.bitwise_and_(-(2**31)))
         part.copy_(values)
 
@@ -211,10 +213,12 @@ def half_normal() -> tuple[Tensor, Tensor]:
     The bins become narrower with the probability itself, so the tail, out to 6.3 standard deviations, is as exact as
     the middle: the lines are less than 3e-6 off.
     """
+    # The table is cached, so the default device of whoever comes first, such as meta, must not apply to it.
     with torch.device("cpu"):
         edges = (torch.arange(32 << (23 - _BIN_SHIFT), dtype=torch.int32) + _FIRST_BIN) << _BIN_SHIFT
         below = edges.view(torch.float32).double()  # probability times 2**31
         above = below.roll(-1)
+        # `roll` has put the first edge here, where the upper edge of the last bin belongs.
         above[-1] = 2.0**32
         left, right = (-torch.special.ndtri((edge / 2**32).clamp(max=0.5)) for edge in (below, above))
         slope = (right - left) / (above - below)

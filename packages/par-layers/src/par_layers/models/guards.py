@@ -33,6 +33,7 @@ def check_whole(model: nn.Module) -> None:
     if getattr(model, "use_kernels", False) is True:
         raise TypeError(f"this {who} runs fused kernels, which have no cut form; load it with use_kernels=False")
     for name, parameter in model.named_parameters():
+        # The attribute shows a DTensor without an import of its class.
         if hasattr(parameter, "placements"):
             raise TypeError(
                 f"parameter {name!r} is a DTensor: FSDP2 or transformers has cut this {who}; cut it here first, and "
@@ -87,6 +88,7 @@ def guard_(model: nn.Module, *, sharded_logits: bool) -> None:
     if sharded_logits:
         reasons["generate"] = "needs full logits, and this model was cut with logits='sharded'; use logits='auto'"
     for name, why in reasons.items():
+        # The replacement is on the instance, so that other models of this class keep their method.
         if hasattr(type(model), name):
             model.__dict__[name] = Refusal(name, why)
     if hasattr(type(model), "_get_static_cache_init_shape"):
@@ -206,6 +208,7 @@ def _tensors_in(output: Any) -> Iterator[Tensor]:
 
 def _depend(tensors: Iterable[Tensor], on: Tensor) -> bool:
     """Return whether autograd would reach a tensor from any of the others."""
+    # A loop and not a recursion: the graph of a deep model is deeper than Python's stack.
     pending = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set(pending)
     while pending:

@@ -138,6 +138,7 @@ def _rope_features(model: nn.Module, name: str) -> Iterator[int]:
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Return whether a model is a Hugging Face Transformers model, without importing transformers."""
+    # If nobody has imported transformers, the model is of none of its classes.
     transformers = sys.modules.get("transformers")
     base = None if transformers is None else getattr(transformers, "PreTrainedModel", None)
     return base is not None and isinstance(model, base)
@@ -192,6 +193,7 @@ def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
     for pattern, rule in plan.items():
         matched = _matching(pattern, names)
         if not matched:
+            # This is no error: the plan of a family covers all its sizes, and this size may lack some layers.
             unmatched.append(pattern)
         for name in matched:
             rules.setdefault(name, style_of(rule, names[name], name))
@@ -252,6 +254,7 @@ def _names(model: nn.Module) -> dict[str, nn.Module]:
     The value is the module with that name, or the module that owns the parameter with that name.
     """
     names: dict[str, nn.Module] = {}
+    # A shared module has several names, and a rule may use any of them.
     for path, module in model.named_modules(remove_duplicate=False):
         names[path] = module
         for parameter, _ in module.named_parameters(recurse=False):
