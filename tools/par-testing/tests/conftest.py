@@ -68,9 +68,9 @@ def start_inner():
 
 @pytest.fixture
 def eventually():
-    """Waits for a condition, which must come true within some seconds."""
+    """Waits for a condition, which must come true within minutes: a busy machine takes two to start an inner run."""
 
-    def wait(condition, seconds=120):
+    def wait(condition, seconds=LIMIT):
         limit = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < limit, "it did not come true in time"

@@ -212,9 +212,14 @@ def _context_of(session: pytest.Session) -> "ForkServerContext":
     """The forkserver of this session, started at the first rank test."""
     if _CONTEXT not in session.stash:
         from .ranks.body import module_of  # noqa: PLC0415
-        from .ranks.forkserver import start_forkserver  # noqa: PLC0415
+        from .ranks.forkserver import file_of, start_forkserver  # noqa: PLC0415
 
         items = [item for item in session.items if isinstance(item, pytest.Function) and _options_of(item)]
         modules = {item.path: module_of(item) for item in items}
-        session.stash[_CONTEXT] = start_forkserver(session.config.getini("ranks_preload"), [*modules.values()])
+        preload = session.config.getini("ranks_preload")
+        worker = getattr(session.config, "workerinput", None)  # of pytest-xdist
+        run = None if worker is None else worker["testrunuid"]
+        if run is not None:
+            session.config.add_cleanup(lambda: file_of(run).unlink(missing_ok=True))
+        session.stash[_CONTEXT] = start_forkserver(preload, [*modules.values()], run)
     return session.stash[_CONTEXT]
