@@ -68,7 +68,7 @@ def check(program, one_process=None):
 
 @pytest.mark.parametrize("seeds", [range(2), storm(range(2, 25))], ids=["some", "others"])
 @pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.ranks([2, 3], timeout=120)
+@pytest.mark.ranks([storm(2), 3], timeout=120)
 def test_random_programs_equal_one_process(name, seeds):
     setup = SETUPS[name]
     programs = [draw(setup, dist.get_world_size(), seed) for seed in seeds]
