@@ -19,8 +19,10 @@ from _table import write
 
 from par_checkpoint.format.crc import Crc, decode_crcs, encode_crcs
 from par_checkpoint.format.manifest import FileRecord, Manifest, encode_manifest
-from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors, check_covered, merge
+from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors
+from par_checkpoint.plan.coverage import check_covered
 from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
+from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.plan import BlockPlanner
 from par_checkpoint.plan.tasks import AssignedRun, RankPlan
 from par_checkpoint.transfer.exchange import claims_of_all, words_of

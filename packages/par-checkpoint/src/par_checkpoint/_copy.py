@@ -17,8 +17,9 @@ from .storage.files import FileSource, Writer
 from .storage.folder import Folder, Staging
 from .storage.outline import read_outline
 from .storage.sharing import Sharing
+from .transfer.errors import attempt
 from .transfer.memory import MemoryPool
-from .transfer.ranks import Ranks, attempt
+from .transfer.ranks import Ranks
 from .transfer.workers import Workers
 
 
@@ -81,6 +82,7 @@ def copy_checkpoint(
     try:
         copy.run(ranks, threads)
     except Exception:
+        # A save that replaced the source has removed the files that this copy still read. That is no fault of the copy.
         if ranks.on_first(lambda: of is not None and source.version() not in (of, None)):
             return False
         raise
@@ -103,6 +105,7 @@ class _Copy:
         """Copy and commit. After any error the staging folder is removed."""
         carrier = self.carrier
         large = {
+            # A file of at most one unit cannot be shared between ranks; rank 0 copies it before the commit.
             name: record
             for name, record in self.manifest.files.items()
             if (record.size > self._unit(record) if carrier is None else name in carrier.files and record.crcs)
@@ -126,6 +129,7 @@ class _Copy:
             else:
                 share = partial(carrier.carry, self.manifest, self.staging, self.target, ranks, by_file=self.by_file)
                 _, error = attempt(share)
+            # Every rank comes here, whether its share failed or not; otherwise the others would wait for it.
             ranks.raise_first(error)
             if self.staging.joins:
                 ranks.agree(lambda: self.staging.complete((ranks.rank, ranks.size)))
@@ -143,10 +147,13 @@ class _Copy:
 
     def _copy_share(self, large: dict[str, FileRecord], ranks: Ranks, threads: int) -> None:
         """Copy this rank's blocks, or its files where each has one writer."""
+        # A file that is written from its beginning to its end has one thread that writes.
         with Workers(threads if self.staging.positional else 1, "par-checkpoint-tier") as workers:
             for number, (name, record) in enumerate(large.items()):
                 begins = list(range(record.data_begin, record.size, self._unit(record)))
                 if not self.by_file:
+                    # Each file begins with another rank. Otherwise rank 0 would get the first block of every file, and
+                    # many files have few blocks.
                     begins = [begin for place, begin in enumerate(begins, number) if place % ranks.size == ranks.rank]
                 elif number % ranks.size != ranks.rank:
                     begins = []
@@ -167,6 +174,7 @@ class _Copy:
                 for job in [workers.submit(partial(copy, begin)) for begin in begins]:
                     job.result()
             except BaseException:
+                # A store keeps the parts of an upload, and charges for them, until the upload is ended.
                 writer.abort()
                 raise
             writer.finish()
@@ -183,6 +191,7 @@ class _Copy:
         data = memory[: min(len(memory), record.size - begin)]
         source.read_into(begin, data)
         first = (begin - record.data_begin) // record.block
+        # The check comes before the write, so that a corrupt block never reaches the target.
         for number, low in enumerate(range(0, len(data), record.block), first):
             self._check(name, crc32c(data[low : low + record.block]) == record.crcs[number])
         block = self.target.block(record.size - record.data_begin)

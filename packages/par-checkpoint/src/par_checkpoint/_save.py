@@ -25,8 +25,10 @@ from ._torch_style import check_loadable, write_objects
 from .format.crc import decode_crcs, encode_crcs
 from .format.header import DATA_ALIGNMENT
 from .format.manifest import BLOCK
-from .plan.claims import Claims, check_covered, merge, section_of
+from .plan.claims import Claims, section_of
+from .plan.coverage import check_covered
 from .plan.files import File, data_areas, lay_out
+from .plan.merging import merge
 from .plan.plan import BlockPlanner, Prepared
 from .state.beside import files_beside
 from .state.collect import (

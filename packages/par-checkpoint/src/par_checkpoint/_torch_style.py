@@ -21,7 +21,7 @@ from .format.tagged import decode
 from .plan.plan import Prepared
 from .state.collect import Content
 from .storage.files import Writer
-from .transfer.ranks import attempt
+from .transfer.errors import attempt
 from .transfer.snapshot import Snapshot
 from .transfer.write import WriteContext, write_blocks
 
@@ -46,6 +46,7 @@ def write_objects(
     work.ranks.raise_first(error)
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)
+    # Few ranks write a file. All others have the same empty value, which `distinct` sends once and not for each rank.
     return {name: record for _, of_rank in work.ranks.distinct(records or {}) for name, record in of_rank.items()}
 
 
@@ -85,6 +86,7 @@ def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[st
     slots = {key: decode(slot, content.state.tensors) for key, slot in content.state.slots.items()}
     for key, value in {**tensors, **slots}.items():
         name, dot, slot = key.rpartition(".")
+        # A key without a dot belongs to no parameter.
         (state.setdefault(name, {}) if dot else state)[slot] = value
     groups = []
     for names, options in content.state.groups or ():
@@ -161,6 +163,7 @@ class _ChecksumStream(io.RawIOBase):
         while done < len(memory):
             if self._size and self._size % BLOCK == 0:
                 self._crcs.append(0)
+            # torch writes pieces of any size, and checksums are of full blocks.
             part = memory[done : done + BLOCK - self._size % BLOCK]
             self._crcs[-1] = crc32c(part, self._crcs[-1])
             self._size += len(part)
@@ -217,6 +220,7 @@ class _MemoryWriter:
     def write_at(self, begin: int, view: memoryview) -> None:
         """Deals the bytes out to the tensors that they belong to."""
         reached, end = bisect_right(self._firsts, begin), bisect_left(self._firsts, begin + len(view))
+        # The bytes may begin inside the tensor that begins before them.
         for first, memory in self._parts[max(reached - 1, 0) : end]:
             low, high = max(first, begin), min(first + len(memory), begin + len(view))
             if low < high:

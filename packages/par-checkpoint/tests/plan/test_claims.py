@@ -3,19 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_checkpoint.plan import claims
-from par_checkpoint.plan.claims import (
-    Claims,
-    LocalTensor,
-    check_covered,
-    is_covered,
-    key_of,
-    merge,
-    name_of,
-    row_major,
-    section_of,
-    with_unique_keys,
-)
+from par_checkpoint.plan import coverage
+from par_checkpoint.plan.claims import Claims, LocalTensor, key_of, name_of, section_of, with_unique_keys
+from par_checkpoint.plan.coverage import check_covered, is_covered, row_major
+from par_checkpoint.plan.merging import merge
 from par_groups import Box, Sharding, whole
 
 from ..helpers import rectangle
@@ -160,11 +151,11 @@ def test_it_is_what_counting_finds(case):
 
 @given(boxed())
 def test_slab_by_slab_it_is_the_same(case):
-    cells, claims._CELLS = claims._CELLS, 1
+    cells, coverage._CELLS = coverage._CELLS, 1
     try:
         assert is_covered(*case) == counted(*case)
     finally:
-        claims._CELLS = cells
+        coverage._CELLS = cells
 
 
 @pytest.mark.parametrize("hole", [None, (0, 0), (5, 3), (6, 7)])

@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from par_checkpoint.plan.claims import Claims, GlobalTensor, merge
+from par_checkpoint.plan.claims import Claims, GlobalTensor
+from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.overlap import BoxIndex, indexes_of
 
 

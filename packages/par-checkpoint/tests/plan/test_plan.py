@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from par_checkpoint.format.bytes import bytes_of, copy_elements_
-from par_checkpoint.plan.claims import Claims, LocalTensor, check_covered, key_of, merge, name_of, with_unique_keys
+from par_checkpoint.plan.claims import Claims, LocalTensor, key_of, name_of, with_unique_keys
+from par_checkpoint.plan.coverage import check_covered
 from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
+from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.plan import BlockPlanner
 from par_checkpoint.transfer.exchange import by_wave
 from par_checkpoint.transfer.memory import LocalState

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from par_checkpoint import load, save
-from par_checkpoint.plan.claims import Claims, LocalTensor, merge
+from par_checkpoint.plan.claims import Claims, LocalTensor
+from par_checkpoint.plan.merging import merge
 from par_checkpoint.plan.tasks import BlockPiece
 from par_checkpoint.transfer.memory import LocalBox, LocalState, MemoryPool
 from par_groups import Box, Sharding

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 
 from ..format.bytes import bytes_of
-from .claims import Boxes, GlobalTensor, is_covered, row_major
+from .claims import Boxes, GlobalTensor
+from .coverage import is_covered, row_major
 
 Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]

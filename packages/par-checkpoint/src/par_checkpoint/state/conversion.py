@@ -13,7 +13,7 @@ import torch
 
 from par_groups import Box, Segment, Sharding
 
-from ..plan.claims import is_covered
+from ..plan.coverage import is_covered
 
 Shape = tuple[int, ...]
 

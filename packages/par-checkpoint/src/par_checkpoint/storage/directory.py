@@ -116,6 +116,7 @@ def read_directory(
         files = sorted(set(weight_map.values()))
     for file in files:
         _check_size(folder, file, sizes, records)
+    # Only torch.load shows what is in such files, and where.
     if form.pickled:
         return Directory({}, tuple(files), index, weight_map)
     read = _for_each(lambda file: _read_header(folder, file, sizes[file], records.get(file)), files, folder.in_flight)
@@ -225,6 +226,8 @@ def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecor
     path = f"{folder.url}/{name}"
     if record is None:
         return decode_header(lambda begin, end: folder.read(name, begin, end), size, path)
+    # The record has the header's size, so one read replaces two, and the checksum is compared before anything is
+    # parsed.
     first = folder.read(name, 0, record.data_begin)
     if len(first) != record.data_begin or crc32c(first) != record.header_crc:
         raise corrupt(path, f"has a header that does not match its checksum in {MANIFEST}")

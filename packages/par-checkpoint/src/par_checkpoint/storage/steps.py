@@ -26,6 +26,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step of a directory's name; None for any other name."""
+    # A name with more zeros than `step_name` writes is none: two names would be one step.
     match = re.fullmatch(r"step-([0-9]{8,})", name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -92,9 +93,12 @@ def remove_steps(
         if upto is not None and step > upto:
             continue
         if not dry_run:
+            # A save that died between its two renames left a complete step under another name. It must be found, or an
+            # older step would be kept in its place.
             folder.repair()
         if kept and littered:  # beside the newest whole step and above it, a save may be under way
             removed.extend(folder.sweep(dry_run=dry_run))
+        # A step that stays in any case needs no check, which would read its manifest and the sizes of its files.
         if kept >= keep_last and keep_every is not None and step % keep_every == 0:
             continue
         if (broken := _broken(folder)) is not None:

@@ -205,6 +205,7 @@ def _equal_bytes(folder: Folder, a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return all(
+        # A tensor may be larger than memory, so it is compared block by block.
         folder.read(a.file, a.begin + low, min(a.begin + low + BLOCK, a.end))
         == folder.read(b.file, b.begin + low, min(b.begin + low + BLOCK, b.end))
         for low in range(0, a.end - a.begin, BLOCK)

@@ -10,7 +10,7 @@ import torch
 from par_groups import Box
 
 from ..format.bytes import bytes_of
-from ..plan.claims import row_major
+from ..plan.coverage import row_major
 from ..storage.consistent import read_consistently
 from ..storage.folder import Folder
 from ..storage.outline import Outline, read_outline, tensors_of

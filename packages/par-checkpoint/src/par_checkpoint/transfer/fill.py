@@ -11,17 +11,18 @@ from .._progress import ProgressBar
 from ..format.bytes import copy_elements_
 from ..format.crc import decode_crcs, encode_crcs
 from ..format.manifest import BLOCK
-from ..plan.claims import Claims, GlobalTensor, LocalTensor, merge, section_of, with_unique_keys
+from ..plan.claims import Claims, GlobalTensor, LocalTensor, section_of, with_unique_keys
 from ..plan.files import File, data_areas, tensor_areas
 from ..plan.homes import Homes
+from ..plan.merging import merge
 from ..plan.plan import BlockPlanner
 from ..plan.tasks import RankPlan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
+from .errors import attempt
 from .exchange import claims_of_all, words_of
 from .memory import LocalState
-from .ranks import attempt
 from .read import BlockReader, read_blocks, window_of, wrong_join
 from .sessions import Session
 

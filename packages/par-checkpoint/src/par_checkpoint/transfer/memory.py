@@ -10,7 +10,8 @@ import torch
 from par_groups import Box
 
 from ..format.bytes import copy_elements_
-from ..plan.claims import GlobalTensor, LocalTensor, row_major
+from ..plan.claims import GlobalTensor, LocalTensor
+from ..plan.coverage import row_major
 from ..plan.tasks import BlockPiece
 
 _ALIGNMENT = 8  # bytes; a piece in a message buffer begins at a multiple of it, so that it can be viewed as its dtype

@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -23,11 +22,10 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
-from par_groups import error_text
-
 from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from ..format.bytes import bytes_of
+from .errors import PortableError, attempt
 from .roll import Roll, named_ranks
 from .workers import Workers
 
@@ -256,7 +254,7 @@ class Ranks:
 
     def _raise(self, mine: BaseException | None) -> None:
         """Raise the error of the first rank that has one, after the ranks know that some rank has one."""
-        errors = self.distinct(None if mine is None else _portable(mine))
+        errors = self.distinct(None if mine is None else PortableError.of(mine))
         # This rank raises its own KeyboardInterrupt or SystemExit unchanged, but only after the collective, so that the
         # other ranks receive an error instead of waiting.
         if mine is not None and not isinstance(mine, Exception):
@@ -374,7 +372,7 @@ class Ranks:
     def on_first(self, act: Callable[[], Value]) -> Value:
         """Call a function only on rank 0. Every rank returns its result, or raises its error."""
         result, error = attempt(act) if self.rank == 0 else (None, None)
-        outcome = self.broadcast((result, None if error is None else _portable(error)))
+        outcome = self.broadcast((result, None if error is None else PortableError.of(error)))
         if outcome[1] is not None:
             if self.rank == 0 and error is not None:
                 raise error
@@ -466,40 +464,3 @@ def _checked(frame: memoryview, rank: int) -> tuple[int, int]:
 def _broken(rank: int) -> RuntimeError:
     """Return the error for a message that differs from the one that its rank has sent."""
     return RuntimeError(f"the message of rank {rank} arrived incomplete: a rank of the group is gone; restart the run")
-
-
-def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
-    """Return the result of a call and None, or None and the error that the call raised."""
-    try:
-        return act(), None
-    except BaseException as error:
-        return None, error
-
-
-_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError, FileExistsError, FileNotFoundError, OSError)
-
-
-@dataclass(frozen=True)
-class _Portable:
-    """An error that every rank can raise."""
-
-    kind: type[Exception]
-    text: str
-    number: int | None
-
-    def error(self, prefix: str = "") -> Exception:
-        """Return the error, with a prefix such as the number of its rank."""
-        error = self.kind(prefix + self.text)
-        if isinstance(error, OSError):
-            error.errno = self.number  # callers check it, for example for ENOSPC
-        return error
-
-
-def _portable(error: BaseException) -> _Portable:
-    """Return an error that other ranks can raise: with the same text, and of the same type if it is a built-in one."""
-    number = error.errno if isinstance(error, OSError) else None
-    text = error_text(error)
-    if isinstance(error, CheckpointError):
-        return _Portable(type(error), text, number)
-    kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
-    return _Portable(kind, text if type(error) is kind else f"{type(error).__name__}: {text}", number)
