@@ -38,8 +38,11 @@ STRICT_COVER = (
 )
 """The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
 
-ACCELERATOR = ("tests-integration/gpu/test_zero_gpu.py",)
-"""The tests of a GPU that run on the strict accelerator."""
+ACCELERATOR = ("tests-integration/gpu",)
+"""The tests that run on a strict accelerator: those of a GPU."""
+
+ACCELERATOR_COVER = (*ACCELERATOR, "--ignore=tests-integration/gpu/test_train_gpu.py")
+"""The part of them that CI runs, under two minutes; the main job in a process of its own takes longer."""
 
 PORTABLE = (
     "packages/par-groups/tests/topology",
@@ -62,10 +65,12 @@ CONSTRAINTS = ["-c", "constraints.txt"]
 def tests(session: nox.Session) -> None:
     """Everything that CI tests, in one environment. Arguments go to pytest.
 
-    `-- --backend strict --cover` runs the part of them that CI runs on strict ranks, too.
+    `-- --backend strict --cover` runs the part of them that CI runs on strict ranks, too. `-- --accelerator --cover`
+    runs the part that it runs on a strict accelerator.
     """
     covers, others = cover_of(session)
-    run_suite(session, *workers(), *(STRICT_COVER if covers else ()), *others)
+    cover = ACCELERATOR_COVER if "--accelerator" in others else STRICT_COVER
+    run_suite(session, *workers(), *(cover if covers else ()), *others)
 
 
 @nox.session

@@ -10,11 +10,12 @@ from par_layers import Context, Mask, Tokens
 from par_layers.context.kernels import CudaEfficient, CudaFlash, Math, Visible
 from par_layers.context.pieces import AttentionPiece
 from par_layers.context.steps import Masks, PieceStep
+from par_testing import accelerator_type
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
+of_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="kernels of CUDA")
 
 FLASH = [
     AttentionPiece(0, 200, 0, 300, "full"),
@@ -51,9 +52,10 @@ def dense(piece):
 
 
 def numbers(*shape, seed, dtype=torch.bfloat16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@of_cuda
 @pytest.mark.parametrize(
     ("kernel", "dtype", "piece"),
     [
@@ -71,7 +73,7 @@ def test_a_piece_is_that_of_plain_products(kernel, dtype, piece):
         first = np.arange(queries) // 2
         bounds = np.stack([first, np.minimum(first + 3, keys)])
     visible = Masks().visible(PieceStep(piece, (), bounds), q, biased=piece.kind in kernel.biased)
-    hidden = torch.zeros(queries, keys, device="cuda").masked_fill(~dense(piece).cuda(), -torch.inf)
+    hidden = torch.zeros(queries, keys, device=DEVICE).masked_fill(~dense(piece).to(DEVICE), -torch.inf)
     found, exact = [], []
     for run, told, cast, results in (
         (kernel, visible, dtype, found),
@@ -110,20 +112,21 @@ def test_the_host_waits_for_nothing_after_the_first_step():
     context = Context(None)
     q, k, v = (numbers(1, 512, heads, 64, seed=heads).requires_grad_() for heads in (8, 2, 2))
     tokens = Tokens(512, 512, ((200, 12, 300),), (((0, 512),),))
-    mode = torch.cuda.get_sync_debug_mode()
+    module = torch.get_device_module(DEVICE)
+    mode = module.get_sync_debug_mode()
     try:
         for debug in ("default", "error"):
-            torch.cuda.set_sync_debug_mode(debug)
+            module.set_sync_debug_mode(debug)
             for mask in (Mask(causal=True), Mask(causal=True, window=30), Mask(window=9)):
                 context.attention(q, k, v, tokens, mask=mask).sum().backward()
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        module.set_sync_debug_mode(mode)
 
 
 @pytest.mark.ranks(2, timeout=120)
 def test_ranks_that_share_a_gpu_have_the_gradients_of_the_cpu():
     results = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         found = []
         for mode in ("gather", "ring", "ulysses"):
             topology = Topology.from_config({"sequence": {"size": 2, "mode": mode}}, dist.get_world_size())

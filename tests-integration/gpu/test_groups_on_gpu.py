@@ -5,17 +5,17 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, launch, sharding_of
+from par_testing import accelerator_type
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
 
 
-def test_a_world_of_one_gpu_uses_nccl_for_its_tensors():
+def test_world_of_one_gpu_uses_its_backend():
     with launch(timeout=60) as environment:
-        assert environment.device.type == "cuda"
-        assert "cuda:nccl" in environment.backend
+        assert environment.device.type == DEVICE
+        assert dist.get_default_backend_for_device(DEVICE) in environment.backend
         value = torch.ones(3, device=environment.device)
         dist.all_reduce(value)
         assert value.tolist() == [1, 1, 1]
@@ -28,11 +28,11 @@ def test_groups_of_one_gpu_share_the_default_communicator():
         value = torch.ones(2, device=environment.device)
         dist.all_reduce(value, group=groups["model"])
         assert value.tolist() == [1, 1]
-        assert groups.mesh(("data", "tensor")).device_type == "cuda"
+        assert groups.mesh(("data", "tensor")).device_type == DEVICE
 
 
 def test_boxes_are_views_on_the_gpu():
-    tensor = torch.zeros(4, 4, device="cuda")
+    tensor = torch.zeros(4, 4, device=DEVICE)
     sharding_of(tensor).boxes[0].of(tensor).fill_(3)
     assert tensor.eq(3).all()
 

@@ -7,11 +7,11 @@ from torch import nn
 
 from par_groups import ProcessGroups, Topology
 from par_layers import initialize, layer_set
+from par_testing import accelerator_type
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
 
 
 def loss_and_gradients(groups, device):
@@ -36,6 +36,6 @@ def test_two_ranks_may_share_a_gpu_over_gloo():
     topology = Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, dist.get_world_size())
     with ProcessGroups(topology, device="cpu") as groups:
         expected = loss_and_gradients(groups, "cpu")
-        found = loss_and_gradients(groups, "cuda")
+        found = loss_and_gradients(groups, DEVICE)
     # Products are summed up in another order on a GPU; fp32, sums of 256 numbers at most.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -8,26 +8,25 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import launch
-from par_pipeline import ActivationOffload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
+from par_pipeline import ActivationOffload, Pipeline, Shared, Transport, one_f_one_b, simulate, zb_h1, zb_v
 from par_pipeline._structure import flatten
 from par_pipeline.wire.lanes import APART, FIRST, REST
 from par_pipeline.wire.message import HEADER, Header, encode_apart
-from par_testing import for_each
+from par_testing import accelerator_type, for_each
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
 
 
 def stage(number):
     torch.manual_seed(number)
-    return nn.Sequential(nn.Linear(15, 123), nn.GELU(), nn.Linear(123, 15)).double().to("cuda")
+    return nn.Sequential(nn.Linear(15, 123), nn.GELU(), nn.Linear(123, 15)).double().to(DEVICE)
 
 
 def data():
     generator = torch.Generator().manual_seed(0)
-    return (torch.randn(17, 15, generator=generator, dtype=torch.float64).to("cuda") for _ in range(2))
+    return (torch.randn(17, 15, generator=generator, dtype=torch.float64).to(DEVICE) for _ in range(2))
 
 
 def mse(output, target):
@@ -39,7 +38,7 @@ def check(schedule, **options):
     reference = copy.deepcopy(stages)
     x, y = data()
     mine = [stages[number] for number in schedule.stage_of(dist.get_rank())]
-    run = Pipeline(mine, schedule, dist.group.WORLD, loss_fn=mse, timeout=60, **options)
+    run = Pipeline(mine, schedule, dist.group.WORLD, loss_fn=mse, transport=Transport(timeout=60), **options)
     for _ in range(2):
         run.step(x, target=y)
         mse(nn.Sequential(*reference)(x), y).backward()
@@ -59,15 +58,15 @@ def test_one_gpu_runs_all_stages_of_a_v(resident):
 
 
 def test_messages_keep_what_hosts_read_on_the_cpu_and_their_tensors_on_the_gpu():
-    value = (torch.arange(15.0, device="cuda"), None, torch.ones(3, 5, dtype=torch.bfloat16, device="cuda"))
+    value = (torch.arange(15.0, device=DEVICE), None, torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE))
     tensors, signature = flatten(value)
-    device = torch.device("cuda")
+    device = torch.device(DEVICE)
     for expected in (None, signature):
         ahead = None if expected is None else expected.size
         parts = dict(encode_apart(signature, tensors, expected, ahead, device))
         first, rest, apart = parts[FIRST], parts.get(REST), parts[APART]
         assert (first.device.type, len(first)) == ("cpu", HEADER)
-        assert (apart.device.type, len(apart)) == ("cuda", signature.size)
+        assert (apart.device.type, len(apart)) == (DEVICE, signature.size)
         assert rest is None if expected is not None else rest.device.type == "cpu"
         found, arrived = Header(first, first[0].item()).decode(expected, rest, apart)
         assert found == signature
@@ -83,7 +82,7 @@ def test_two_ranks_may_share_a_gpu_over_gloo(make):
 @pytest.mark.ranks(2, timeout=120)
 def test_shared_parameters_of_a_gpu_have_the_sum_of_their_gradients_over_gloo():
     rank, group = dist.get_rank(), dist.group.WORLD
-    module = nn.Linear(15, 15, bias=False).to("cuda")
+    module = nn.Linear(15, 15, bias=False).to(DEVICE)
     shared = Shared({"weight": module.weight}, group)
     module.weight.grad = torch.full_like(module.weight, rank + 1.0)
     shared.handle_gradient()

@@ -10,11 +10,11 @@ from torch import nn
 from par_groups import Box, Sharding, set_sharding
 from par_precision import Float8Linear, convert_to_float8_, mixed, stochastic_round_
 from par_precision.rounding.rounding import Rounding, round_all_
+from par_testing import accelerator_type
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
 
 
 def has_float8():
@@ -24,15 +24,16 @@ def has_float8():
 @contextmanager
 def no_syncs():
     """Whoever makes the host wait raises."""
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
+    torch.accelerator.synchronize()
+    module = torch.get_device_module(DEVICE)
+    before = module.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once that this mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
+            module.set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        module.set_sync_debug_mode(before)
 
 
 def randn(*shape, seed=0):
@@ -42,7 +43,7 @@ def randn(*shape, seed=0):
 def both_ways(target, source):
     """Rounded on the CPU and on the GPU, as integers; the record on the target goes along."""
     results = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         into = target.to(device, copy=True)
         into.__dict__.update(target.__dict__)
         stochastic_round_(into, source.to(device), 1, 2, name="w")
@@ -101,7 +102,7 @@ def many_roundings(device):
 
 
 def test_many_tensors_at_once_round_like_on_the_cpu_without_waiting():
-    expected, found, again = many_roundings("cpu"), many_roundings("cuda"), many_roundings("cuda")
+    expected, found, again = many_roundings("cpu"), many_roundings(DEVICE), many_roundings(DEVICE)
     round_all_(expected, 1, 2)
     round_all_(found, 1, 2)
     with no_syncs():
@@ -113,7 +114,7 @@ def test_many_tensors_at_once_round_like_on_the_cpu_without_waiting():
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).cuda()
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).to(DEVICE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"])
@@ -123,7 +124,7 @@ def test_a_step_does_not_wait_for_the_host(precision):
     module = model()
     adam = torch.optim.AdamW(module.parameters(), fused=True)
     module, optimizer = mixed(module, adam, precision, clip_norm=1.0)
-    x = randn(48, 64).cuda()
+    x = randn(48, 64).to(DEVICE)
     for step in range(4):
         loss = module(x).square().mean()
         optimizer.backward(loss)
@@ -136,7 +137,7 @@ def test_a_step_does_not_wait_for_the_host(precision):
     assert loss.isfinite()
 
 
-def trained(sizes, weigh, precision, device="cuda", watched=no_syncs):
+def trained(sizes, weigh, precision, device=DEVICE, watched=no_syncs):
     """A layer after four steps on 12 rows each, of which every loss has some; from the third on it is watched."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 4).to(device)
@@ -174,7 +175,7 @@ def test_losses_weigh_by_their_items_without_waiting(precision):
 def test_float8_products_are_those_of_the_cpu(dtype, rows):
     """Quantisation is the same; sums are in another order, and forward ones in the tensor cores' fewer bits."""
     results = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         torch.manual_seed(0)
         layer = convert_to_float8_(nn.Sequential(nn.Linear(64, 48)))[0].to(device, dtype)
         x = randn(rows, 64).to(device, dtype).requires_grad_()
@@ -187,15 +188,15 @@ def test_float8_products_are_those_of_the_cpu(dtype, rows):
 
 @pytest.mark.skipif(not has_float8(), reason="this GPU has no float8 products")
 def test_float8_takes_strided_inputs_and_expanded_gradients_without_waiting():
-    layer = Float8Linear(64, 48, device="cuda", dtype=torch.bfloat16)
-    x = randn(64, 40).cuda().bfloat16().t().requires_grad_()
+    layer = Float8Linear(64, 48, device=DEVICE, dtype=torch.bfloat16)
+    x = randn(64, 40).to(DEVICE).bfloat16().t().requires_grad_()
     layer(x).sum().backward()
     with no_syncs():
         layer(x).sum().backward()
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.skipif(has_float8(), reason="this GPU has float8 products")
+@pytest.mark.skipif(has_float8() or DEVICE != "cuda", reason="this GPU has float8 products, or is none of CUDA")
 def test_a_gpu_without_float8_says_so():
     with pytest.raises(RuntimeError, match=r"compute capability .*use bf16"):
         convert_to_float8_(model())

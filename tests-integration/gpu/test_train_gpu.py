@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import verify
+from par_testing import accelerator_type
 from par_train import Strategy, load_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+DEVICE = accelerator_type()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator here")]
+COMMAND = [sys.executable, "-m"] if DEVICE != "strict" else [sys.executable, "-m", "par_testing.accelerator"]
 
 ON_CPU = ["--device", "cpu"]
 SMALL = ["--model.width=64", "--model.layers=2", "--model.context=64", "--train.batch_size=8", "--train.warmup_steps=2"]
@@ -33,7 +34,7 @@ def text(tmp_path_factory):
 
 def train(text, folder, *options):
     """Runs the command; the lines of its metrics."""
-    command = [sys.executable, "-m", "par_train", "run", "--output", folder, "--data.folder", text, *SMALL, *options]
+    command = [*COMMAND, "par_train", "run", "--output", folder, "--data.folder", text, *SMALL, *options]
     done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert verify(folder / "checkpoint") == []
@@ -66,7 +67,7 @@ def test_every_precision_trains_near_fp32(text, tmp_path, expected, precision):
 
     Of fp16 only that it learns: the first steps are skipped, until the loss scale fits.
     """
-    if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if precision == "fp8" and torch.get_device_module(DEVICE).get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8 products")
     found = losses(train(text, tmp_path / "run", "--zero", 1, "--precision", precision))
     assert found[-1] < 0.8 * found[0]
@@ -105,7 +106,7 @@ def test_a_strategy_brings_batches_to_its_gpu(pipelined):
         model, optimizer, loader = strategy.initialize(
             module, torch.optim.AdamW(module.parameters(), lr=1e-2), batches()
         )
-        assert strategy.device.type == "cuda"
+        assert strategy.device.type == DEVICE
         for inputs, targets in batches():
             if pipelined:
                 found = strategy.execute_pipeline(loader, model, mse, optimizer)
