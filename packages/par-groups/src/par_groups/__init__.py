@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._torch_private import is_called_by_state_dict_of_dcp
     from .live.agreement import agree, check_alike, together
     from .live.among import group_among
-    from .live.backends import Collective, backend_of, check_collectives, sendable
+    from .live.backends import Collective, accelerator_of, backend_of, check_collectives, sendable
     from .live.copies import HostCopies, HostCopy, copy_to_device, copy_to_host
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
@@ -100,6 +100,7 @@ __all__ = [
     "WatchedWeight",
     "WeightGradHook",
     "WeightGradient",
+    "accelerator_of",
     "add_product",
     "agree",
     "averaged_axes",
@@ -162,7 +163,7 @@ _MODULE_OF = {
     for module, names in {
         "live.agreement": ("agree", "check_alike", "together"),
         "live.among": ("group_among",),
-        "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
+        "live.backends": ("Collective", "accelerator_of", "backend_of", "check_collectives", "sendable"),
         "live.copies": ("HostCopies", "HostCopy", "copy_to_device", "copy_to_host"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),

@@ -259,7 +259,9 @@ def test_a_running_world_is_joined_and_left_running():
 @pytest.mark.ranks(1)
 def test_running_world_of_a_device_backend_takes_it(accelerator, backend, expected, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backend)
-    monkeypatch.setattr(_launch, "accelerator_type", lambda: accelerator)
+    device = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *, check_available: device)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(_launch, "_running_device", lambda: torch.device(accelerator, 1))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     assert launch().device == torch.device(expected)

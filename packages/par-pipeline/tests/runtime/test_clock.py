@@ -17,7 +17,7 @@ class Stream:
     def __init__(self):
         self.now = 100.0
 
-    def event(self, *, enable_timing):
+    def event(self, device, *, enable_timing):
         assert enable_timing
         return Event(self)
 
@@ -28,7 +28,8 @@ class Event:
     def __init__(self, stream):
         self.stream, self.waited = stream, False
 
-    def record(self):
+    def record(self, stream):
+        assert stream is self.stream
         self.at = self.stream.now + BEHIND
 
     def synchronize(self):
@@ -48,9 +49,12 @@ def test_stages_on_a_cpu_are_timed_by_the_host():
 
 def test_a_stream_s_moments_are_when_it_comes_to_them_and_only_the_question_waits(monkeypatch):
     stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(torch, "Event", stream.event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(_clock, "perf_counter", lambda: stream.now)
-    clock = _clock.StreamClock()
+    clock = _clock.clock_of([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)])
+    assert isinstance(clock, _clock.HostClock)
+    clock = _clock.StreamClock(torch.device("cuda"))
     moments = []
     for now in (100.0, 102.0):
         stream.now = now

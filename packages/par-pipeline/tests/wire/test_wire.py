@@ -125,5 +125,5 @@ def test_transfers_of_steps_that_are_over_end_before_the_rest_is_aborted_unless_
 
 @pytest.mark.ranks(1)
 def test_a_group_of_gloo_sends_from_the_cpu_also_where_there_is_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *, check_available: torch.device("cuda"))
     assert _device_of(dist.group.WORLD) == torch.device("cpu")

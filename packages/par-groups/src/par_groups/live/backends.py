@@ -11,6 +11,9 @@ Collective = Literal["all_reduce", "broadcast", "all_gather", "reduce_scatter", 
 _COMPLETE = ("gloo", "nccl", "xccl", "fake")
 """Backends of torch that can do all of them."""
 
+_CPU_BACKENDS = ("gloo", "mpi", "fake")
+"""Backends that accept tensors of an accelerator and are not made for it."""
+
 _METHODS: dict[Collective, tuple[str, ...]] = {
     "all_reduce": ("allreduce",),
     "broadcast": ("broadcast",),
@@ -33,6 +36,21 @@ def backend_of(group: dist.ProcessGroup | None, kind: str) -> str | None:
     """
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
     return next((backend for device, _, backend in pairs if device == kind), None)
+
+
+def accelerator_of(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Return this process's accelerator if a group has a backend of its own for it, such as NCCL; else None.
+
+    gloo also accepts tensors of a GPU, but copies them through the CPU. A group of gloo shows that a job computes on
+    CPUs, or that several ranks share an accelerator.
+
+    Args:
+        group: Group; None is the world.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_of(group, accelerator.type) in (None, *_CPU_BACKENDS):
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def check_collectives(

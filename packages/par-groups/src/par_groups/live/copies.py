@@ -130,9 +130,11 @@ class HostCopies:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on a device; neither the host nor the device waits for the other."""
+    """Return a tensor on a device. The host does not wait for a copy to an accelerator."""
+    if not tensor.is_cpu or device.type == "cpu":
+        return tensor.to(device)
     # Out of memory that is not pinned, the driver would copy while the host waits.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def copy_to_host(tensor: Tensor) -> tuple[Tensor, torch.Event]:

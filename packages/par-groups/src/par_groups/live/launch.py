@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 
 from .._torch_private import let_gloo_workers_finish
-from .backends import backend_of
+from .backends import accelerator_of
 from .environment import Launch, read_environment
 
 _LONGEST = timedelta(minutes=30)
 """Default timeout of the rendezvous; the same as torch's."""
-
-_CPU_BACKENDS = ("gloo", "mpi", "fake")
-"""Backends whose world computes on CPUs, although they also send tensors of an accelerator."""
 
 _MISSING = "missing: "
 """Prefix of rank 0's answer after its timeout."""
@@ -418,10 +415,7 @@ def _running(device: str | torch.device | None) -> Environment:
     if device is not None:
         chosen = _device(device, local_rank)
     else:
-        # Only the accelerator's own backend shows that the job computes there: gloo accepts tensors of every device.
-        kind = accelerator_type()
-        is_on_accelerator = kind is not None and backend_of(None, kind) not in (None, *_CPU_BACKENDS)
-        chosen = _running_device() if is_on_accelerator else torch.device("cpu")
+        chosen = torch.device("cpu") if accelerator_of(None) is None else _running_device()
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen)
     return Environment(

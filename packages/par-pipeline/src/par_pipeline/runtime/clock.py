@@ -1,4 +1,4 @@
-"""Clocks for the start and end of actions: the host's clock, or a GPU's, which runs actions later than the host."""
+"""Clocks for the start and end of actions: the host's, or an accelerator's, which runs actions later than the host."""
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter
@@ -29,15 +29,22 @@ class HostClock:
 
 
 class StreamClock:
-    """Clock of stages on a GPU: a moment is an event in the current stream."""
+    """Clock of stages on an accelerator: a moment is an event in the current stream.
 
-    def now(self) -> torch.cuda.Event:
+    Args:
+        device: Accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
         """Record an event in the stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def seconds(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
+    def seconds(self, moments: Sequence[torch.Event]) -> list[float]:
         """Return the times of moments in seconds, measured back from the end of the stream's work."""
         last = self.now()
         last.synchronize()
@@ -47,5 +54,6 @@ class StreamClock:
 
 def clock_of(modules: Iterable[nn.Module]) -> Clock:
     """Return the clock for the device of the modules' parameters."""
-    on_gpu = any(parameter.is_cuda for module in modules for parameter in module.parameters())
-    return StreamClock() if on_gpu else HostClock()
+    devices = (parameter.device for module in modules for parameter in module.parameters())
+    device = next((each for each in devices if each.type not in ("cpu", "meta")), None)
+    return HostClock() if device is None else StreamClock(device)

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from par_groups import copy_to_device
 
 from .._structure import Signature
 from .._torch_private import run_backward
@@ -109,7 +112,8 @@ def across_border(signature: Signature, tensors: Sequence[Tensor], *, copied: bo
     """
     leaves = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
-        leaf = tensor if tensor.device.type == spec.device else tensor.to(spec.device)  # gloo's are on the CPU
+        # gloo delivers CPU tensors.
+        leaf = tensor if tensor.device.type == spec.device else copy_to_device(tensor, torch.device(spec.device))
         leaves.append(leaf.requires_grad_() if spec.requires_grad else leaf)
     return signature.build([leaf.clone() for leaf in leaves] if copied else leaves), leaves
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import backend_of
+from par_groups import accelerator_of, backend_of
 
 from .._errors import DataEnded, Failure, PeerFailed, PipelineError
 from .._program import LOSS, WELL, Program, compile_program, sum_message
@@ -518,7 +518,7 @@ def _check_shared(shared: object) -> None:
 
 
 def _connect(*groups: dist.ProcessGroup | None) -> None:
-    """Use each device communicator of a step once, because NCCL connects a communicator on first use."""
+    """Use each device communicator of a step once, because NCCL and others connect on first use."""
     for group in groups:
         device = torch.device("cpu") if group is None else _device_of(group)
         # gloo connects when the group is made, so only device communicators need a first use.
@@ -527,7 +527,5 @@ def _connect(*groups: dist.ProcessGroup | None) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the group's sends: this rank's GPU if the group has NCCL, else the CPU."""
-    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Return the device of the group's sends: this rank's accelerator if the group has its backend, else the CPU."""
+    return accelerator_of(group) or torch.device("cpu")

@@ -1,7 +1,7 @@
 """The private communicators of a pipeline, one for each direction, so that a send never waits behind a receive.
 
 Headers use gloo, regardless of the group's backend: the host waits for them with a timeout, and they report failures.
-Tensors on GPUs are sent separately over NCCL, and only streams wait for them.
+Tensors on accelerators are sent separately over their own backend, such as NCCL, and only streams wait for them.
 
 `Channels` of par_groups are different: all ranks of a world make them together, once. A pipeline accepts any group and
 makes its lanes only among the ranks of that group, again after each failure. Its gloo lanes share one thread.
@@ -10,12 +10,15 @@ makes its lanes only among the ranks of that group, again after each failure. It
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from par_groups import backend_of, group_among
 
 from .._torch_private import default_store, gloo_options, is_profiled, nccl_options, unheard
 
@@ -108,8 +111,8 @@ class Lanes(NamedTuple):
     Args:
         up: Gloo communicator of messages to higher ranks.
         down: Gloo communicator of messages to lower ranks.
-        up_second: Communicator of separate tensors to higher ranks; NCCL for tensors on GPUs.
-        down_second: Communicator of separate tensors to lower ranks; NCCL for tensors on GPUs.
+        up_second: Communicator of separate tensors to higher ranks; NCCL or another backend of an accelerator.
+        down_second: Communicator of separate tensors to lower ranks, of the same backend.
         rank: This rank, within the group.
         timeout: Timeout for a message.
         are_apart: Whether tensors are sent separately from headers, so that no host waits for them.
@@ -131,11 +134,13 @@ class Lanes(NamedTuple):
         return (up, down) if peer > self.rank else (down, up)
 
     def abort(self) -> None:
-        """Stop NCCL transfers in flight. Gloo's communicators end with their last reference."""
+        """Stop transfers of separate tensors in flight. Gloo's communicators end with their last reference."""
         for first, second in ((self.up, self.up_second), (self.down, self.down_second)):
-            # On a CPU both names are the same gloo communicator, which ends with its last reference.
+            # On a CPU both names are the same gloo communicator, which ends with its last reference. So does that of a
+            # backend that cannot abort.
             if second is not first:
-                second.abort()
+                with suppress(NotImplementedError):
+                    second.abort()
 
 
 def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Lanes:
@@ -143,7 +148,7 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
 
     Args:
         group: Ranks of the pipeline.
-        device: Device of the sent tensors: a GPU for which the group has NCCL, or the CPU.
+        device: Device of the sent tensors: an accelerator for which the group has a backend of its own, or the CPU.
         timeout: Timeout for a message.
     """
     # The name is new for every call, so that connections after a failure do not read the keys of the old ones in the
@@ -161,9 +166,16 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     options = gloo_options(timeout, interfaces)
     up, down = make(dist.ProcessGroupGloo, "up", options), make(dist.ProcessGroupGloo, "down", options)
     up_second, down_second = up, down  # gloo tells messages apart by their tags, too
-    if device.type != "cpu":
-        options = nccl_options(max(timeout, _FOR_KERNELS))
+    longest, backend = max(timeout, _FOR_KERNELS), backend_of(group, device.type)
+    if device.type != "cpu" and backend == "nccl":
+        options = nccl_options(longest)
         up_second, down_second = (make(dist.ProcessGroupNCCL, name, options) for name in ("up_second", "down_second"))
+    elif device.type != "cpu":
+        # torch knows how to make a communicator of any registered backend, but only as part of a group.
+        ranks = dist.get_process_group_ranks(group)
+        up_second, down_second = (
+            group_among(ranks, longest, f"{device.type}:{backend}", f"par_pipeline {name}") for name in ("up", "down")
+        )
     return Lanes(up, down, up_second, down_second, rank, timeout, device.type != "cpu")
 
 

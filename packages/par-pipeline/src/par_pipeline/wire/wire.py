@@ -27,7 +27,7 @@ class Wire:
 
     Args:
         group: Ranks of the pipeline.
-        device: Device of the sent tensors: a GPU for which the group has NCCL, or the CPU.
+        device: Device of the sent tensors: an accelerator for which the group has a backend of its own, or the CPU.
         timeout: Timeout for a message.
         ahead: Limit for receives posted ahead, from all neighbouring stages together, in bytes.
         make_lanes: Function that makes the communicators.
@@ -48,7 +48,7 @@ class Wire:
         self._lanes: Lanes | None = make_lanes(group, device, timeout)
         self.are_apart = self._lanes.are_apart
         self._peers: tuple[int, ...] = ()  # that tensors go to or come from
-        self._last_step: torch.cuda.Event | None = None  # a GPU comes to it when it has done all steps that are over
+        self._last_step: torch.Event | None = None  # a device comes to it when it has done all steps that are over
         self._meeting = Meeting(group)
         self._has_failed = False  # since the ranks last met
 
@@ -105,7 +105,7 @@ class Wire:
         # The host may have finished its steps while the GPU still runs them; aborting its transfers would corrupt a
         # successful step.
         if is_idle and self._device.type != "cpu":
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
         self._abort()  # before the buffers go into which receives are posted
         failure = Failure(self._rank, f"rank {self._rank}, between two steps", "PipelineError", why)
         # After a failed step the ranks have its cause, which this reason would hide.
@@ -145,7 +145,7 @@ class Wire:
         # The event marks all work of earlier steps: `_abort` waits for it, so that an error in this step does not break
         # tensors of a step that succeeded.
         if self._device.type != "cpu":
-            self._last_step = torch.cuda.current_stream(self._device).record_event()
+            self._last_step = torch.accelerator.current_stream(self._device).record_event()
         for peer, arrivals in program.arrivals.items():
             # An evaluation may have peers that training does not have, so connections are made for the peers of each
             # program.
