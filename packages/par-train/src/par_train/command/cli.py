@@ -18,7 +18,7 @@ from par_groups import format_bytes
 from .. import __version__
 from .._errors import UserError
 from ..config.kinds import BOOL, BYTES
-from ..config.settings import Setting, load, settings, unknown_key
+from ..config.settings import load, settings, unknown_key
 from ..jobs.options import Options, PlanOptions, RenderOptions
 
 _CONFIG = (
@@ -156,20 +156,15 @@ def _add_flags(command: argparse.ArgumentParser, options: type) -> None:
         title = key.rpartition(".")[0] or next((name for name, own in _OWN.items() if own is options), "run")
         if title not in groups:
             groups[title] = command.add_argument_group(title)
-        shown = _default(setting)
+        default = setting.default
+        is_none = default is dataclasses.MISSING or default is False or default in ("", ())
+        shown = "" if is_none else format_bytes(default) if setting.kinds == (BYTES,) else str(default)
         text = setting.help.replace("%", "%%") + (f" (default: {shown})" if shown else "")
         if setting.kinds == (BOOL,):
             groups[title].add_argument(setting.flag, dest=key, action=argparse.BooleanOptionalAction, help=text)
         else:
             metavar = "|".join(kind.metavar for kind in setting.kinds)
             groups[title].add_argument(setting.flag, dest=key, metavar=metavar, help=text)
-
-
-def _default(setting: Setting) -> str:
-    """The default as the help shows it; "" where nothing is to be said."""
-    if setting.default is dataclasses.MISSING or setting.default is False or setting.default in ("", ()):
-        return ""
-    return format_bytes(setting.default) if setting.kinds == (BYTES,) else str(setting.default)
 
 
 def _split_parallel(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -76,12 +76,15 @@ def _fit_bytes(value: Any) -> float | None:
         return None
 
 
-def _fit_strings(value: Any) -> tuple[str, ...] | None:
-    return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
-
-
-def _fit_numbers(value: Any) -> tuple[int, ...] | None:
-    return tuple(value) if isinstance(value, list) and all(type(item) is int for item in value) else None
+def _list_of(kind: type, words: str, metavar: str) -> OptionType:
+    """Make the type of a list, which a flag takes with commas."""
+    return OptionType(
+        words=words,
+        metavar=metavar,
+        read=lambda text: [kind(item) for item in text.split(",") if item],
+        # `type` and not isinstance, since True is an int.
+        fit=lambda value: tuple(value) if type(value) is list and all(type(item) is kind for item in value) else None,
+    )
 
 
 def tables_with(key: str, example: str, metavar: str) -> OptionType:
@@ -103,18 +106,8 @@ def tables_with(key: str, example: str, metavar: str) -> OptionType:
 
 BOOL = OptionType(words="true or false", metavar="", read=read_toml_value, fit=_exactly(bool))
 BYTES = OptionType(words="a size, such as 80GB or 80GiB", metavar="SIZE", read=str, fit=_fit_bytes)
-_STRINGS = OptionType(
-    words="a list of strings",
-    metavar="A,B",
-    read=lambda text: [item for item in text.split(",") if item],
-    fit=_fit_strings,
-)
-_NUMBERS = OptionType(
-    words="a list of whole numbers",
-    metavar="N,N",
-    read=lambda text: [int(item) for item in text.split(",") if item],
-    fit=_fit_numbers,
-)
+_STRINGS = _list_of(str, "a list of strings", "A,B")
+_NUMBERS = _list_of(int, "a list of whole numbers", "N,N")
 SOURCES = tables_with("path", '[{path = "web.parquet", weight = 2}]', '[{path="A",weight=1}]')
 _TABLES = tables_with("type", '[{type = "name"}]', '[{type="A"}]')
 _KINDS: Mapping[Any, OptionType] = {

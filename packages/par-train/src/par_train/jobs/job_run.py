@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from par_checkpoint import Save
-from par_groups import Environment, ProcessGroups, Topology, launch, together
-from par_pipeline import Costs, Schedule, Timeline, simulate
+from par_groups import ProcessGroups, Topology, launch, together
+from par_pipeline import Costs, Timeline, simulate
 from par_precision import check_device
 
 from .._errors import UserError, as_user_error
-from ..run.files import RunFiles, write_file, writing
+from ..run.files import write_file, writing
 from ..run.log import MetricsLog
 from ..run.loop import TrainingLoop
 from ..run.metrics import draw_load, draw_loss, read_metrics
@@ -57,7 +57,10 @@ def train(options: Options, stop: Stop) -> int:
     with as_user_error():  # such as two launchers at a time
         world = launch(device="cpu" if cpu else None)
     with world as environment, one_traceback():
-        _set_threads(environment)
+        if "OMP_NUM_THREADS" not in os.environ:
+            # By default each rank would use all cores of the host, and the ranks would take them from each other.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // environment.local_world_size))
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups, ExitStack() as held:
             options = after_restart(options)
@@ -278,27 +281,17 @@ class JobSummary:
         draw_loss(files.curve, lines, title=trainer.recipe.title, unit=unit, uniform=guess)
         draw_load(files.load, lines)
         if self._timeline is not None and schedule is not None:
-            _draw_step(schedule, self._timeline, files, options.pipeline.schedule)
+            name = options.pipeline.schedule
+            with writing(files.measured):
+                self._timeline.draw(files.measured, f"{name}, measured, in seconds")
+            with writing(files.predicted):
+                simulated = simulate(schedule, Costs.measured(self._timeline))
+                simulated.draw(files.predicted, f"{name}, predicted, in seconds")
         print_summary(options, lines, step, ended_by, trainer.guess)
         if self._start.checkpoints is not None:
             say(f"wrote {self._start.checkpoints.paths(step)[-1]}")
         if self._monitor.goodput is not None:
             say(f"time       {self._monitor.goodput.summary()}")
-
-
-def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
-    """Draw a measured step, and the simulated step with the measured costs."""
-    with writing(files.measured):
-        timeline.draw(files.measured, f"{name}, measured, in seconds")
-    with writing(files.predicted):
-        simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")
-
-
-def _set_threads(environment: Environment) -> None:
-    """Divide the host's cores between its ranks, unless OMP_NUM_THREADS is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
 def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:

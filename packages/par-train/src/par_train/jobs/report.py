@@ -19,18 +19,21 @@ if TYPE_CHECKING:
 
 
 def print_banner(options: Options, topology: Topology, trainer: "Trainer", origin: str | None = None) -> None:
-    """Says what is about to happen.
+    """Print the banner: ranks, model, data, and where the run starts.
 
     Args:
-        options: The options of the run.
-        topology: Its ranks.
-        trainer: The trainer, which has restored the checkpoint that the run goes on from.
-        origin: The folder of that checkpoint; None: the run starts anew.
+        options: Options of the run.
+        topology: Topology of the ranks.
+        trainer: The trainer, which has restored the checkpoint.
+        origin: Folder of the checkpoint that the run resumes from; None for a run from step 0.
     """
     recipe, data, batch = trainer.recipe, trainer.data, options.train.batch_size
     replicas = topology.size(data_axes(topology))
     rows = "rows" if options.model.folder or options.data.packing != "auto" else "windows"
-    say("\n".join(_drawn(topology)))
+    # Axes with one rank say nothing, and the product "model" would make the table too wide.
+    left_out = ["model", *(name for name in (*topology.axes, *topology.products) if topology.size(name) == 1)]
+    drawn = [line for line in topology.describe().splitlines() if line.split()[0] not in left_out]
+    say("\n".join(drawn if topology.world_size > 1 else drawn[:1]))
     _row("model", f"{recipe.title}, {trainer.parameters:,} parameters", *recipe.describe())
     _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
     if trainer.schedule is not None:
@@ -56,14 +59,14 @@ def print_spent(strategy: Setup) -> None:
 
 
 def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int, guess: float) -> None:
-    """Says what has happened, and which files it left.
+    """Print the results of a run, and the files that it wrote.
 
     Args:
-        options: The options of the run.
-        lines: The lines of its metrics.
-        step: The step at which it has ended.
-        ended_by: The signal that ended it, or 0.
-        guess: The loss of a model that thinks everything equally likely.
+        options: Options of the run.
+        lines: Lines of its metrics.
+        step: Step at which it has ended.
+        ended_by: Signal that ended it, or 0.
+        guess: Loss of a model that gives every token the same probability.
     """
     if ended_by:
         say(
@@ -89,13 +92,6 @@ def _print_results(lines: Sequence[dict[str, Any]], guess: float) -> None:
     skipped = sum("skipped" in line for line in lines)
     if skipped:
         _row("skipped", f"{skipped} steps, whose gradient was not finite")
-
-
-def _drawn(topology: Topology) -> list[str]:
-    """The topology as a table, without the axes that have one rank; "model" would be too wide."""
-    left_out = ["model", *(name for name in (*topology.axes, *topology.products) if topology.size(name) == 1)]
-    lines = [line for line in topology.describe().splitlines() if line.split()[0] not in left_out]
-    return lines if topology.world_size > 1 else lines[:1]
 
 
 def _row(label: str, *lines: str) -> None:

@@ -94,7 +94,10 @@ class Gathered:
         name before. If the flag is set, the ranks agree on a new table, and reduce again. Waits for the device.
         """
         # The flag is summed with the values: either all ranks agree on a new table, or none does.
-        news = any(self._changed(name, each.floating, self._first) for name, each in self._sums.items())
+        news = False
+        for name, each in self._sums.items():
+            is_mean, lowest = self._table.get(name, (False, self._first + 1))
+            news |= each.floating > is_mean or self._first < lowest
         found = self._reduced(news)
         if found[0]:
             mine = {name: each.floating for name, each in self._sums.items()}
@@ -113,10 +116,6 @@ class Gathered:
                 counts[name] = round(total)
         self._sums = {}
         return means, counts
-
-    def _changed(self, name: str, floating: bool, first: int) -> bool:
-        is_mean, lowest = self._table.get(name, (False, first + 1))
-        return floating > is_mean or first < lowest
 
     def _reduced(self, news: bool) -> list[float]:
         """Return the reduced flag, then the sum and the number of values for each name of the table."""

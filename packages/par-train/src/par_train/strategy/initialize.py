@@ -66,7 +66,10 @@ def check_objects(
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None
                 check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)
-        _check_stages(models, strategy)
+        for model in models:
+            if strategy.schedule is not None and pretrained_of(model) is model:
+                # A model that cannot be split raises here; splitting changes no model.
+                build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
         replicas, axes = groups.size(strategy.data_axes), replica_axes(groups.topology)
         is_broadcast = strategy.options.broadcast_batches and groups.size(axes) > 1
         for given in (given for given in objects if isinstance(given, DataLoader)):
@@ -99,20 +102,11 @@ def check_objects(
     return objects, bundles, loaders
 
 
-def _check_stages(models: Sequence[nn.Module], strategy: Setup) -> None:
-    """Check that transformers models can be split into stages, by splitting them: that changes no model."""
-    for model in models:
-        if strategy.schedule is not None and pretrained_of(model) is model:
-            build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
-
-
 def _check_has_experts(every: Sequence[nn.Module], new: Sequence[nn.Module], strategy: Setup) -> None:
-    """Raise ValueError on all ranks if no model has experts to distribute.
-
-    A model that is still to be parallelized raises its own error then.
-    """
-    found = agree(None, any(has_experts(one) or one in strategy.plans or pretrained_in(one) for one in every), None)
-    if not any(found.values()):
+    """Raise ValueError on all ranks if no model has experts to distribute."""
+    # A model that is still to be parallelized raises its own error then.
+    mine = any(has_experts(one) or one in strategy.plans or pretrained_in(one) for one in every)
+    if not any(agree(None, mine, None).values()):
         raise no_experts(new, strategy.groups.size("expert_parallel"))
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from par_layers import Context
 from par_layers.pretrained import cut_dict
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def no_use(model: nn.Module, ranks: int) -> ValueError:
     """Return the error for a model that would ignore the tokens of other ranks."""
@@ -37,7 +39,10 @@ def cut_by(context: Context) -> Callable[[Any], Any]:
             compares, has_compared = not has_compared, True
             return cut_dict(batch, context, compare=compares)
         are_two = isinstance(batch, tuple | list) and len(batch) == 2 and not hasattr(batch, "_fields")
-        if not are_two or not all(_is_tokens(one) for one in batch) or batch[0].shape != batch[1].shape:
+        are_tokens = are_two and all(
+            isinstance(one, Tensor) and one.dim() == 2 and one.dtype in _INTEGERS for one in batch
+        )
+        if not are_tokens or batch[0].shape != batch[1].shape:
             raise TypeError(
                 f"the data loader returns {_described(batch)}, and sequence={context.ranks} splits only pairs of "
                 "[B, S] integers and dicts with input_ids; set dataloader.transform to a function of the "
@@ -49,11 +54,6 @@ def cut_by(context: Context) -> Callable[[Any], Any]:
         return type(batch)(one.index_select(1, mine) for one in batch)
 
     return cut
-
-
-def _is_tokens(value: Any) -> bool:
-    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in kinds
 
 
 def _described(batch: Any) -> str:
