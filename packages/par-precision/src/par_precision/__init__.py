@@ -1,5 +1,6 @@
 """Mixed precision and gradient clipping that agree on every rank."""
 
+from ._deferred_clip import DeferredClipping
 from ._float8 import Float8Linear, convert_to_float8_
 from ._mixed import MasterWeights, StochasticRounding, mixed
 from ._optimizer import MixedOptimizer, Step
@@ -12,6 +13,7 @@ from .scale.scale import DynamicScale
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeferredClipping",
     "DynamicScale",
     "Float8Linear",
     "MasterWeights",

@@ -13,10 +13,9 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
-from par_precision import MixedOptimizer
+from par_precision import DeferredClipping, MixedOptimizer
 
 from ..strategy.strategy import Strategy
-from ._clip import Clipping
 
 REFUSED = {
     "deepspeed_plugin": "strategy=dict(zero=...), and memory= for what leaves the device",
@@ -70,7 +69,7 @@ class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate ha
     def __init__(self, optimizer: Optimizer, trained: set[int], clip_norm: float | None) -> None:
         super().__init__(optimizer, device_placement=False)
         self.trained = trained
-        self.clipping = Clipping(optimizer, clip_norm, self.accelerator_state.device)
+        self.clipping = DeferredClipping(optimizer, clip_norm, self.accelerator_state.device)
 
     @property
     def scaling(self) -> Any:

@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from par_data import synchronize_draws
-from par_precision import MixedOptimizer
+from par_precision import DeferredClipping, MixedOptimizer
 
 from ..strategy.options import StrategyOptions, takes_options_of
 from ..strategy.strategy import Strategy
-from ._clip import Clipping
 from ._options import initialize, make_strategy, missing
 
 try:
@@ -70,7 +69,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         super().__init__()
         # DDPStrategy sets a control that needs a DDP module, so it is replaced afterwards.
         self._backward_sync_control = _SyncControl(self)
-        self._trained: list[tuple[nn.Module, Optimizer, Clipping]] = []
+        self._trained: list[tuple[nn.Module, Optimizer, DeferredClipping]] = []
 
     @property
     def precision(self) -> Precision:
@@ -126,7 +125,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
                 "makes one of several, with one norm and one scale"
             )
         module, optimizer = initialize(self.strategy, [module, *optimizers], _NO_PIPELINE)
-        clipping = Clipping(optimizer, self.strategy.options.clip_norm, self.strategy.device)
+        clipping = DeferredClipping(optimizer, self.strategy.options.clip_norm, self.strategy.device)
         self._trained.append((module, optimizer, clipping))
         return module, [optimizer], scheduler
 
@@ -147,7 +146,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
             raise ValueError(f"Fabric.backward was given {[*args, *kwargs]}; it takes a loss, model= and weight=")
         self.strategy.backward(tensor, self._of(module)[1], weight)
 
-    def _of(self, module: nn.Module | None) -> tuple[nn.Module, Optimizer, Clipping]:
+    def _of(self, module: nn.Module | None) -> tuple[nn.Module, Optimizer, DeferredClipping]:
         found = [each for each in self._trained if module is None or each[0] is module]
         if len(found) != 1:
             raise ValueError(
@@ -168,7 +167,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip all gradients in the next step; see `Clipping`. A step whose norm is not finite is skipped."""
+        """Clip all gradients in the next step; see `DeferredClipping`. A step whose norm is not finite is skipped."""
         del optimizer, error_if_nonfinite
         return self._of(module)[2].clip(float(max_norm), norm_type)
 

@@ -1,8 +1,9 @@
 """The run of one batch through a model in microbatches: the same loop with a pipeline and without."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -99,9 +100,11 @@ class Execution:
             batch, next_batch = read_once(next_batch)
             pipeline = self._fit_for(rows_of(batch))
         # The causal loss is computed from sharded logits. Only a caller who wants outputs pays for gathering them.
+        microbatches = pipeline.schedule.microbatches
         with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = pipeline.forward_backward_step(
-                _CalledBatches(lambda: self._called_with(next_batch(), criterion, pipeline.schedule.microbatches)),
+                # In a generator, a StopIteration of the data would become a RuntimeError.
+                map(lambda _: self._called_with(next_batch(), criterion, microbatches), repeat(None)),  # noqa: C417
                 forward_only=forward_only,
                 return_outputs=return_outputs,
             )
@@ -238,16 +241,6 @@ class FactorStageRunner(StageRunner):
         inputs, scalar = self._factor.into(inputs, is_first=self.number == 0)
         output = super().forward(*inputs, **keywords)
         return self._factor.out_of(output, scalar, is_last=self.number == self._last)
-
-
-class _CalledBatches(Iterator[Any]):
-    """The results of a function, called for each batch, as an iterator."""
-
-    def __init__(self, next_batch: Callable[[], Any]) -> None:
-        self._next_batch = next_batch
-
-    def __next__(self) -> Any:
-        return self._next_batch()
 
 
 def rows_of(value: Any) -> int:

@@ -66,10 +66,7 @@ def check_objects(
             for model in bundle.models if context is not None else ():
                 trained = bundle.optimizer is not None
                 check_pretrained(model, strategy.context, tensor_ranks=groups.size("tensor"), trained=trained)
-        for model in models:
-            if strategy.schedule is not None and pretrained_of(model) is model:
-                # A model that cannot be split raises here; splitting changes no model.
-                build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
+        _check_stages(models, strategy)
         replicas, axes = groups.size(strategy.data_axes), replica_axes(groups.topology)
         is_broadcast = strategy.options.broadcast_batches and groups.size(axes) > 1
         for given in (given for given in objects if isinstance(given, DataLoader)):
@@ -100,6 +97,13 @@ def check_objects(
                 # It is the first change of an object, once every rank has checked everything.
                 attend_over_(model, context)
     return objects, bundles, loaders
+
+
+def _check_stages(models: Sequence[nn.Module], strategy: Setup) -> None:
+    """Check that transformers models can be split into stages, by splitting them: that changes no model."""
+    for model in models:
+        if strategy.schedule is not None and pretrained_of(model) is model:
+            build_model_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
 
 
 def _check_has_experts(every: Sequence[nn.Module], new: Sequence[nn.Module], strategy: Setup) -> None:
