@@ -24,12 +24,11 @@ from .experts.balance import LoadBalancing, TokenAxes
 from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
 from .experts.dispatch import DispatchHandle, TokenDispatcher
 from .experts.experts import Experts
-from .experts.factor import LossFactor, adds_losses
 from .experts.moe import MoE
 from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
 from .experts.selection import ExpertConfig, RouterConfig, select_experts
-from .experts.step import RouterLosses, update_correction_bias_
+from .experts.step import LossFactor, RouterLosses, adds_losses, update_correction_bias_
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradientReducer
 from .models.compare import PlanComparison, verify_plan

@@ -11,8 +11,7 @@ from par_groups import attributes
 from ..modes.grid import Axes, Grid
 from .hooks import Hook
 from .linear import GatheredLogits
-from .logits import defer_logits
-from .loss import VocabularyLoss
+from .loss import VocabularyLoss, defer_logits
 from .sequence import CutSequence
 
 

@@ -12,8 +12,7 @@ from par_groups import sharding_of
 
 from .._layer_set import LayerSet
 from .linear import GatheredLogits
-from .logits import shard_of
-from .loss import VocabularyLoss
+from .loss import VocabularyLoss, shard_of
 from .plans.styles import Style
 
 LogitsLayout = Literal["auto", "full", "sharded"]
