@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from par_layers import sync_aux_loss_
+from par_layers.pretrained import causal_lm_loss
 from par_testing import once
 from par_train import Strategy
 
@@ -256,7 +257,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         strategy.pipeline(model).reset()
         with pytest.raises(ValueError, match=r"\['labels'\], but no tensor `input_ids`"):
             strategy.execute_pipeline(iter([{"labels": batch["labels"]}]), model, None, optimizer)
-        with pytest.raises(ValueError, match="holds no config"):
+        with pytest.raises(ValueError, match=r"has no config\.json; pass the folder of a model"):
             strategy.from_pretrained(tmp_path)
     with Strategy(parallel={"pipeline": 2}) as strategy:
         config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=WORDS)
@@ -355,6 +356,25 @@ def test_criterion_trains_a_model_that_is_not_causal():
         optimizer.step()
         assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
         torch.testing.assert_close(before - model.score.weight.detach(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_criterion_on_tensor_ranks_receives_full_logits():
+    sizes = []
+
+    def criterion(outputs, target):
+        sizes.append(outputs.logits.shape[-1])
+        return causal_lm_loss(outputs, target)
+
+    with Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
+        model = make_model()
+        model, optimizer = strategy.initialize(model, sgd(model.parameters()))
+        batch = next(batches())
+        loss = strategy.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        assert sizes == [WORDS]
+        assert loss.item() == pytest.approx(losses_alone()[0], rel=TOLERANCE)
+        own = model.train()(**batch)
+        assert own.logits.argmax(-1).max() >= WORDS // 2  # of both ranks' shards of the vocabulary
 
 
 def adapted():
