@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask, Tokens
-from par_layers.context.kernels import CudaEfficient, CudaFlash, Math, Visible
+from par_layers.context.kernels.flash import CudaEfficient, CudaFlash
+from par_layers.context.kernels.kernel import Visible
+from par_layers.context.kernels.plain import Math
 from par_layers.context.pieces import AttentionPiece
 from par_layers.context.steps import Masks, PieceStep
 from par_testing import accelerator_type

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, Tokens, layer_cost
 from par_layers._collectives import finish
-from par_layers.context.kernels import choose_kernels
+from par_layers.context.kernels.choose import choose_kernels
 from par_layers.context.modes import gather, ring
 from par_layers.context.modes.attention import CPU_BLOCK
 from par_layers.context.steps import PieceStep

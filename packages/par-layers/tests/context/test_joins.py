@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask, Tokens
-from par_layers.context import kernels
 from par_layers.context.balance import cut_tokens
-from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose_kernels
+from par_layers.context.kernels import flash as flash_kernels
+from par_layers.context.kernels.choose import Kernels, choose_kernels
+from par_layers.context.kernels.flash import CpuFlash, CudaFlash
 from par_layers.context.merge import RunningSoftmax, empty_sum
 from par_layers.context.modes import attention as attention_module
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
@@ -200,8 +201,8 @@ TYPICAL = [  # mask, documents, key heads, length: of `compare`
 
 def by_joined_pieces(monkeypatch):
     """Lets `Context` compute by the kernel of GPUs, whose operator is replaced; what that cannot, as ever."""
-    monkeypatch.setattr(kernels, "flash_attention", flash.forward)
-    monkeypatch.setattr(kernels, "flash_attention_backward", flash.backward)
+    monkeypatch.setattr(flash_kernels, "flash_attention", flash.forward)
+    monkeypatch.setattr(flash_kernels, "flash_attention_backward", flash.backward)
     monkeypatch.setattr(attention_module, "choose_kernels", lambda *_: Kernels(CudaFlash(), CpuFlash()))
 
 

@@ -7,7 +7,10 @@ import torch
 from torch.nn import functional
 
 from par_layers import _torch_private
-from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, Visible, choose_kernels
+from par_layers.context.kernels.choose import choose_kernels
+from par_layers.context.kernels.flash import CpuFlash, CudaEfficient, CudaFlash
+from par_layers.context.kernels.kernel import Visible
+from par_layers.context.kernels.plain import Math
 from par_layers.context.pieces import AttentionPiece
 from par_layers.context.steps import Masks, PieceStep
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from par_layers import Mask, Tokens
-from par_layers.context.kernels import choose_kernels
+from par_layers.context.kernels.choose import choose_kernels
 from par_layers.context.merge import spans_in_order
 from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
 from par_layers.context.modes.ring import RingOptions, attend_ring, plan_ring

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, _torch_private, attention_memory, context_attention
 from par_layers.context.cost import received
-from par_layers.context.kernels import Kernels
+from par_layers.context.kernels.choose import Kernels
 from par_layers.context.modes import attention as attention_module
 from par_layers.context.modes import gather as gather_module
 from par_layers.context.modes import ulysses as ulysses_module

@@ -25,7 +25,7 @@ from .balance import CAUSAL, SPLITS, cut_tokens
 from .exchange import all_highest, all_sum, all_tokens
 from .existing.decoders import check_decoder
 from .existing.transformers import local_batch, prepare, whole_batch
-from .kernels import check_kernel
+from .kernels.choose import check_kernel
 from .mask import Mask
 from .modes.attention import PLANS, SequenceAttention, name_of
 from .tokens import Documents, Tokens

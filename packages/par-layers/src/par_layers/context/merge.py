@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import products, wide_dtype
+from .kernels.kernel import products, wide_dtype
 from .pieces import AttentionPiece
 
 Spans = tuple[tuple[int, int, bool], ...]

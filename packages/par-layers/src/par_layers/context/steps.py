@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._tensor_cache import kept_in
 from .columns import empty_like
-from .kernels import Documents, Kernels, Visible, wide_dtype
+from .kernels.choose import Kernels
+from .kernels.kernel import Documents, Visible, wide_dtype
 from .merge import RunningSoftmax, Spans, runs, spans_in_order
 from .pieces import AttentionPiece, Lengths, pieces, seen
 from .tokens import Ints, Runs

@@ -10,7 +10,7 @@ from torch import Tensor
 from par_groups import Axes, ProcessGroups
 
 from ..arguments import axes_of
-from ..kernels import choose_kernels
+from ..kernels.choose import choose_kernels
 from ..mask import Mask
 from ..steps import AttentionOptions
 from ..tokens import Tokens
