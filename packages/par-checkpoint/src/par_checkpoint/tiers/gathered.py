@@ -97,6 +97,7 @@ class GatheredFolder(KeptFolder):
         folders = {given: part_folders(given) for given in self._given}
         self.empty = [given for given, of_it in folders.items() if not of_it]
         self.parts, records = [], {}
+        # A part counts once, although it may be given by its own folder and by the folder above.
         for path in dict.fromkeys(path for of_it in folders.values() for path in of_it):
             part, record = _look_at(path)
             self.parts.append(part)
@@ -111,6 +112,7 @@ class GatheredFolder(KeptFolder):
         save = max(found, key=lambda save: (len(found[save]) == counts[save], save))
         self.copies: Mapping[int, Sequence[Path]] = found[save]
         every = [path for paths in self.copies.values() for path in paths]
+        # Every part has the small files, so those of any part whose files are intact serve.
         small = next((files for files, wrong in map(small_in, every) if not wrong), None)
         there = [(0,) if part in self.copies else () for part in range(counts[save])]
         super().__init__(
@@ -157,6 +159,7 @@ class GatheredFolder(KeptFolder):
             file, of_file = self.files_of[name], ranges.setdefault(name, [])
             for (begin, end), part in zip(block_ranges(file.size, file.data_begin, file.block), homes, strict=True):
                 if part in self.copies:
+                    # Neighbouring blocks become one range, so that a tensor has few rectangles.
                     first = of_file.pop()[0] if of_file and of_file[-1][1] == begin else begin
                     of_file.append((first, end))
         return {name: tuple(_boxes_of(place, ranges[place.file])) for name, place in places.items()}
@@ -211,6 +214,7 @@ def faults_of_parts(folder: GatheredFolder, *, deep: bool) -> VerifyReport:
     every = [(part, path) for part, paths in folder.copies.items() for path in paths]
     of_small = [small_in(path)[1] for _, path in every]
     faults += [text for wrong in of_small for text in wrong]
+    # Without the small files of at least one part, nothing can be loaded.
     if all(of_small):
         lost += faults
     try:
@@ -228,6 +232,7 @@ def faults_of_parts(folder: GatheredFolder, *, deep: bool) -> VerifyReport:
                 bad.setdefault((name, number), []).append(text)
     for (name, number), texts in bad.items():
         faults += texts
+        # A block is lost only if every copy of it is corrupt.
         if len(texts) == len(folder.copies[folder.record.homes[name][number]]):
             lost += texts
     return VerifyReport(faults, lost)

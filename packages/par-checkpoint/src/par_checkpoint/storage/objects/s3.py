@@ -128,6 +128,7 @@ class S3Store:
                     "Errors", ()
                 )
             except UnknownRequestError:
+                # Some stores remove only single objects, with a request for each.
                 for each in some:
                     self.call("delete_object", Bucket=bucket, **each)
                 continue
@@ -176,6 +177,7 @@ class S3Store:
             CheckpointError: A part is not there, or not as long as it was sent.
         """
         bucket, key = _split(path)
+        # The store lists the parts, because other ranks have sent most of them and this rank does not have their tags.
         found: dict[int, tuple[int, str]] = {}
         marker: dict[str, int] = {}
         while True:
@@ -188,6 +190,7 @@ class S3Store:
         for number in range(parts.count):
             _, _, end = parts.place(first)
             size = found[number + 1][0] if number + 1 in found else 0
+            # The store joins parts of any size, so a part that arrived cut short would shorten the object.
             if size != end - first:
                 raise CheckpointError(
                     f"{path}: part {number + 1} has {size} bytes in the store, not {end - first}: save again"
@@ -323,6 +326,7 @@ class S3Range:
 
     def close(self) -> None:
         """Drop the connection, unless all data has arrived."""
+        # The body belongs to the event loop of s3fs, which runs in another thread.
         self._loop.call_soon_threadsafe(self._body.close)
 
 
@@ -348,6 +352,7 @@ class S3PartsWriter:
             data = self._begun.setdefault(number, io.BytesIO())
         if begin != first + data.tell() or begin + len(view) > end:
             raise ValueError(f"{self._path} is written part by part: bytes {begin} to {begin + len(view)} leave a gap")
+        # Only one thread writes a part, so its buffer needs no lock, and threads send their parts concurrently.
         data.write(view)
         if begin + len(view) < end:
             return
@@ -385,6 +390,7 @@ def client_options(scheme: str) -> dict[str, Any]:
 async def _read_all(body: Any, size: int) -> bytes:
     data = bytearray(size)
     came = await _fill(body, memoryview(data))
+    # A store may end an answer early without an error. `persist` repeats the request after this one.
     if came < size:
         raise ConnectionError(f"{came} of {size} bytes came")
     return bytes(data)
