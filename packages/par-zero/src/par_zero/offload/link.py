@@ -62,7 +62,7 @@ class Link:
         """Let the current stream wait for the copies to the parameters of some chunks, or of all."""
 
     def settle(self) -> None:
-        """Let the host wait for all copies."""
+        """Let the host wait for all copies to parameters, before it writes their sources."""
 
 
 class DeviceLink(Link):
@@ -158,8 +158,8 @@ class DeviceLink(Link):
 
     def settle(self) -> None:
         """See `Link`."""
+        # Gradients on their way out wait for themselves, at their first use.
         self.into.synchronize()
-        self.out.synchronize()
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)

@@ -1,0 +1,135 @@
+"""Optimizer state on the host of an accelerator: the numbers are those without offload, and no rule of it is broken."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_precision import clip_grad_norm_
+from par_testing import Accelerator, for_each, storm, waits_seen
+from par_zero import Offload, no_sync, residency, shard, summon
+
+from ..helpers import OPTIMIZERS, STAGES, assert_same
+
+MAKERS = {name: OPTIMIZERS[name] for name in ("fused", "foreach")} | {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
+}
+HOST = {"optimizer": "host", "piece": "8KiB"}
+HALF = {"optimizer": 0.5, "piece": "8KiB"}
+NOT_LATE = {**HOST, "overlap": False}
+BF16 = {"param_dtype": torch.bfloat16}
+WIDER_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+on_device = pytest.mark.ranks([1, 2], backend="strict", accelerator=Accelerator())
+
+
+class Blocks(nn.Module):
+    """Blocks of equal size, and a layer that is never used."""
+
+    def __init__(self, width=32, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
+        )
+        self.never = nn.Linear(5, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def trained(
+    stage, offload=None, *, make="fused", precision=None, microbatches=1, sync=True, limit=None, steps=4, zeros=False
+):
+    """Losses, parameters and state after some steps; the host never waits for the device in any of them."""
+    torch.manual_seed(0)
+    device = torch.device("strict", dist.get_rank())
+    module = Blocks().to(device)
+    optimizer = MAKERS[make](module.parameters())
+    group = dist.group.WORLD
+    shard(module, optimizer, stage=stage, group=group, offload=offload, overlap={"bucket": 9_000}, precision=precision)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(4, 32, generator=draw).to(device) for _ in range(steps)]
+    losses = []
+    waits_seen()
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            with no_sync(module) if not (sync or last) else torch.enable_grad():
+                loss = module(batches[(step + microbatch) % steps]).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        if limit is not None:
+            clip_grad_norm_(optimizer, limit, group)
+        for each in optimizer.param_groups:
+            each["lr"] *= 0.9
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not zeros)
+    if limit is None:
+        assert not waits_seen()
+    found = {f"loss {number}": loss.cpu() for number, loss in enumerate(losses)}
+    with summon(module):
+        found |= {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+    return found
+
+
+@for_each(
+    stage=STAGES, make=("fused", storm("foreach"), storm("sgd")), offload=(HOST, HALF, {**HOST, "overlap": False})
+)
+@on_device
+def test_state_on_host_changes_no_number(stage, make, offload):
+    assert_same(trained(stage, Offload(**offload), make=make), trained(stage, make=make))
+
+
+@for_each(stage=STAGES, precision=(BF16, storm(WIDER_SUMS)), offload=(HOST, HALF))
+@on_device
+def test_masters_on_host_change_no_number(stage, precision, offload):
+    how = {"precision": precision, "microbatches": 2}
+    assert_same(trained(stage, Offload(**offload), **how), trained(stage, **how))
+
+
+@for_each(stage=STAGES, sync=(True, False), offload=(HOST, storm(HALF)))
+@on_device
+def test_microbatches_are_added_on_the_device(stage, sync, offload):
+    how = {"microbatches": 3, "sync": sync, "zeros": True}
+    assert_same(trained(stage, Offload(**offload), **how), trained(stage, **how))
+
+
+@for_each(stage=(0, storm(1), storm(2), 3), offload=(HOST, HALF))
+@on_device
+def test_clipping_reads_gradients_on_the_host(stage, offload):
+    assert_same(trained(stage, Offload(**offload), limit=0.01), trained(stage, limit=0.01))
+
+
+@for_each(stage=STAGES)
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_residency_counts_state_and_gradients_on_the_host(stage):
+    module = Blocks().to("strict")
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=HOST)
+    module(torch.randn(4, 32, device="strict")).sum().backward()
+    optimizer.step()
+    held = residency(module).now
+    assert held["device"]["optimizer"] < 8 * sum(1 for _ in module.parameters())  # step counts
+    assert held["host"]["optimizer"] >= 2 * size - 200
+    assert held["host"]["copies"] >= size - 200
+    assert held["host"]["gradients"] >= size - 200
+
+
+@pytest.mark.ranks(1, backend="strict", accelerator=Accelerator())
+def test_unsupported_tiers_raise_errors_with_a_fix():
+    def sharded(**offload):
+        module = nn.Linear(4, 4, device="strict")
+        optimizer = torch.optim.AdamW(module.parameters(), capturable=offload.pop("capturable", False))
+        shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=offload)
+
+    with pytest.raises(ValueError, match="remove parameters, and pass optimizer='host'"):
+        sharded(parameters="host")
+    with pytest.raises(ValueError, match="remove gradients, and pass optimizer='host'"):
+        sharded(gradients="host")
+    with pytest.raises(ValueError, match="such as optimizer=0.5, or remove budget"):
+        sharded(optimizer="auto", budget={"device": "1GB", "host": "1GB"})
+    with pytest.raises(ValueError, match="set capturable=False, or remove offload"):
+        sharded(optimizer="host", capturable=True)

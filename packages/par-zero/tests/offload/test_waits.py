@@ -1,0 +1,152 @@
+"""Each wait of the offload code is needed: without it, the strict accelerator names a race, or a number changes."""
+
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import settle_
+from par_testing import Accelerator
+from par_zero import Offload, shard, summon
+from par_zero.offload import host_gradients, link, swapper, tier
+
+WAITS = {
+    link: r"\.(wait_event|synchronize|arrive)\(",
+    host_gradients: r"\.(wait_event|synchronize)\(",
+    swapper: r"\.(finish_copies_in|arrive)\(",
+    tier: r"_link\.(begin_step|wait_for|settle)\(|runner\.wait_for\(",
+}
+"""Statements that order two accesses, by module."""
+
+
+class Blocks(nn.Module):
+    def __init__(self, width=32, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x):
+        x = x.to(self.blocks[0][0].weight.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def trained(stage=2, precision=None, microbatches=1, between=lambda _module, _optimizer: None, overlap="auto"):
+    """Losses and parameters after three steps with the optimizer on the host."""
+    torch.accelerator.synchronize()  # copies of a run that has failed
+    torch.manual_seed(0)
+    module = Blocks().to("strict")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    offload = Offload(optimizer="host", piece="4KiB", ahead=1, overlap=overlap)
+    group = dist.group.WORLD
+    shard(module, optimizer, stage=stage, group=group, offload=offload, overlap={"bucket": 9000}, precision=precision)
+    losses = []
+    for step in range(3):
+        batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to("strict")
+        for _ in range(microbatches):
+            losses.append(module(batch).square().mean())
+            losses[-1].backward()
+        between(module, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [loss.item() for loss in losses]
+    with summon(module):
+        return found, [parameter.tolist() for parameter in module.parameters()]
+
+
+def read_parameters(module, _):
+    torch._foreach_norm([parameter.detach() for parameter in module.parameters()])
+
+
+def read_gradients(_, optimizer):
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            assert tensor.grad.isfinite().all()
+
+
+def step_once_more(_, optimizer):
+    optimizer.step()
+
+
+def write_after_a_step(module, optimizer):
+    optimizer.step()
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    settle_(tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(1.01)
+
+
+RUNS = {
+    "stage 2": {},
+    "stage 3": {"stage": 3},
+    "stage 0": {"stage": 0},
+    "microbatches": {"microbatches": 2},
+    "masters": {"precision": {"param_dtype": torch.bfloat16}},
+    "not late": {"overlap": False},
+    "reads of parameters": {"between": read_parameters},
+    "reads of gradients": {"between": read_gradients},
+    "two steps by one gradient": {"between": step_once_more},
+    "writes": {"between": write_after_a_step},
+}
+"""Programs that between them need every wait. Each ends without an error if all waits are there."""
+
+
+def functions(names, module):
+    """Functions and methods that a module defines, by qualified name."""
+    for value in list(names.values()):
+        found = vars(value).values() if isinstance(value, type) else [value]
+        for each in found if getattr(value, "__module__", "") == module else ():
+            function = inspect.unwrap(each.fget if isinstance(each, property) else getattr(each, "__func__", each))
+            if isinstance(function, FunctionType):
+                yield function.__qualname__, function
+
+
+def without_line(module: ModuleType, number: int):
+    """Replace one statement of a module by `pass`, and return the code of its functions as it was."""
+    lines = Path(module.__file__).read_text().splitlines()
+    lines[number] = re.sub(r"\S.*", "pass", lines[number])
+    names = {"__name__": module.__name__, "__package__": module.__package__}
+    exec(compile("\n".join(lines), module.__file__, "exec"), names)
+    changed = dict(functions(names, module.__name__))
+    before = {}
+    for name, function in functions(vars(module), module.__name__):
+        before[function] = function.__code__
+        function.__code__ = changed[name].__code__
+    return before
+
+
+def is_found(expected):
+    """Whether any run fails or gives other numbers, with part of the code missing."""
+    for name, run in RUNS.items():
+        try:
+            if trained(**run) != expected[name]:
+                return True
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.ranks(1, timeout=580, backend="strict", accelerator=Accelerator())
+def test_offload_without_any_one_of_its_waits_fails():
+    expected = {name: trained(**run) for name, run in RUNS.items()}
+    assert expected == {name: trained(**run) for name, run in RUNS.items()}
+    tried, missed = 0, []
+    for module, pattern in WAITS.items():
+        for number, line in enumerate(Path(module.__file__).read_text().splitlines()):
+            if re.search(pattern, line) and re.fullmatch(r" +[\w.]+\(.*\)", line):
+                tried += 1
+                before = without_line(module, number)
+                if not is_found(expected):
+                    missed.append(f"{module.__name__}:{number + 1}: {line.strip()}")
+                for function, code in before.items():
+                    function.__code__ = code
+    assert not missed
+    assert tried >= 12
