@@ -24,6 +24,17 @@ WAITS = {
 """Statements that order two accesses, by module."""
 
 
+class RawSGD(torch.optim.SGD):
+    """An optimizer whose kernels read memory without torch's functions, as extensions in C++ do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.is_cpu and tensor.grad is not None:
+                    assert torch.from_dlpack(torch._C._to_dlpack(tensor.grad)).isfinite().all()
+        return super().step(closure)
+
+
 class Blocks(nn.Module):
     def __init__(self, width=32, depth=3):
         super().__init__()
@@ -38,18 +49,29 @@ class Blocks(nn.Module):
         return x
 
 
-def trained(stage=2, precision=None, microbatches=1, between=lambda _module, _optimizer: None, overlap="auto"):
+def trained(
+    stage=2,
+    precision=None,
+    microbatches=1,
+    between=lambda _module, _optimizer: None,
+    overlap="auto",
+    make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+):
     """Losses and parameters after three steps with the optimizer on the host."""
     torch.accelerator.synchronize()  # copies of a run that has failed
     torch.manual_seed(0)
     module = Blocks().to("strict")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    optimizer = make(module.parameters())
     offload = Offload(optimizer="host", piece="4KiB", ahead=1, overlap=overlap)
     group = dist.group.WORLD
-    shard(module, optimizer, stage=stage, group=group, offload=offload, overlap={"bucket": 9000}, precision=precision)
+    update = {"elementwise": True}
+    how = {"overlap": {"bucket": 9000}, "precision": precision, "update": update}
+    shard(module, optimizer, stage=stage, group=group, offload=offload, **how)
+    # Copied before the first step: a copy that blocks would tell the host of earlier copies that have ended.
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 32, generator=draw).to("strict") for _ in range(3)]
     losses = []
-    for step in range(3):
-        batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to("strict")
+    for batch in batches:
         for _ in range(microbatches):
             losses.append(module(batch).square().mean())
             losses[-1].backward()
@@ -67,8 +89,7 @@ def read_parameters(module, _):
 
 def read_gradients(_, optimizer):
     for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            assert tensor.grad.isfinite().all()
+        assert all(torch.stack([tensor.grad.norm() for tensor in group["params"]]).isfinite())
 
 
 def step_once_more(_, optimizer):
@@ -95,6 +116,7 @@ RUNS = {
     "reads of gradients": {"between": read_gradients},
     "two steps by one gradient": {"between": step_once_more},
     "writes": {"between": write_after_a_step},
+    "reads of memory": {"make": lambda parameters: RawSGD(parameters, lr=1e-2)},
 }
 """Programs that between them need every wait. Each ends without an error if all waits are there."""
 
