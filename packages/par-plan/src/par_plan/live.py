@@ -163,6 +163,7 @@ def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Mo
     """Return the sizes of some chunks."""
     trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
     frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
+    # Unit 0 is the root, which may have no chunk of its own.
     units: dict[int, int] = {0: 0}
     for chunk in chunks if stage == 3 else ():
         units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
@@ -280,6 +281,7 @@ def plan_budget(
     elif sharded:
         buffers -= sum(one.gathered for one in each) * weight
         kinds["the root's unit"] = sizes.root * weight
+        # The running and the prefetched unit are gathered at the same time.
         kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
     copies = (job.zero >= 2) + max(one.received for one in each)  # of a chunk that is reduced

@@ -123,6 +123,8 @@ def seconds_within(
     """
     split, sequence, links = wiring.split, wiring.sequence, wiring.links
     rows = job.batch // wiring.data
+    # `flops` counts complete layers and rows. The ranks of a tensor group and of a sequence share both evenly, so
+    # together they count as one fast device.
     peak = machine.flops * machine.efficiency * split.ranks * sequence.ranks
     found = [
         (reach(sequence, one, model.context, job.documents, again=model.checkpointing), one, number)
@@ -130,14 +132,19 @@ def seconds_within(
     ]
     matrices, attention = (rows * model.context * flops / peak for flops in model.flops(part))
     sizes = [one.heads * one.width * number for _, one, number in found]
+    # The busiest rank of a split sequence has more visible pairs than the mean; larger attentions weigh more.
     attention *= sum(one.work * size for (one, _, _), size in zip(found, sizes, strict=True)) / sum(sizes)
     of_experts = over_experts = 0.0
     if model.mixture is not None and split.experts.parallel > 1:
         tokens_a_second = rows * model.context / peak
         imbalance = imbalance_of(job.imbalance, split.experts.parallel)
+        # A token takes 2 operations for each parameter of an expert in forward, and 4 in backward.
         a_layer = 6 * model.mixture.expert * part.mixtures * tokens_a_second
+        # `model.flops` has counted the mean load, and the busiest rank has this much more.
         of_experts = (imbalance - 1) * model.mixture.top_k * a_layer
         shared = model.mixture.shared * a_layer  # is computed while rows travel, forward and backward
+        # Half of the dispatch is in forward and half in backward; shared experts take a third of their time in forward
+        # and two thirds in backward.
         there = _time_of(transfers, "expert_parallel", wiring, machine, "dispatch") / 2
         over_experts = max(0.0, there - shared / 3) + max(0.0, there - shared * 2 / 3)
         over_experts += sum(
@@ -145,6 +152,7 @@ def seconds_within(
         )
     compute = matrices + attention + of_experts
     again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.recompute_flops(part))
+    # A forward is a third of an attention's operations.
     again = again_matrices + (attention / 3 if again_attention else 0.0)
     over_sequence = 0.0
     if sequence.ranks > 1:  # keys and values travel while others are computed, exchanges of tokens for heads do not
@@ -235,6 +243,7 @@ def _seconds_away(away: OffloadedState, job: TrainingJob, machine: Machine, worl
     host = link = fetch_link = 0.0
     if not machine.gloo:
         host = away.elements * sharers * 7 * numbers.master / machine.tiers.host_step
+        # Gradients go one way and weights the other, and a link carries both directions at the same time.
         link = away.elements * max(numbers.gradient, numbers.weight) / machine.tiers.link
         fetch_link = away.parameters * numbers.weight / machine.tiers.link
     in_backward = max(0.0, max(fetch, fetch_link) - compute * 2 / 3)

@@ -72,6 +72,7 @@ def layer_cost(
         gated=mixture.gated,
         element_size=element,
     )
+    # Tensor ranks that do not shard the experts each route a part of the tokens, and gather the outputs.
     joined = spread.group if spread.tensor == 1 and joins else 1
     split = ExpertSplit(parallel=spread.parallel, tensor=spread.tensor, joined=joined)
     return moe_cost(shape, split, imbalance=imbalance_of(load, spread.parallel))

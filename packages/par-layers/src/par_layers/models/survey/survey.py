@@ -175,6 +175,7 @@ class _Surveyor:
     def __init__(self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool) -> None:
         self.model, self.rules, self.resolved = model, dict(resolved.rules), resolved
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
+        # A shared module has several names, and a rule may use any of them.
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.wrappers = wrappers_of(self.modules, self.rules)
         self.experts = {
@@ -197,6 +198,7 @@ class _Surveyor:
                     "it out; experts without weights cannot be dealt out: use tensor ranks alone"
                 )
             if name in self.modules and isinstance(style, (ColumnParallel, RowParallel)):
+                # Only for their errors: each rule must fit its module before anything is planned.
                 features_of(self._linear(name), name)
             if name in self.modules and isinstance(style, EmbeddingParallel):
                 check_embedding(self.modules[name], name)
@@ -276,6 +278,8 @@ class _Surveyor:
         module = self.modules[name]
         columns, rows, partial = [], 0, False
         closed = not isinstance(self.rules.get(name), Replicated) or name == ""
+        # A region is closed if rules cover everything in it that has parameters. Only then is it known what happens to
+        # the shards between its Columns and its Row.
         closed = closed and all(join(name, own) in self.rules for own, _ in module.named_parameters(recurse=False))
         for child_name, child in module.named_children():
             path = join(name, child_name)
@@ -327,6 +331,7 @@ class _Surveyor:
         keys = _first_count(module, config, "num_key_value_heads") or heads
         known: dict[str, int] = {}
         if heads is not None and keys is not None:
+            # With fewer key heads than ranks, each rank has a copy of one key head.
             local, local_keys = heads // ranks, max(keys // ranks, 1)
             known = {
                 "num_heads": local,
@@ -338,6 +343,7 @@ class _Surveyor:
             if isinstance(whole := getattr(module, size, None), int):
                 known[size] = whole // ranks
         counts = {key: number for key, number in known.items() if isinstance(getattr(module, key, None), int)}
+        # Some attentions read these numbers from the config in their forward, so they get a config with local numbers.
         read = _names_in_code(type(module).forward) & {"num_attention_heads", "num_key_value_heads"}
         through_config = {key: known[key] for key in read - set(counts) if key in known}
         return counts, through_config, True
@@ -362,6 +368,7 @@ class _Surveyor:
             return 1
         features = features_of(self._linear(path))[0] if path in self.modules else 0
         blocks = [features // style.blocks] if isinstance(style.blocks, int) else style.blocks
+        # Features that do not divide into heads are no heads, so any rank may have any of them.
         return head if features and not any(block % head for block in blocks) else 1
 
     # The sequence
