@@ -1,6 +1,6 @@
 """The pieces of par wired together.
 
-What needs torch is imported when it is first used, so that the command line answers at once.
+Modules that need torch are imported on first use, so that the command line starts at once.
 """
 
 from importlib import import_module

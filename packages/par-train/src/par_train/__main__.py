@@ -4,9 +4,9 @@ import sys
 
 
 def main() -> int:
-    """Runs the command and returns its exit code, also where Ctrl-C comes while it is imported."""
+    """Run the command, and return its exit code, also if Ctrl-C interrupts the imports."""
     try:
-        from .run.output import open_missing_streams  # noqa: PLC0415 - Ctrl-C may come meanwhile
+        from .run.output import open_missing_streams  # noqa: PLC0415 - so that Ctrl-C is caught
 
         open_missing_streams()
         from .command.cli import main as command  # noqa: PLC0415

@@ -1,18 +1,18 @@
-"""The errors that are shown as one line without a traceback."""
+"""The errors that are printed as one line without a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """A mistake in what the caller gave: exit code 2.
+    """A mistake in an argument of the caller: exit code 2.
 
-    The message names the value, the rule it breaks and a remedy.
+    The message has the value, the rule and a fix.
     """
 
 
 class TrainingError(RuntimeError):
-    """Training began, and cannot go on: exit code 1. All ranks raise it alike."""
+    """Training has begun, and cannot continue: exit code 1. All ranks raise it identically."""
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _CONFIG = (
 )
 
 _OWN: Mapping[str, type] = {"plan": PlanOptions, "render": RenderOptions}
-"""Options that a sub-command has beside those of a run."""
+"""Options of a sub-command in addition to the options of a run."""
 
 OwnOptions = TypeVar("OwnOptions", PlanOptions, RenderOptions)
 
@@ -46,10 +46,10 @@ exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
+    """Run the command, and return its exit code.
 
     Args:
-        arguments: The words after `par-train`; None: those that this process was started with.
+        arguments: Words after `par-train`. Default: the arguments of this process.
     """
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _own_options(kind: type[OwnOptions], command: str, flags: Mapping[str, Any]) -> OwnOptions:
-    """The options of a sub-command alone, from its flags."""
+    """Return the options that only a sub-command has, from its flags."""
     for key, setting in settings(kind).items():
         if setting.default is dataclasses.MISSING and key not in flags:
             raise UserError(f"{setting.flag} is missing: {setting.help}; see par-train {command} --help")
@@ -103,7 +103,7 @@ def _own_options(kind: type[OwnOptions], command: str, flags: Mapping[str, Any])
 
 
 def _as_words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags of a run as the words that give them."""
+    """Return the words of a command line that set the flags."""
     words: list[str] = []
     for key, value in flags.items():
         words += [f"--{'' if value else 'no-'}{key}"] if isinstance(value, bool) else [f"--{key}", value]
@@ -111,7 +111,7 @@ def _as_words(flags: Mapping[str, Any]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports mistakes in one line, as everything else here does."""
+    """An argument parser that raises UserError, so that a mistake is printed as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_flags(command: argparse.ArgumentParser, options: type) -> None:
-    """One flag for each setting, in one group for each table of the config file."""
+    """Add one flag for each setting, in one group for each table of the config file."""
     groups = {}
     for key, setting in settings(options).items():
         title = key.rpartition(".")[0] or next((name for name, own in _OWN.items() if own is options), "run")
@@ -168,7 +168,7 @@ def _add_flags(command: argparse.ArgumentParser, options: type) -> None:
 
 
 def _split_parallel(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes `--parallel.tensor.size 2` and `--parallel.tensor.size=2` out: argparse cannot know these flags' names."""
+    """Separate flags such as `--parallel.tensor.size 2`, whose names argparse cannot know."""
     rest: list[str] = []
     parallel: dict[str, str] = {}
     words = iter(arguments)
@@ -185,7 +185,7 @@ def _split_parallel(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 
 def _unknown_argument(argument: str, command: str | None) -> UserError:
-    """The error for an argument that no flag takes, with the nearest flag."""
+    """Return the error for an unknown argument, with the nearest flag."""
     name = argument.partition("=")[0]
     if not name.startswith("--"):
         return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")

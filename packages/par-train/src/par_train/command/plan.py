@@ -30,7 +30,7 @@ from ..jobs.options import Options, PlanOptions
 from ..strategy.settings import microbatches_of
 
 SILENT = 2.0
-"""Seconds until a search shows its progress on a terminal."""
+"""Seconds after which a search shows progress on a terminal."""
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:
@@ -86,8 +86,8 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
 
 
 def _bar() -> "tqdm[NoReturn]":
-    """Shows on a terminal how many topologies a search has looked at, if it takes a while."""
-    size = shutil.get_terminal_size()  # tqdm alone shows nothing where the terminal does not know its size
+    """Return a progress bar that counts topologies, on a terminal, if the search takes more than `SILENT`."""
+    size = shutil.get_terminal_size()  # tqdm shows nothing on a terminal without a size
     return tqdm(
         unit=" topologies",
         delay=SILENT,
@@ -99,10 +99,10 @@ def _bar() -> "tqdm[NoReturn]":
 
 
 def pretrained_shape(options: Options) -> PlannedModel:
-    """The sizes of the model of transformers that these options train, from its config alone.
+    """Return the sizes of the transformers model that the options train, from its config.
 
     Raises:
-        UserError: There is no config of such a model, transformers is not installed, or an adapter is trained.
+        UserError: The folder has no config, transformers is not installed, or an adapter is trained.
     """
     from par_layers.pretrained import make_on_meta  # noqa: PLC0415 - other plans do without what it imports
     from par_plan import PretrainedShape  # noqa: PLC0415 - as above
@@ -123,7 +123,7 @@ def pretrained_shape(options: Options) -> PlannedModel:
 
 
 def _check_recompute(options: Options) -> None:
-    """Raises UserError if something is computed again that there are no formulas for."""
+    """Raise UserError if the planner has no formulas for the recomputation policy."""
     known = ("", "layers") if options.model.folder else RECOMPUTES
     if options.recompute not in known:
         allowed = " and ".join(repr(word) for word in known if word)

@@ -11,13 +11,13 @@ from .._errors import UserError
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The tables of a config file.
+    """Return the tables of a config file.
 
     Args:
         path: A TOML file, or a Python file (".py"), which is run.
 
     Raises:
-        UserError: There is no such file, or there is a mistake in it; a mistake in a Python file is named by its line.
+        UserError: The file does not exist, or has a mistake; the message has the line of a mistake in a Python file.
     """
     try:
         data = path.read_bytes()

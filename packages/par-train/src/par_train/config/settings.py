@@ -33,15 +33,15 @@ def option(
     high: float | None = None,
     kind: OptionType | None = None,
 ) -> Any:
-    """A field of a dataclass of options, with all that the command line and a config file need to know of it.
+    """Return a field of a dataclass of options, with its help and limits for the command line and config files.
 
     Args:
-        default: The value where none is given; `dataclasses.MISSING`: one must be given.
-        text: The line of help.
-        low: The least value that is allowed.
-        above: The number that the value must be above.
-        high: The largest value that is allowed.
-        kind: The kind of value, where the field's type does not say it, such as `kinds.BYTES`.
+        default: Default value; `dataclasses.MISSING` for a required option.
+        text: Line of help.
+        low: Smallest allowed value.
+        above: Number that the value must exceed.
+        high: Largest allowed value.
+        kind: Type of the value, such as `kinds.BYTES`. Default: the type of the field.
     """
     limits = {"above": above, "at least": low, "at most": high}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
@@ -53,11 +53,11 @@ class Setting:
     """One key of a config file, and its flag.
 
     Args:
-        name: What errors call it: "train.steps", or "--device-memory" if it is a flag alone.
-        kinds: The kinds of value that it takes.
-        default: The value where none is given, or `dataclasses.MISSING`.
-        help: The line of help.
-        limits: Numbers by what a value must be: "above", "at least", "at most".
+        name: Name in errors: "train.steps", or "--device-memory" for an option that is only a flag.
+        kinds: Types of value that the option accepts.
+        default: Default value, or `dataclasses.MISSING`.
+        help: Line of help.
+        limits: Limits by kind: "above", "at least", "at most".
     """
 
     name: str
@@ -84,7 +84,7 @@ class Setting:
         """Return the option's value for the value of a config file.
 
         Raises:
-            UserError: The value is of another kind, or out of its limits.
+            UserError: The value has another type, or is outside of its limits.
         """
         # A union such as int or "auto" takes the first kind that accepts the value.
         fitted = next((fitted for kind in self.kinds if (fitted := kind.fit(value)) is not None), None)
@@ -109,7 +109,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 
 def settings(options: Any) -> Mapping[str, Setting]:
-    """The settings of a dataclass of options by their dotted paths, those of its tables among them, in its order."""
+    """Return the settings of a dataclass of options and of its tables, by dotted path, in order."""
     listed: dict[str, Setting] = {}
     hints = get_type_hints(options)
     for one in dataclasses.fields(options):
@@ -129,14 +129,14 @@ def settings(options: Any) -> Mapping[str, Setting]:
 
 
 def build(options: type[OptionsType], tree: Mapping[str, Any]) -> OptionsType:
-    """Options from nested tables; keys that are left out keep their defaults.
+    """Make options from nested tables. Missing keys keep their defaults.
 
     Args:
         options: A dataclass whose fields are made by `option`, are such dataclasses, or are free tables.
-        tree: Values as a config file holds them.
+        tree: Content of a config file.
 
     Raises:
-        UserError: A key that does not exist, or a value of the wrong kind or out of its limits.
+        UserError: A key does not exist, or a value has a wrong type or is outside of its limits.
     """
     known = settings(options)
     hints = get_type_hints(options)
@@ -159,15 +159,16 @@ def build(options: type[OptionsType], tree: Mapping[str, Any]) -> OptionsType:
 
 
 def load(options: type[OptionsType], path: Path | None, flags: Mapping[str, Any]) -> OptionsType:
-    """Options from a config file, if there is one, and from flags, which win over it.
+    """Make options from a config file, if there is one, and from flags, which override it.
 
     Args:
-        options: As `build` takes it.
+        options: A dataclass as for `build`.
         path: A TOML file, or a Python file whose names are the keys.
-        flags: Values by dotted path; text is read as the option's type demands.
+        flags: Values by dotted path; a text is parsed by the option's type.
 
     Raises:
-        UserError: A file that cannot be read, an unknown key, or a value of the wrong kind or out of its limits.
+        UserError: The file is not readable, a key does not exist, or a value has a wrong type or is outside of its
+            limits.
     """
     tree = {} if path is None else read_file(path)
     known = settings(options)
@@ -194,20 +195,20 @@ def unknown_key(options: type, key: str) -> UserError:
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key; `parallel.tensor = 2` in the file makes way for a flag `parallel.tensor.mode` as its size."""
+    """Set a dotted key. `parallel.tensor = 2` of a file becomes the size if a flag sets `parallel.tensor.mode`."""
     *path, name = key.split(".")
     for depth, part in enumerate(path):
         inner = tree.setdefault(part, {})
         if not isinstance(inner, dict):
             if depth == 0:
-                return  # what is no table stays in the tree, and `build` says so
+                return  # a value that is no table stays in the tree, and `build` raises
             inner = tree[part] = {"size": inner}
         tree = inner
     tree[name] = value
 
 
 def _plain(key: str, value: Any) -> Any:
-    """The value in the types that JSON gives back to a rank: a config file may also hold sets, objects and dates."""
+    """Return a value in the types of JSON, in which ranks receive it; a config file may have sets and dates."""
     if isinstance(value, Mapping):
         return {str(name): _plain(f"{key}.{name}" if key else str(name), inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -22,7 +22,7 @@ from .options import Options
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """A rank that the launcher started: this process, until its end."""
+    """Run a rank that the launcher started, until the process ends."""
     options, launcher = arguments
     # Before torch is imported, which takes seconds in which a signal would kill the rank.
     stop = catch_signals()
@@ -31,32 +31,32 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def join(options: Options) -> NoReturn:
-    """A rank that torchrun, SLURM or Open MPI started: this process, until its end."""
+    """Run a rank that torchrun, SLURM or Open MPI started, until the process ends."""
     stop = catch_signals()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which is the parent; the others' agents end their ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent; agents of other launchers end their ranks
         follow_launcher(stop, os.getppid())
     _leave(_live(options, stop))
 
 
 def print_error(error: UserError | TrainingError) -> None:
-    """The one line that an error of all ranks gets; of many ranks, only the master speaks."""
+    """Print an error that all ranks raise, as one line, on rank 0."""
     if is_master():
         say(f"par-train: error: {error}", sys.stderr)
 
 
 def is_master() -> bool:
-    """Whether this process is rank 0, or no rank at all."""
+    """Return whether this process is rank 0, or no rank."""
     try:
         return read_environment(os.environ).rank == 0
-    except ValueError:  # a half-set environment: everybody may complain
+    except ValueError:  # an incomplete environment: any process may print
         return True
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process without taking the interpreter apart.
+    """End the process without the shutdown of the interpreter.
 
-    The threads of torch's communication outlive their last collective for a moment. One that asks for an interpreter
-    that is no longer there aborts the process, and a run that was done would count as failed.
+    Threads of torch's communication outlive their last collective for a moment. A thread that needs the interpreter
+    after its shutdown aborts the process, and a complete run would count as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,7 +9,7 @@ from ...jobs.options import RenderOptions
 from .place import Place
 
 _WORK = "/work"
-"""Where the pods have the volume that they share: data, models and output."""
+"""Mount point of the volume that all pods share: data, models and output."""
 
 _CONFIG = "/config"
 _PORT = 29500
@@ -79,7 +79,7 @@ def kubernetes(place: Place, options: RenderOptions) -> str:
 
 
 def _pod(place: Place, options: RenderOptions) -> dict[str, Any]:
-    """The pod of a node: torchrun, which starts its ranks and meets that of the first pod."""
+    """Return the pod of a node: its torchrun starts the ranks, and joins the torchrun of the first pod."""
     # A ConfigMap carries the config, since pods do not see the user's disk.
     config = None if place.config is None else f"{_CONFIG}/{place.config.name}"
     taken: dict[str, Any] = {"cpu": place.cores * place.ranks}
@@ -120,7 +120,7 @@ def _pod(place: Place, options: RenderOptions) -> dict[str, Any]:
 
 
 def _yaml(value: Any, indent: int = 0) -> list[str]:
-    """The lines of a mapping or a list in YAML's block style."""
+    """Return the lines of a mapping or a list in YAML's block style."""
     space, lines = " " * indent, []
     items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
     for key, inner in items:
@@ -136,7 +136,7 @@ def _yaml(value: Any, indent: int = 0) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """A word as it is, where YAML cannot take it for something else; anything else as JSON, which YAML has in it."""
+    """Return a word unchanged if YAML reads it as a string, and any other value as JSON, which is valid YAML."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
         return value
     return json.dumps(value)

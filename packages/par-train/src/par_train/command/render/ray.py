@@ -1,4 +1,4 @@
-"""A program for a Ray cluster: one worker a rank, all started again where one is lost."""
+"""A program for a Ray cluster: one worker for each rank; all workers restart if one is lost."""
 
 import json
 
@@ -52,11 +52,11 @@ trainer.fit()
 
 
 def ray(place: Place, options: RenderOptions) -> str:
-    """The text of a Python program.
+    """Return the text of a Python program.
 
     Args:
-        place: Nodes, ranks and what they run.
-        options: How often lost workers are replaced.
+        place: Nodes, ranks and their command.
+        options: Number of times that lost workers are replaced.
     """
     # JSON writes strings, numbers, lists and mappings as Python does, with double quotes.
     return _PROGRAM.format(

@@ -1,4 +1,4 @@
-"""The sub-command: which scheduler's file, and where it goes."""
+"""The sub-command `par-train render`: it checks the options, and writes the file of one scheduler."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,21 +27,21 @@ def render(
     config: Path | None,
     flags: Sequence[str],
 ) -> int:
-    """Writes the file that starts the run on a cluster, and starts nothing.
+    """Write the file that starts the run on a cluster. Nothing is started.
 
     Args:
         scheduler: "slurm", "ray" or "kubernetes".
-        options: The options of the run, from its config and flags.
-        render_options: The world, its nodes, and where the file goes.
-        command: The command that was given, for the file's header.
-        config: The config file; None: there is none.
-        flags: The flags of the run that were given, which the file repeats.
+        options: Options of the run, from its config and flags.
+        render_options: World, nodes and output file.
+        command: Command line of the user, for the file's header.
+        config: Path of the config file; None without one.
+        flags: Flags of the run, which the file repeats.
 
     Returns:
         The exit code of the process.
 
     Raises:
-        UserError: The options are not for this world, or the file cannot be written.
+        UserError: The options do not fit this world, or the file cannot be written.
     """
     if render_options.warning >= 60 * render_options.minutes:
         raise UserError(

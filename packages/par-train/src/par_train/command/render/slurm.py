@@ -1,4 +1,4 @@
-"""A file for sbatch: the job saves before its time is up, and is put into the queue again until it is done."""
+"""A file for sbatch: the job saves before its time limit, and is requeued until the run is complete."""
 
 import shlex
 
@@ -26,11 +26,11 @@ _ARRAY = """\
 
 
 def slurm(place: Place, options: RenderOptions) -> str:
-    """The text of a file for sbatch.
+    """Return the text of a file for sbatch.
 
     Args:
-        place: Nodes, ranks and what they run.
-        options: Minutes, the warning before they are over, and how often the run may go on.
+        place: Nodes, ranks and their command.
+        options: Time limit, seconds of warning before it, and number of jobs in an array.
     """
     array = options.resumes > 0
     settings = {

@@ -16,15 +16,15 @@ from .sources import CorpusSource, sources_of
 
 
 def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
-    """Makes the tokens of files, or finds those that were made before, and rows of them. Collective.
+    """Tokenize files, or find the tokens of an earlier run, and make rows of them. Collective.
 
     Args:
-        options: The options of the run.
-        folder: The model, whose tokenizer reads the files.
+        options: Options of the run.
+        folder: Folder of the model, whose tokenizer is used.
         stop: Requests to this rank; a request ends tokenization at once.
 
     Raises:
-        UserError: A line or row that is wrong, a tokenizer that is not the model's, or too little text; on every rank.
+        UserError: A line is malformed, the tokenizer does not fit the model, or the text is too short; on every rank.
         InterruptedError: This rank was asked to leave while it tokenized; the other ranks raise UserError.
     """
     data, corpora = options.data, dict[str, Corpus]()
@@ -75,7 +75,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> JobData:
 
 
 def _read(source: CorpusSource, options: Options, folder: ModelFolder, stop: Stop) -> Corpus:
-    """The tokens of one source, which the model's embedding must know."""
+    """Tokenize one source, and check that the model's embedding has all tokens."""
     template = options.data.template
     with as_user_error():
         corpus = read_corpus(

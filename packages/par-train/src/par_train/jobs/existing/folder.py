@@ -1,4 +1,4 @@
-"""The folder of a model of transformers, as far as it is read before torch is imported: config and which weights."""
+"""The folder of a transformers model, as far as it is read before torch is imported: config and names of files."""
 
 import hashlib
 import importlib.util
@@ -15,21 +15,21 @@ from ..options import Options
 from .sources import sources_of
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-"""What families call the number of positions that a model has."""
+"""Names under which configs of model families store the number of positions."""
 
 _USUAL_CONTEXT = 1024
 
-_SAMPLE = 1 << 16  # bytes of each end of a file of weights that tell it from others
+_SAMPLE = 1 << 16  # bytes at each end of a file of weights that are hashed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A model of transformers on the disk.
+    """A transformers model on disk.
 
     Args:
-        path: Its folder, with config.json and a tokenizer.
-        config: What config.json holds.
-        weights: The files of its weights, which are read; none: it is made from random ones.
+        path: Folder of the model, with config.json and a tokenizer.
+        config: Content of config.json.
+        weights: Files of weights to load; empty for random weights.
         context: Tokens in a row.
     """
 
@@ -40,7 +40,7 @@ class ModelFolder:
 
     @property
     def digest(self) -> str:
-        """Another one for another model: of its config, and of names, sizes and both ends of its files of weights."""
+        """A hash of the config, and of the names, sizes and both ends of the files of weights."""
         # Hashing all weights would read the whole model on each rank; both ends of a file identify it in practice.
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for path in self.weights:
@@ -54,26 +54,26 @@ class ModelFolder:
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of rows of its embedding; None: the config does not say it."""
+        """The number of rows of the embedding; None if the config lacks it."""
         return number_in(self.config, "vocab_size")
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the weights in its files, such as "bfloat16"; None: the config does not say it."""
+        """The dtype of the weights in the files, such as "bfloat16"; None if the config lacks it."""
         return self.config.get("dtype") or self.config.get("torch_dtype")
 
     @property
     def name(self) -> str:
-        """What kind of model it is, such as LlamaForCausalLM."""
+        """The name of the model's class, such as LlamaForCausalLM."""
         return str((self.config.get("architectures") or [self.config.get("model_type", "model")])[0])
 
 
 def read_folder(options: Options) -> ModelFolder:
-    """What describes the model, as far as it can be read and checked without making it.
+    """Read the folder of the model, and check the options that depend on it, without making the model.
 
     Raises:
-        UserError: A folder that holds no such model, a file of text that is not there, a context that the model has no
-            positions for, or a package that is not installed.
+        UserError: The folder has no such model, a file of text does not exist, the context has more tokens than the
+            model has positions, or a package is not installed.
     """
     model, data = options.model, options.data
     key = "model.path" if model.path else "model.config"
@@ -112,7 +112,7 @@ def read_config(path: Path, key: str) -> Mapping[str, Any]:
         key: The option that names it, for errors.
 
     Raises:
-        UserError: There is none, or it is no table of JSON.
+        UserError: The file does not exist, or is no JSON object.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -130,14 +130,14 @@ def read_config(path: Path, key: str) -> Mapping[str, Any]:
 
 
 def row_length(options: Options, config: Mapping[str, Any]) -> int:
-    """The tokens in a row.
+    """Return the number of tokens in a row.
 
     Args:
-        options: The options of the run.
-        config: The model's config.
+        options: Options of the run.
+        config: Config of the model.
 
     Raises:
-        UserError: More than the model has positions for.
+        UserError: The options request more tokens than the model has positions.
     """
     positions, context = positions_of(config), options.data.context
     if context == "auto":
@@ -150,12 +150,12 @@ def row_length(options: Options, config: Mapping[str, Any]) -> int:
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """The number of positions that a model has; None: its config does not say."""
+    """Return the number of positions of a model; None if its config lacks it."""
     return next((number for name in _POSITIONS if (number := number_in(config, name))), None)
 
 
 def number_in(config: Mapping[str, Any], name: str) -> int | None:
-    """A number of a config, or of the config of text in it; None: it is not there."""
+    """Return a number of a config, or of the text config inside it; None if both lack it."""
     inner = config.get("text_config")
     value = config.get(name, inner.get(name) if isinstance(inner, dict) else None)
     return value if isinstance(value, int) else None

@@ -1,4 +1,4 @@
-"""Prompts as tokens, and what a model goes on with as text."""
+"""Prompts as tokens, and their continuations as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ class Prompts:
         tokens: The ids of each prompt, int64 [time].
 
     Raises:
-        UserError: A prompt without tokens, or one that leaves too few of the model's positions for the tokens to come.
+        UserError: A prompt has no tokens, or is too long for the model's positions.
     """
 
     def __init__(self, options: Options, folder: ModelFolder, *, is_chat: bool) -> None:
@@ -56,14 +56,14 @@ class Prompts:
             encoded = self._tokenizer(text)
         ids = list(encoded["input_ids"])
         if not chat and len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
-            ids.pop()  # some tokenizers end each text, and this one is to go on
+            ids.pop()  # some tokenizers end each text, but the model continues this one
         return torch.tensor(ids, dtype=torch.int64)
 
     def written(self, texts: Sequence[Tensor]) -> list[dict[str, str]]:
-        """Each prompt, and the text behind it, as "prompt" and "text".
+        """Return each prompt and its continuation, as "prompt" and "text".
 
         Args:
-            texts: The ids of each prompt with what follows, int64 [time].
+            texts: The ids of each prompt and its continuation, int64 [time].
         """
         behind = [ids[len(prompt) :].tolist() for prompt, ids in zip(self.tokens, texts, strict=True)]
         return [

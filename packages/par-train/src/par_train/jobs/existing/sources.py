@@ -38,10 +38,10 @@ class CorpusSource:
         return Path(self.path).expanduser()
 
     def check(self) -> None:
-        """Makes sure that there is something.
+        """Check that the path has files of one kind.
 
         Raises:
-            UserError: There is nothing, or files of several kinds.
+            UserError: There are no files, or files of several kinds.
         """
         if is_corpus(self.place):
             return
@@ -50,14 +50,14 @@ class CorpusSource:
 
 
 def sources_of(data: DataOptions, key: str) -> list[CorpusSource]:
-    """What the options name.
+    """Return the sources of text that the options name.
 
     Args:
-        data: The options.
-        key: The option that names the model, and so asks for text.
+        data: Options of the data.
+        key: Option that names the model, which needs text; for errors.
 
     Raises:
-        UserError: They name nothing, or a path and several, or one of several is not as it should be.
+        UserError: The options name no source, or both a path and sources, or a source has a wrong value.
     """
     if data.path and data.sources:
         several = f"{len(data.sources)} path{'s' if len(data.sources) > 1 else ''}"
