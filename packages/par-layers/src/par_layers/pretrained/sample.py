@@ -115,7 +115,7 @@ def read_request(
 
 
 def write_on(
-    request: Request, model: nn.Module, run: Run, context: Context, *, chooser: int, device: torch.device
+    request: Request, model: nn.Module, run: Run, context: Context, *, rows: int, chooser: int, device: torch.device
 ) -> list[Tensor]:
     """Return the prompts with the model's continuations, up to a token that ends them. Collective.
 
@@ -126,6 +126,7 @@ def write_on(
         model: The model, or this rank's part of it.
         run: Function that runs the model, such as the model itself, or a pipeline.
         context: The context parallelism, which splits texts over the ranks of an axis `sequence`.
+        rows: Smallest number of rows that `run` takes, such as a pipeline's microbatches; rows are repeated up to it.
         chooser: Global rank that chooses the tokens; `run` returns outputs on it.
         device: The device of the model.
 
@@ -142,6 +143,8 @@ def write_on(
             ids = torch.zeros(len(writing), max(lengths), dtype=torch.int64)
             for place, row in enumerate(writing):
                 ids[place, : lengths[place]] = torch.tensor(texts[row])
+            # Repeated before they are split over ranks, since a description of the split counts rows, too.
+            ids = ids[torch.arange(max(rows, len(ids))) % len(ids)]
             logits = logits_after(ids.to(device), lengths)
             chosen = torch.empty(len(writing), dtype=torch.int64, device=device)
             if logits is not None and dist.get_rank() == chooser:
@@ -171,7 +174,7 @@ def _logits_after(model: nn.Module, run: Run) -> Callable[[Tensor, Sequence[int]
     takes = () if pretrained is None else inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
 
     def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
-        rows, time = ids.shape
+        rows, time = len(lengths), ids.shape[1]
         chosen: dict[str, Any] = {"use_cache": False, "logits_to_keep": time - min(lengths) + 1}
         keywords = {name: value for name, value in chosen.items() if name in takes}
         outputs = run(ids, **keywords)
@@ -193,7 +196,7 @@ def _over_ranks(model: nn.Module, run: Run, context: Context) -> Callable[[Tenso
     known, is_pretrained = parallelization_around(model), pretrained_of(model) is not None
 
     def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
-        rows = len(ids)
+        rows = len(lengths)
         tokens = context.tokens(ids.shape[1], pad=True)
         keywords: dict[str, Any] = {}
         if is_pretrained:

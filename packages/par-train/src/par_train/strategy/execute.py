@@ -139,17 +139,6 @@ class Execution:
             )
         return batch
 
-    def evaluate(self, inputs: Tensor, **keywords: Any) -> Any:
-        """Return the outputs for inputs, on the ranks of the last stage; None elsewhere. No backward.
-
-        Each microbatch needs a row, so rows are repeated if there are fewer; the outputs then have more rows.
-        """
-        rows = torch.arange(max(len(inputs), self._schedule.microbatches)) % len(inputs)
-        split: dict[str, Any] = {
-            key: each[rows] if isinstance(each, Tensor) else each for key, each in keywords.items()
-        }
-        return self.pipeline.evaluate(inputs[rows], **split).outputs
-
     @property
     def takes_dicts(self) -> bool:
         """Whether batches that are dicts are the keywords of a transformers model."""

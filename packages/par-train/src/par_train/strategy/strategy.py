@@ -354,12 +354,13 @@ class Strategy(StrategyFiles):
             request = read_request(model, ids, **options, ranks=self.groups.size("tensor"))
         check_alike(agree(None, request.digest(), None), "prompts or options to sample by", show=False)
         run: Callable[..., Any] = model
-        chooser = 0
+        rows, chooser = 1, 0
         if self.schedule is not None:
-            run, last = self._execution(model).evaluate, self.schedule.rank_of(self.schedule.stages - 1)
-            chooser = self.groups.topology.group("pipeline", 0)[last]
+            pipeline, rows = self.pipeline(model), self.schedule.microbatches
+            run = lambda given, **keywords: pipeline.evaluate(given, **keywords).outputs  # noqa: E731
+            chooser = self.groups.topology.group("pipeline", 0)[self.schedule.rank_of(self.schedule.stages - 1)]
         with self.comparison.paused():  # the prompts were compared
-            texts = write_on(request, model, run, self.context, chooser=chooser, device=self.device)
+            texts = write_on(request, model, run, self.context, rows=rows, chooser=chooser, device=self.device)
         given = [text.to(prompt.device) for text, prompt in zip(texts, ids, strict=True)]
         return joined_rows(given) if isinstance(ids, Tensor) else given
 
