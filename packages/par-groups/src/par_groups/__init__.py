@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         read_flight_trace,
         shorten_path,
     )
+    from .sharding.digest import Digest, digest_of
     from .sharding.dtensor import to_dtensor
     from .sharding.gradient_elsewhere import METADATA_OPERATIONS, GradientElsewhere, stand_in_gradient
     from .sharding.gradients import (
@@ -80,6 +81,7 @@ __all__ = [
     "Channels",
     "Collective",
     "Communicator",
+    "Digest",
     "Environment",
     "FlightRecorder",
     "GradientElsewhere",
@@ -114,6 +116,7 @@ __all__ = [
     "copy_to_host",
     "cut",
     "data_axes",
+    "digest_of",
     "error_text",
     "follow_written_",
     "format_bytes",
@@ -174,6 +177,7 @@ _MODULE_OF = {
             *("Communicator", "Operation", "call_sites", "is_library_path"),
             *("read_flight_trace", "shorten_path"),
         ),
+        "sharding.digest": ("Digest", "digest_of"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradient_elsewhere": ("METADATA_OPERATIONS", "GradientElsewhere", "stand_in_gradient"),
         "sharding.gradients": (

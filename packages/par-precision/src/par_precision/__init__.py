@@ -5,6 +5,7 @@ from ._float8 import Float8Linear, convert_to_float8_
 from ._mixed import MasterWeights, StochasticRounding, mixed
 from ._optimizer import MixedOptimizer, Step
 from ._precisions import Precision, check_device, precision_of
+from .exact.sums import ExactSums, TotalWeights
 from .norm.clip import clip_grad_norm_, clip_grad_value_
 from .norm.norm import grad_norm
 from .rounding.rounding import stochastic_round_
@@ -15,12 +16,14 @@ __version__ = "0.1.0"
 __all__ = [
     "DeferredClipping",
     "DynamicScale",
+    "ExactSums",
     "Float8Linear",
     "MasterWeights",
     "MixedOptimizer",
     "Precision",
     "Step",
     "StochasticRounding",
+    "TotalWeights",
     "check_device",
     "clip_grad_norm_",
     "clip_grad_value_",

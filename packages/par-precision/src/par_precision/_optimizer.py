@@ -29,11 +29,11 @@ from par_groups import is_called_by_state_dict_of_dcp, refuse_get_state_dict, ze
 
 from ._dtensor import local_part
 from ._policy import Policy
+from ._sums import StepSums
 from ._torch_private import takes_scale
 from ._weights import Change, Weights
 from .norm.clip import check_limit, clip_coefficient
 from .norm.norm import counted_parts
-from .norm.sums import sum_of_powers
 from .scale.scaling import Scaling
 from .scale.schedule import SkipAwareScheduler
 
@@ -86,8 +86,10 @@ class MixedOptimizer(Optimizer):
 
     Attributes:
         inner: Optimizer of the user.
+        group: Ranks that sum. None: only this rank.
         scaling: Loss scale and number of skipped steps; can be saved like an lr scheduler.
         last: Result of the last step; None before the first step.
+        sums: What the ranks sum in a step; `ExactSums.use` replaces it.
     """
 
     def __init__(
@@ -103,7 +105,8 @@ class MixedOptimizer(Optimizer):
     ) -> None:
         self.inner, self.scaling = inner, scaling
         self.last: Step | None = None
-        self._weights, self._clip, self._policy, self._group, self._device = weights, clip, policy, group, device
+        self._weights, self._clip, self._policy, self.group = weights, clip, policy, group
+        self.sums = StepSums()
         self._reads_freely = device.type == "cpu"  # the host need not wait
         self._have_momentum: set[int] = set()  # ids of the tensors that SGD has momentum for
         self._schedules: WeakSet[SkipAwareScheduler] = WeakSet()
@@ -160,7 +163,7 @@ class MixedOptimizer(Optimizer):
             ValueError: A weight that is no number of items; weights for some losses of a step and none for others; or
                 several ranks and no group to sum them over.
         """
-        if weight is not None and self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        if weight is not None and self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"a loss with a weight in a world of {dist.get_world_size()} ranks needs those that share its mean; "
                 "give mixed() a group, and replicas= if parameters are copies on it, as under DDP"
@@ -368,11 +371,9 @@ class MixedOptimizer(Optimizer):
 
     def _summed(self) -> tuple[Tensor, Tensor | None]:
         """Return the norm of all gradients and their divisor, both fp64 scalars; the divisor is None if it is 1."""
-        squares = sum_of_powers(counted_parts(self._weights.gradients()), 2, self._device)
-        totals = self.scaling.loss_weights.beside(squares)
-        if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(totals, group=self._group)  # (4) in fp64
-        divisor = self.scaling.loss_weights.divide_(totals)
+        weights = self.scaling.loss_weights
+        totals = self.sums.totals(counted_parts(self._weights.gradients()), weights, self.group)
+        divisor = weights.divide_(totals)
         if self.scaling.scale is not None:
             scale = self.scaling.scale.value.double()
             divisor = scale if divisor is None else divisor * scale

@@ -82,7 +82,9 @@ def stand_in_gradient(name: str, parameter: torch.Tensor, where: str) -> torch.T
         parameter: Parameter of a module.
         where: Tensor that has the gradient, in words, such as "the optimizer's fp32 master".
     """
-    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
+    # torch takes gradients of this dtype alone. None stands for any dtype; older versions lack the attribute.
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    made = torch.empty(parameter.shape, dtype=dtype, device=parameter.device, layout=torch.sparse_coo)
     made.__class__ = GradientElsewhere  # torch makes no subclass of a sparse tensor
     made.par_name, made.par_where = name, where  # type: ignore[attr-defined]
     return made

@@ -53,10 +53,13 @@ class LossWeight:
     Args:
         of: Function that returns the weight of a microbatch from its target, such as the number of tokens.
         group: The data-parallel ranks over which gradients are averaged, if weights differ between them.
+        normalize: Whether each loss is multiplied by its weight divided by the sum of all weights. If False, it is
+            multiplied by its weight as it is.
     """
 
     of: Weight
     group: dist.ProcessGroup | None = None
+    normalize: bool = True
 
 
 DEFAULT_TRANSPORT = Transport()

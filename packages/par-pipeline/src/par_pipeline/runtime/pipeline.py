@@ -392,6 +392,8 @@ class Pipeline:
             count, group = (None, None) if self._weight is None else (self._weight.of, self._weight.group)
             device = torch.device("cpu") if group is None else _device_of(group)
             run.shares = shares(run.feed, count, group, device)
+            if self._weight is not None and not self._weight.normalize:
+                run.shares = [float(self._weight.of(target)) for target in run.feed.targets]
         run.execute()
         if run.training:
             self._recorded = run.recorded

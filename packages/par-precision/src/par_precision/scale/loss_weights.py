@@ -93,12 +93,21 @@ class LossWeights:
         self._differed = self._differed | differ
         if some_without:
             return None
-        mean = torch.where(ranks_with > 0, weight / ranks_with, self.typical)
+        mean = torch.where(ranks_with > 0, self.mean_of(weight, ranks_with), self.typical)
         divisor = mean / self.typical
         usable = (mean > 0) & (mean < math.inf) & ~differ
         self.empty = (mean == 0) & squares.isfinite()
         self.typical = torch.where(usable, mean.log2().round().exp2(), self.typical)
         return divisor
+
+    def mean_of(self, weight: Tensor, ranks: Tensor) -> Tensor:
+        """Return the number by which the summed or averaged gradients must be divided.
+
+        Args:
+            weight: Sum of the weights of all ranks.
+            ranks: Number of ranks that gave weights.
+        """
+        return weight / ranks
 
     def check(self) -> None:
         """Looks whether ranks differed in a step since the last look. Waits for the device.

@@ -34,7 +34,12 @@ class Execution:
         optimizer: The model's optimizer. A MixedOptimizer scales losses; another one, or None, does not.
         options: Other keywords of `par_pipeline.Pipeline`.
         factor: The object that passes the factor of the loss to the model's routers.
+
+    Attributes:
+        normalizes: Whether the pipeline multiplies each loss by the microbatch's part of the batch's rows.
     """
+
+    normalizes = True
 
     def __init__(
         self,
@@ -60,7 +65,12 @@ class Execution:
             stages = [*model.runners(partial(FactorStageRunner, last=last, factor=factor) if travels else None)]
         group = groups["pipeline"]
         self._make: Callable[[Schedule], Pipeline] = lambda plan: Pipeline(
-            stages, plan, group, loss_fn=self._loss, weight=LossWeight(of=self._weigh), **options
+            stages,
+            plan,
+            group,
+            loss_fn=self._loss,
+            weight=LossWeight(of=self._weigh, normalize=self.normalizes),
+            **options,
         )
         self.pipeline = self._make(schedule)
         axes, microbatches = (data_axes(groups.topology), "pipeline"), schedule.microbatches
@@ -175,7 +185,8 @@ class Execution:
             return self._scaled(self._factor.of(given), None)
         weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of no items is 0, not NaN
-        return self._scaled(self._factor.of(mean) * (sum(self._weights) / rows), weight)
+        undone = sum(self._weights) / rows if self.normalizes else 1.0
+        return self._scaled(self._factor.of(mean) * undone, weight)
 
     def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():

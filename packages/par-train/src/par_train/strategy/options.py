@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from par_groups import ProcessGroups
 from par_plan import read_budget
 from par_precision import precision_of
@@ -70,6 +72,11 @@ class StrategyOptions:
         device: A device, such as "cuda" or "cpu". Default: this rank's accelerator if it has one, else the CPU.
         seed: The seed of weights that are made here, of the order of data, and of torch's generators in each step.
             Strategies of one program that must draw different random numbers need different seeds.
+        numerics: "canonical" makes the weights after each step independent of the topology, to the last bit, on ranks
+            of one kind with one version of torch; see the guide "Same bits". Gradients take 8 bytes per parameter.
+            Default: each topology has its own order of sums.
+        lanes: The number of microbatches in a step of canonical numerics, over all data ranks. Data ranks must divide
+            it. `execute_pipeline` splits a rank's batch into its lanes; a loop of your own calls `backward` for each.
         broadcast_batches: Whether one rank of each replica reads a data loader and broadcasts its batches to the
             replica's tensor, sequence and pipeline ranks, which must then take batches together. If False, every rank
             reads for itself.
@@ -89,6 +96,8 @@ class StrategyOptions:
     plugins: Sequence[Plugin | str] = ()
     device: str = "auto"
     seed: int = 0
+    numerics: str | None = None
+    lanes: int | None = None
     broadcast_batches: bool = True
 
     def __post_init__(self) -> None:
@@ -117,12 +126,39 @@ class StrategyOptions:
                 f"zero={self.stage}: it reduces gradients itself, but gradient_handlers lacks {DATA_PARALLEL!r}; add "
                 "it, or use zero=0"
             )
+        self._check_numerics()
         if self.memory is not None and "offload" in self.zero_keywords:
             raise ValueError(f"memory={dict(self.memory)}: zero has an `offload` of its own; pass one of them")
         if self.memory is not None and not self.shards:
             raise ValueError(
                 f"memory={dict(self.memory)}: gradient_handlers lacks {DATA_PARALLEL!r}, which does the offloading; "
                 "add it, or remove memory"
+            )
+
+    def _check_numerics(self) -> None:
+        if self.numerics not in (None, "canonical"):
+            raise ValueError(f"numerics={self.numerics!r}: it is unknown; pass 'canonical', or leave it out")
+        if self.numerics is None:
+            if self.lanes is not None:
+                raise ValueError(f"lanes={self.lanes}: ordinary numerics have no lanes; add numerics='canonical'")
+            return
+        if type(self.lanes) is not int or self.lanes < 1:
+            raise ValueError(f"lanes={self.lanes!r}: canonical numerics need a number of lanes; pass one, such as 8")
+        if self.precision_name not in ("fp32", "bf16"):
+            raise ValueError(
+                f"precision={self.precision_name!r} with numerics='canonical': only 'fp32' and 'bf16' have exact sums; "
+                "pass one of them"
+            )
+        if "microbatches" in self.pipeline_keywords:
+            raise ValueError(
+                f"pipeline={self.pipeline_keywords}: canonical numerics choose `microbatches`, the lanes of a data "
+                "rank; remove it"
+            )
+        own = sorted({"reduce_dtype", "reduce_op"} & set(self.zero_keywords.get("precision") or {}))
+        if own or not self.shards:
+            raise ValueError(
+                "numerics='canonical': gradients are summed by par-zero in fp64; remove "
+                + (f"zero['precision'][{own[0]!r}]" if own else "your gradient_handlers")
             )
 
     @property
@@ -154,9 +190,11 @@ class StrategyOptions:
             name: Keyword of `shard`: "precision", "overlap" or "update".
         """
         given = self.zero_keywords.get(name)
+        exact = {"reduce_dtype": torch.float64, "reduce_op": "sum"} if self.numerics and name == "precision" else {}
         if given is None or isinstance(given, Mapping):
-            return dict(given or {})
-        return {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
+            return {**exact, **(given or {})}
+        own = {each.name: value for each in fields(given) if (value := getattr(given, each.name)) != each.default}
+        return {**exact, **own}
 
     @property
     def stage(self) -> int:

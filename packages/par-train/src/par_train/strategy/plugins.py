@@ -34,6 +34,7 @@ from par_zero import (
     sync_module_states_,
 )
 
+from .canonical import ExactPlugin, GridPlugin
 from .experts import EXPERT_COPIES, share_of_experts
 from .handlers import kinds_of
 from .options import StrategyOptions
@@ -57,7 +58,11 @@ def choose_plugins(options: StrategyOptions, device: str) -> list[Plugin]:
     zero = [ZeroPlugin()] if options.shards else []
     # Sharding comes before the device, so that a rank never needs memory for the full model.
     first: list[Plugin] = [TensorPlugin(), PipelinePlugin(), DevicePlugin()]
-    built_in = [*first, *recompute, TiedPlugin(), *zero, PrecisionPlugin()]
+    last: list[Plugin] = [TiedPlugin(), *zero, PrecisionPlugin()]
+    if options.numerics is not None:
+        grid = GridPlugin()
+        last = [grid, *last, ExactPlugin(grid)]
+    built_in = [*first, *recompute, *last]
     plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
     check_support(plugins, device, options.precision_name)
     return plugins

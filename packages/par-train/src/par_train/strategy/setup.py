@@ -70,6 +70,7 @@ class Setup:
                 else:
                     topology = Topology.from_config(given or {}, self.environment.world_size)
                 _check_axes(topology, given if isinstance(given, ProcessGroups) else None)
+                _check_lanes(topology, self.options.lanes)
             except Exception as error:  # of any kind: every rank raises what one rank has raised
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
@@ -204,7 +205,9 @@ class Setup:
     def make_schedule(self) -> Schedule:
         """Make the schedule of the pipeline; without a pipeline, one rank runs the microbatches consecutively."""
         ranks, options = self.groups.size("pipeline"), self.options.pipeline_keywords
-        microbatches = microbatches_of(options.get("microbatches", 0), ranks)
+        lanes = self.options.lanes  # the options have checked that they are not given beside `microbatches`
+        given = options.get("microbatches", 0) if lanes is None else lanes // self.groups.size(self.data_axes)
+        microbatches = microbatches_of(given, ranks)
         if ranks == 1:
             return schedule("1f1b", 1, microbatches)
         return make_schedule(options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.stage)
@@ -223,6 +226,27 @@ class Setup:
         """
         if self.schedule is not None or self.groups.size(self.data_axes) > 1:
             check_last_batch(loader, replicas * self.make_schedule().microbatches)
+
+
+def _check_lanes(topology: Topology, lanes: int | None) -> None:
+    """Check that canonical numerics know every sum that the axes of a topology divide.
+
+    Raises:
+        ValueError: An axis divides another sum, or the lanes do not divide among the data ranks.
+    """
+    if lanes is None:
+        return
+    for name in ("tensor", "sequence", "expert"):
+        if topology.size(name) > 1:
+            raise ValueError(
+                f"parallel={{{name!r}: {topology.size(name)}}} with numerics='canonical': the axes data and pipeline "
+                f"have exact sums so far; use {name}=1"
+            )
+    replicas = topology.size(data_axes(topology))
+    if lanes % replicas:
+        raise ValueError(
+            f"lanes={lanes}: they do not divide among {replicas} data ranks; pass a multiple of {replicas}"
+        )
 
 
 def _check_axes(topology: Topology, groups: ProcessGroups | None) -> None:

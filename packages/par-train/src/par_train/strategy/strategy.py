@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_data import BatchComparison, StepRandomness, WorkerSignals
-from par_groups import agree, check_alike, together
+from par_groups import Digest, agree, check_alike, digest_of, together
 from par_layers import RouterLosses, parallelization_of
 from par_layers.pretrained import Ends, Prompts, joined_rows, read_request, write_on
 from par_pipeline import Pipeline, build_stage, build_stages, schedule
@@ -19,6 +20,7 @@ from par_precision import MixedOptimizer
 
 from .batches import BatchReader
 from .bundles import ModelBundle
+from .canonical import LaneExecution
 from .execute import Criterion, Execution
 from .files import RunState, StrategyFiles
 from .initialize import check_objects, wire
@@ -75,6 +77,7 @@ class Strategy(StrategyFiles):
         self._state = RunState(self.randomness, self.groups.rank(self.data_axes))
         self._checkpoints = {}
         self._executions: dict[nn.Module, Execution] = {}
+        self._make_execution = Execution if self.options.numerics is None else LaneExecution
         self._hooks: list[RemovableHandle] = []  # on models and optimizers, which may outlive the strategy
         self._checked_losses: set[Optimizer] = set()
         self.comparison = BatchComparison(self.groups["tensor"], self.groups["pipeline"])
@@ -410,6 +413,24 @@ class Strategy(StrategyFiles):
         self._bundle_with(model)
         return RouterLosses(model).load(self.groups)
 
+    def digest(self, model: nn.Module) -> Digest:
+        """Return a digest of a model's trained weights that no topology changes, identical on all ranks. Collective.
+
+        It reads the weights that the optimizer steps, which are the fp32 master weights where there are any. Runs with
+        canonical numerics have equal digests after equal steps; other runs usually differ in the last bits.
+
+        Args:
+            model: The model that `initialize` returned, with its optimizer.
+
+        Raises:
+            ValueError: The model is not from `initialize`, or has no optimizer.
+        """
+        optimizer = self._bundle_with(model).optimizer
+        if optimizer is None:
+            raise ValueError(f"this {type(model).__name__} has no optimizer; pass a model that is trained")
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        return digest_of(((str(number), tensor) for number, tensor in enumerate(tensors)), dist.group.WORLD)
+
     # The end
 
     def close(self) -> None:
@@ -463,7 +484,7 @@ class Strategy(StrategyFiles):
             schedule, options = self.schedule or self.make_schedule(), self.options.pipeline_keywords
             for name in ("schedule", "microbatches"):
                 options.pop(name, None)
-            self._executions[model] = Execution(
+            self._executions[model] = self._make_execution(
                 model, schedule, self.groups, bundle.optimizer, options, bundle.loss_factor
             )
         return self._executions[model]

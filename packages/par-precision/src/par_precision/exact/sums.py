@@ -1,0 +1,158 @@
+"""`ExactSums`: what a `MixedOptimizer` sums over ranks, so that its steps have the same bits under every topology."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._sums import StepSums
+from ..norm.sums import largest
+from ..scale.loss_weights import LossWeights
+from .grid import GridHooks
+from .squares import exact_squares, squares_of
+
+if TYPE_CHECKING:
+    from .._optimizer import MixedOptimizer
+
+
+class TotalWeights(LossWeights):
+    """Weights of losses whose gradients are summed over data ranks rather than averaged.
+
+    Every loss has a weight, 1 by default, and gradients are divided by the sum of all weights after the sum over ranks:
+    the one division that all topologies have in common.
+
+    Args:
+        device: Device of the sums.
+        losses: Number of losses of a step, over all data ranks.
+        replicas: Number of data ranks.
+        group: Ranks that agree on the scale of the first step, if losses have weights then.
+    """
+
+    def __init__(self, device: torch.device, *, losses: int, replicas: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__(device)
+        self._losses, self._replicas, self._group = losses, replicas, group
+        self.number = 0
+        self.expect(1.0)
+        self._initial: Tensor | None = self.typical
+
+    def expect(self, weight: float) -> None:
+        """Set the scale of the first step's losses; later steps take it from the step before.
+
+        Args:
+            weight: A weight near that of a loss, identical on all ranks.
+        """
+        # The sum of all losses, so that gradients are near the mean's, well within the range of exact sums. A power of
+        # two, so that it changes no bit of a gradient before the grid.
+        total = max(weight, 1.0) * self._losses
+        self.typical = torch.full_like(self.typical, 2.0 ** round(math.log2(total)))
+        self._initial = None
+
+    def count(self, weight: float | Tensor | None) -> Tensor | None:
+        """Count a loss; without a weight it weighs 1. The first loss with a weight is collective over the group."""
+        if weight is not None and self.typical is self._initial:
+            first = torch.as_tensor(weight, dtype=torch.float64, device=self.typical.device).reshape(()).clone()
+            if self._group is not None and dist.get_world_size(self._group) > 1:
+                dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)  # one fp64 number
+            self.expect(float(first))
+        self.number += 1
+        return super().count(1.0 if weight is None else weight)
+
+    def mean_of(self, weight: Tensor, ranks: Tensor) -> Tensor:
+        """Return the sum of the weights of all data ranks. Tensor and sequence ranks have given theirs as well."""
+        # Multiplied first: whole numbers, so that the quotient is the exact sum.
+        return weight * self._replicas / ranks
+
+
+class ExactSums(StepSums):
+    """Gradients, their norm and their mean as sums that do not depend on the order of ranks and losses.
+
+    Call `attach` before the module is sharded, reduce gradients in fp64 by sum, and call `use` once `mixed` has made
+    the optimizer. Then the weights after a step depend on the losses of the step, and not on which rank has which.
+
+    Args:
+        losses: Number of losses of a step, over all data ranks, each with a backward pass of its own.
+        replicas: Number of data ranks.
+
+    Raises:
+        ValueError: The losses do not divide among the data ranks.
+    """
+
+    def __init__(self, *, losses: int, replicas: int) -> None:
+        if losses < 1 or losses % replicas:
+            raise ValueError(
+                f"{losses} losses a step do not divide among {replicas} data ranks; choose a multiple of {replicas}"
+            )
+        self._losses, self._replicas = losses, replicas
+        self._hooks: list[GridHooks] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Let each backward pass round the gradients of a module's parameters to one grid."""
+        self._hooks.append(GridHooks(module, self._losses))
+
+    def use(self, optimizer: "MixedOptimizer") -> None:
+        """Let an optimizer of the attached modules sum exactly."""
+        device = optimizer.scaling.loss_weights.typical.device
+        optimizer.scaling.loss_weights = TotalWeights(
+            device, losses=self._losses, replicas=self._replicas, group=optimizer.group
+        )
+        optimizer.sums = self
+
+    def totals(self, parts: Sequence[Tensor], weights: LossWeights, group: dist.ProcessGroup | None) -> Tensor:
+        """Return the sums over ranks that a step needs. Collective: two fp64 numbers, three int64 and four fp64.
+
+        Args:
+            parts: The elements of the summed gradients that this rank counts.
+            weights: The weights of the step's losses.
+            group: Ranks that sum.
+
+        Raises:
+            ValueError: A gradient is too large for exact sums; on all ranks, before anything is updated.
+        """
+        device = weights.typical.device
+        alone = group is None or dist.get_world_size(group) == 1
+        maxima = torch.stack([largest(parts, device), *(hooks.largest(device) for hooks in self._hooks)])
+        # A backend's MAX may drop a NaN.
+        maxima = torch.nan_to_num(maxima, nan=math.inf)
+        maxima = torch.stack((maxima[0], maxima[1:].amax()))
+        if not alone:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)  # (2) in fp64
+        top, excess = maxima.unbind()
+        if 1 <= excess < math.inf:
+            self._raise(float(excess), group)
+        for hooks in self._hooks:
+            hooks.forget()
+        words = exact_squares(parts, top)
+        losses = torch.full_like(top, weights.number)  # type: ignore[attr-defined]  # `use` has set these weights
+        others = torch.cat((weights.beside(torch.zeros_like(top)), losses[None]))
+        if not alone:
+            dist.all_reduce(words, group=group)  # (3) in int64
+            dist.all_reduce(others, group=group)  # (5) in fp64: whole numbers, and weights that users choose
+        others, losses = others[:4], others[4]
+        weights.number = 0  # type: ignore[attr-defined]
+        # Ranks that share a replica of the model give the same losses: all of those with losses stand for `replicas`.
+        given = float(losses * self._replicas / others[2]) if others[2] > 0 else 0.0
+        if given != self._losses:
+            raise ValueError(
+                f"this step had {given:g} losses, and canonical sums are scaled for {self._losses}; run "
+                f"{self._losses // self._replicas} backward passes on each data rank before each step"
+            )
+        others[0] = torch.where(torch.isfinite(top), squares_of(words, top), math.nan)
+        return others
+
+    def _raise(self, excess: float, group: dist.ProcessGroup | None) -> None:
+        found = [hooks.excess for hooks in self._hooks]
+        here = {name: value for each in found for name, value in each.items()}
+        for hooks in self._hooks:
+            hooks.forget()
+        everywhere: list[dict[str, float]] = [here]
+        if group is not None and dist.get_world_size(group) > 1:
+            everywhere = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(everywhere, here, group=group)
+        names = sorted({name for each in everywhere for name in each})
+        raise ValueError(
+            f"gradients of {', '.join(names[:3])}: an element is {excess:.3g} times as large as exact sums of "
+            f"{self._losses} losses allow; use a smaller loss, fewer losses a step, or ordinary numerics"
+        )

@@ -1,0 +1,144 @@
+"""Canonical numerics: a step whose bits do not depend on the topology, because each of its sums is exact.
+
+A lane is a microbatch of a fixed number of rows. Every lane runs its own forward and backward, in the same shapes on
+every topology, and what ranks and microbatches add up are the gradients of lanes, rounded to one grid. The sums are
+exact, so their order does not matter: `par_precision.ExactSums` has the argument.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from par_groups import agree
+from par_pipeline import PipelineStages
+from par_precision import ExactSums, TotalWeights
+
+from .._torch_private import tree_leaves
+from .execute import Execution, rows_of
+from .plugin import Plugin
+from .setup import Setup
+
+
+class GridPlugin(Plugin):
+    """Rounds the gradients of each lane to one grid, before anything sums them."""
+
+    name = "grid"
+
+    def __init__(self) -> None:
+        self.sums: ExactSums | None = None
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
+        """Register hooks on the parameters, after this rank's stages are known and before anything is packed."""
+        if optimizer is None:
+            return model
+        _check(model, strategy)
+        lanes = strategy.options.lanes
+        assert lanes is not None  # noqa: S101 - the options have been checked
+        self.sums = ExactSums(losses=lanes, replicas=strategy.groups.size(strategy.data_axes))
+        self.sums.attach(model)
+        return model
+
+
+class ExactPlugin(Plugin):
+    """Lets the optimizer take the norm and the mean from exact sums.
+
+    Args:
+        grid: The plugin that has rounded the gradients.
+    """
+
+    name = "exact"
+
+    def __init__(self, grid: GridPlugin) -> None:
+        self._grid = grid
+
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Setup) -> Optimizer:
+        """Replace the sums of the optimizer that the precision plugin has made."""
+        del model, strategy
+        if self._grid.sums is not None:
+            self._grid.sums.use(optimizer)  # type: ignore[arg-type]  # the precision plugin has wrapped it
+        return optimizer
+
+
+class LaneExecution(Execution):
+    """The pipeline of a model whose microbatches are lanes: the factor of a loss does not depend on the others'.
+
+    Args:
+        *arguments: The arguments of `Execution`.
+    """
+
+    normalizes = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._fits = False  # a batch of fewer rows would have fewer lanes
+
+    def run(self, next_batch: Callable[[], Any], *arguments: Any, forward_only: bool, **options: Any) -> Any:
+        """Run a batch, and let all ranks know beforehand, in the first step, how much a loss weighs."""
+        optimizer = self._optimizer
+        if not forward_only and optimizer is not None and optimizer.scaling.steps == 0:
+            weights = optimizer.scaling.loss_weights
+            next_batch = partial(self._expected, next_batch, weights)  # type: ignore[arg-type]
+        return super().run(next_batch, *arguments, forward_only=forward_only, **options)
+
+    def _expected(self, next_batch: Callable[[], Any], weights: TotalWeights) -> Any:
+        problem, ended, batch, items = None, False, None, 0
+        try:
+            batch = next_batch()
+            items = _items_of(batch) // self.pipeline.schedule.microbatches
+        except StopIteration:
+            ended = True
+        except Exception as error:  # of any kind: every rank raises what one rank has raised
+            problem = error
+        weights.expect(float(max(agree(problem, items, None).values())))
+        if ended:
+            raise StopIteration
+        return batch
+
+    def _weigh(self, target: Any) -> float:
+        if len(self._weights) == self.pipeline.schedule.microbatches:
+            self._weights = []
+        self._weights.append(float(rows_of(target) or 1))
+        if self._weights[-1] != self._weights[0]:
+            raise ValueError(
+                f"the batch has microbatches of {self._weights[0]:g} and {self._weights[-1]:g} rows, but lanes are of "
+                f"equal size; pass a number of rows that {self.pipeline.schedule.microbatches} divides"
+            )
+        return 1.0
+
+
+def _items_of(batch: Any) -> int:
+    """Return the number of elements of a batch's target: an upper bound of what a sum of losses counts."""
+    target = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    if isinstance(target, Mapping) and "labels" in target:
+        target = target["labels"]
+    return next((leaf.numel() for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def _check(model: nn.Module, strategy: Setup) -> None:
+    """Check that every sum of a step is one that is made exact. Every rank of a replica has the same answer.
+
+    Raises:
+        ValueError: Something else would depend on the topology.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, whose running statistics depend on the order of lanes; "
+                "canonical numerics need a norm of single rows, such as LayerNorm or GroupNorm"
+            )
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{name!r} has dropout p={module.p}: its random numbers depend on the rank that runs it; canonical "
+                "numerics need p=0"
+            )
+    if isinstance(model, PipelineStages) and strategy.groups.size("pipeline") > 1 and any(model.tied):
+        names = sorted(name for each in model.tied for name in each)
+        raise ValueError(
+            f"the stages share {names[0]!r}: each use of a weight is rounded by itself where two ranks use it, and "
+            "together where one does; canonical numerics need untied weights over a pipeline"
+        )
